@@ -122,7 +122,7 @@ class LoraLinear(Linear, AdaptedLayer):
     def adapter_names(self) -> list[str]:
         return ["lora_A", "lora_B", *(["lora_magnitude"] if self.form.dora else [])]
 
-    def fill_adapter(self, name: str, fill: Fill) -> None:
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros, so the layer begins like the frozen layer."""
         with torch.no_grad():
             fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.in_features))
@@ -133,7 +133,7 @@ class LoraLinear(Linear, AdaptedLayer):
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
                 self.lora_magnitude.copy_(self._row_ranks.sum(squares).sqrt())
 
-    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to W + scale * B A, with DoRA scaled to the rows' magnitudes."""
         weight = f"{name}.weight"
 
@@ -147,11 +147,11 @@ class LoraLinear(Linear, AdaptedLayer):
         inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_names))
         return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
 
-    def peft_mapper(self, name: str) -> Mapper:
+    def make_peft_mapper(self, name: str) -> Mapper:
         peft_names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{peft_names[leaf]}" for leaf in self.adapter_names})
 
-    def low_ranks(self, name: str) -> list[LowRank]:
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
         return [self.form.low_rank(name)]
 
 
@@ -186,13 +186,13 @@ class LoraEmbedding(Embedding, AdaptedLayer):
     def adapter_names(self) -> list[str]:
         return ["lora_A", "lora_B"]
 
-    def fill_adapter(self, name: str, fill: Fill) -> None:
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with zeros and B with random numbers, as in PEFT's embeddings."""
         with torch.no_grad():
             self.lora_A.zero_()
             fill(f"{name}.lora_B", self.lora_B, 1.0)
 
-    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to the table + scale * A Bᵀ."""
         weight = f"{name}.weight"
 
@@ -204,7 +204,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         inputs = (weight, f"{name}.lora_A", f"{name}.lora_B")
         return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
 
-    def peft_mapper(self, name: str) -> Mapper:
+    def make_peft_mapper(self, name: str) -> Mapper:
         """Transpose A, because it is (rank, vocab_size) in PEFT."""
 
         def swap(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -214,7 +214,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         first = TensorGroup((f"{name}.lora_A",), (f"{start}A",), swap, swap)
         return parallel(Mapper((first,)), rename({f"{name}.lora_B": f"{start}B"}))
 
-    def low_ranks(self, name: str) -> list[LowRank]:
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
         return [self.form.low_rank(name)]
 
 
@@ -261,7 +261,7 @@ class LoraExperts(Experts, AdaptedLayer):
     def adapter_names(self) -> list[str]:
         return [f"{name}_lora_{factor}" for name in self.adapted for factor in "AB"]
 
-    def fill_adapter(self, name: str, fill: Fill) -> None:
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros."""
         with torch.no_grad():
             for leaf in self.adapted:
@@ -269,7 +269,7 @@ class LoraExperts(Experts, AdaptedLayer):
                 fill(f"{name}.{leaf}_lora_A", first, compute_initial_std(first.shape[2]))
                 getattr(self, f"{leaf}_lora_B").zero_()
 
-    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to W + scale * B A for every expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -282,7 +282,7 @@ class LoraExperts(Experts, AdaptedLayer):
             groups.append(TensorGroup((weight, f"{weight}_lora_A", f"{weight}_lora_B"), (weight,), merge))
         return Mapper(tuple(groups))
 
-    def peft_mapper(self, name: str) -> Mapper:
+    def make_peft_mapper(self, name: str) -> Mapper:
         """
         Reshape the factors for PEFT: A is (experts * rank, inputs), expert by expert, B (outputs, rank * experts).
 
@@ -302,7 +302,7 @@ class LoraExperts(Experts, AdaptedLayer):
             groups.append(TensorGroup((f"{name}.{leaf}_lora_B",), (f"{start}lora_B.weight",), second))
         return Mapper(tuple(groups))
 
-    def low_ranks(self, name: str) -> list[LowRank]:
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
         return [self.form.low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
 
 

@@ -56,13 +56,13 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
     def adapter_names(self) -> list[str]:
         return ["lora_A", "lora_B"]
 
-    def fill_adapter(self, name: str, fill: Fill) -> None:
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros, so the layer begins like the tied head."""
         with torch.no_grad():
             fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.lora_A.shape[1]))
             self.lora_B.zero_()
 
-    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to a separate head, table + scale * B A, and the unchanged table."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -72,8 +72,8 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         table = f"{EMBEDDING}.weight"
         return Mapper((TensorGroup((table, f"{name}.lora_A", f"{name}.lora_B"), (HEAD, table), merge),))
 
-    def peft_mapper(self, name: str) -> Mapper:
+    def make_peft_mapper(self, name: str) -> Mapper:
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_names})
 
-    def low_ranks(self, name: str) -> list[LowRank]:
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
         return [self.form.low_rank(name)]

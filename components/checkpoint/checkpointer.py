@@ -41,7 +41,7 @@ from drawloom.components.ports.run import (
     Stateful,
     Step,
     check_cadence,
-    due,
+    is_due,
 )
 from drawloom.components.ports.staging import Stager
 from drawloom.components.storage.regular_file import read_file
@@ -132,12 +132,12 @@ class Checkpointer:
             self._finish_pending_save()
         if self.saves_after(step):
             self._stage_and_start_write(step)
-            if step.last or not self._saves_in_background:
-                self._finish_pending_save(required=step.last)
+            if step.is_last or not self._saves_in_background:
+                self._finish_pending_save(required=step.is_last)
 
     def saves_after(self, step: Step) -> bool:
         """Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back."""
-        return not step.goes_back and (step.last or due(self.every, step))
+        return not step.goes_back and (step.is_last or is_due(self.every, step))
 
     def save(self, step: Step) -> None:
         """
@@ -155,7 +155,7 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.copy()
 
-    def hold(self, step: Step) -> None:
+    def keep_in_memory(self, step: Step) -> None:
         if self._memory is not None and not step.goes_back:
             self._memory.hold(step.index, self.states)
 

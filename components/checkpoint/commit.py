@@ -23,8 +23,8 @@ from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.regular_file import make_folder
-from drawloom.components.storage.safetensors.writer import write_tensors
+from drawloom.components.storage.regular_file import create_folder
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK
@@ -76,7 +76,7 @@ class CommitProtocol:
         self, temp: Path, checkpoint: Path, snapshot: Snapshot, written: list[dict[str, Any]]
     ) -> None:
         files = {name: Content(**content) for by_name in written for name, content in by_name.items()}
-        files[LOCK] = durable_files.write_file(temp / LOCK, self.recipe.text.encode())
+        files[LOCK] = durable_files.create_file_with(temp / LOCK, self.recipe.text.encode())
         manifest = Manifest(
             step=step_of_checkpoint(checkpoint),
             recipe=self.recipe.hash,
@@ -92,8 +92,8 @@ class CommitProtocol:
 
 def prepare_checkpoints_folder(checkpoints: Path) -> None:
     """Create the checkpoint folder, and remove a killed run's leftovers."""
-    make_folder(checkpoints)
-    durable_files.sync(checkpoints.parent)
+    create_folder(checkpoints)
+    durable_files.flush_to_disk(checkpoints.parent)
     _remove_leftovers(checkpoints)
 
 
@@ -113,8 +113,8 @@ def write_files_of_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, 
     shards = group_tensors_by_file(rank, tensors)
     # lists the tensors of each file, so that readers need not open all files
     text = json.dumps({"tensors": {name: [*shard] for name, shard in shards.items()}, "state": tree}, allow_nan=False)
-    contents = {tree_file_name(rank): durable_files.write_file(temp / tree_file_name(rank), text.encode())}
-    jobs = [partial(write_tensors, temp / name, shard) for name, shard in shards.items()]
+    contents = {tree_file_name(rank): durable_files.create_file_with(temp / tree_file_name(rank), text.encode())}
+    jobs = [partial(write_safetensors_file, temp / name, shard) for name, shard in shards.items()]
     contents |= zip(shards, map_parallel("writer", jobs, WRITERS), strict=True)
     return {name: attrs.asdict(content) for name, content in contents.items()}
 
@@ -145,11 +145,11 @@ def group_tensors_by_file(rank: int, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def commit_folder(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest, and rename the folder. A corrupt checkpoint for the same step is kept under another name."""
-    durable_files.write_file(temp / MANIFEST, manifest.to_json_bytes())
-    durable_files.sync(temp)
+    durable_files.create_file_with(temp / MANIFEST, manifest.to_json_bytes())
+    durable_files.flush_to_disk(temp)
     if os.path.lexists(checkpoint):
-        durable_files.rename(checkpoint, _choose_path_for_corrupt(checkpoint))
-    durable_files.rename(temp, checkpoint)
+        durable_files.rename_durably(checkpoint, _choose_path_for_corrupt(checkpoint))
+    durable_files.rename_durably(temp, checkpoint)
 
 
 def remove_checkpoints(checkpoints: Iterable[Path]) -> None:
@@ -158,20 +158,20 @@ def remove_checkpoints(checkpoints: Iterable[Path]) -> None:
         trash = checkpoint.with_name(TRASH + checkpoint.name)
         durable_files.remove_folder(trash)
         # renamed first, because a half-removed folder would look like a corrupt checkpoint
-        durable_files.rename(checkpoint, trash)
+        durable_files.rename_durably(checkpoint, trash)
         durable_files.remove_folder(trash)
 
 
 def _remove_leftovers(checkpoints: Path) -> None:
     """Remove temporary folders from killed saves and interrupted removals."""
-    for name in durable_files.list_names(checkpoints):
+    for name in durable_files.list_folder(checkpoints):
         if name.startswith((TEMP, TRASH)):
             durable_files.remove_folder(checkpoints / name)
 
 
 def _choose_path_for_corrupt(checkpoint: Path) -> Path:
     """Return an unused name beside a corrupt checkpoint, under which it is kept."""
-    used_names, number = set(durable_files.list_names(checkpoint.parent)), 1
+    used_names, number = set(durable_files.list_folder(checkpoint.parent)), 1
     while (name := f"{CORRUPT}{checkpoint.name}-{number}") in used_names:
         number += 1
     return checkpoint.with_name(name)

@@ -16,10 +16,10 @@ from typing import Any
 import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.storage.durable_files import list_names
+from drawloom.components.storage.durable_files import list_folder
 from drawloom.components.storage.regular_file import ContentMismatchError, open_verified, read_file
 from drawloom.components.storage.sha256_stream import Content, count_blocks
-from drawloom.components.storage.strict_json import checksum, parse
+from drawloom.components.storage.strict_json import hash_canonical, parse_strictly
 from drawloom.graph import UserError
 
 FOLDER = "checkpoints"
@@ -59,7 +59,7 @@ class Manifest:
     def to_json_bytes(self) -> bytes:
         """Return the text for `manifest.json`."""
         content = {"format": FORMAT, **attrs.asdict(self)}
-        return json.dumps({**content, "digest": checksum(content)}, indent=1).encode() + b"\n"
+        return json.dumps({**content, "digest": hash_canonical(content)}, indent=1).encode() + b"\n"
 
     @property
     def total_file_bytes(self) -> int:
@@ -70,7 +70,7 @@ class Manifest:
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return all committed checkpoint folders, valid or not, ordered by step."""
     return sorted(
-        (checkpoints / name for name in list_names(checkpoints) if STEP.fullmatch(name)), key=step_of_checkpoint
+        (checkpoints / name for name in list_folder(checkpoints) if STEP.fullmatch(name)), key=step_of_checkpoint
     )
 
 
@@ -116,7 +116,7 @@ def block_numbers_by_file(manifest: Manifest) -> dict[str, list[int]]:
 
 def describe_missing_and_unknown_files(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     """Describe missing files, and files missing from the manifest."""
-    present, listed = set(list_names(checkpoint)), {*manifest.files, MANIFEST}
+    present, listed = set(list_folder(checkpoint)), {*manifest.files, MANIFEST}
     yield from (f"{name} is missing" for name in sorted(listed - present))
     yield from (f"{name} is not in the manifest" for name in sorted(present - listed))
 
@@ -157,14 +157,14 @@ def _read_verified_content(checkpoint: Path) -> dict[str, Any]:
         raise CorruptCheckpointError("it is a symbolic link, or not a folder")
     try:
         text = read_file(checkpoint / MANIFEST, MAX_SIZE)
-        content: dict[str, Any] = parse(text, most=len(text))
+        content: dict[str, Any] = parse_strictly(text, most=len(text))
         digest = content.pop("digest")
         version = content["format"]
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpointError(f"{MANIFEST} can't be read ({type(error).__name__})") from error
-    if digest != checksum(content):
+    if digest != hash_canonical(content):
         raise CorruptCheckpointError(f"{MANIFEST} has a checksum mismatch")
     if type(version) is not int:
         raise CorruptCheckpointError(f"{MANIFEST} has a format that is not a number")

@@ -15,7 +15,7 @@ from drawloom.components.checkpoint.snapshot import slices_by_sharded_entry
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Stateful
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.state.trees import transform
+from drawloom.components.state.trees import map_leaves
 
 
 @attrs.frozen
@@ -48,7 +48,7 @@ class StateMemory:
         """Reference the state after a step. Tensors must not change before `copy`."""
         self._current = HeldState(
             step,
-            {name: transform(_detach_leaf, node.state_dict()) for name, node in states.items()},
+            {name: map_leaves(_detach_leaf, node.state_dict()) for name, node in states.items()},
             {name: slices_by_sharded_entry(node) for name, node in states.items()},
         )
 

@@ -28,8 +28,14 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_verified
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_verified_header
-from drawloom.components.storage.state_tree import Tree, entries, leaves, narrow_tree, unpack
-from drawloom.components.storage.strict_json import parse
+from drawloom.components.storage.state_tree import (
+    Tree,
+    iterate_tensor_leaves,
+    list_dict_entries,
+    narrow_tree,
+    unpack_state,
+)
+from drawloom.components.storage.strict_json import parse_strictly
 from drawloom.graph import UserError
 
 MAX_TREE_SIZE = 2**28  # bytes
@@ -114,11 +120,11 @@ class Reader:
                     raise OSError(0, f"it has {file.size} bytes, and more than {MAX_TREE_SIZE} are not read")
                 text = file.read(0, file.size)
             try:
-                content = parse(text, most=len(text))
+                content = parse_strictly(text, most=len(text))
                 self._files[rank] = _parse_names_by_file(content["tensors"])
-                self._trees[rank] = entries(content["state"])
+                self._trees[rank] = list_dict_entries(content["state"])
                 for part in self._trees[rank].values():
-                    entries(part)  # the state of each node is a dict
+                    list_dict_entries(part)  # the state of each node is a dict
             except (ValueError, KeyError, TypeError) as error:
                 raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
         return self._trees[rank]
@@ -158,12 +164,12 @@ class Reader:
             for node, part in tree.items():
                 if (wanted := _pick_from_tree(part, pick(rank, node))) is not None:
                     picked[node] = wanted
-                    for entry, subtree in entries(wanted).items():
-                        for name, saved in leaves(subtree):
+                    for entry, subtree in list_dict_entries(wanted).items():
+                        for name, saved in iterate_tensor_leaves(subtree):
                             uses.setdefault(name, []).append((saved, _slice_to_read_or_none(pick, rank, node, entry)))
             read = self._read_tensors(rank, uses)
             cut = narrow_tree({"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None})
-            states: dict[str, dict[str, Any]] = unpack(cut, {name: tensor for name, (tensor, _) in read.items()})
+            states: dict[str, dict[str, Any]] = unpack_state(cut, {name: tensor for name, (tensor, _) in read.items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{tree_file_name(rank)} does not match its tensors: {error}") from error
         return states
@@ -216,12 +222,12 @@ def _pick_from_tree(tree: Tree, wanted: Slices | bool) -> Tree | None:
     """Return the wanted part from a node's tree, or None if nothing is wanted."""
     if isinstance(wanted, bool):
         return tree if wanted else None
-    picked = {name: part for name, part in entries(tree).items() if name in wanted}
+    picked = {name: part for name, part in list_dict_entries(tree).items() if name in wanted}
     return {"dict": {name: part for name, part in picked.items() if is_piece_needed(_list_slices(part), wanted[name])}}
 
 
 def _list_slices(tree: Tree) -> list[TensorSlice]:
-    return [tensor_slice for _, tensor_slice in leaves(tree) if tensor_slice is not None]
+    return [tensor_slice for _, tensor_slice in iterate_tensor_leaves(tree) if tensor_slice is not None]
 
 
 def _slice_to_read_or_none(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:

@@ -46,8 +46,10 @@ class RemoteCopy:
         A checkpoint's manifest is written last and removed first, so a checkpoint with a manifest is whole. Raises
         StoreError if the store fails; a later call goes on.
         """
-        remote = {name for name in self.store.names(FOLDER) if STEP.fullmatch(name)}
-        whole = {name for name in remote if name in self._copied or MANIFEST in self.store.names(f"{FOLDER}/{name}")}
+        remote = {name for name in self.store.list_names(FOLDER) if STEP.fullmatch(name)}
+        whole = {
+            name for name in remote if name in self._copied or MANIFEST in self.store.list_names(f"{FOLDER}/{name}")
+        }
         self._copied = whole
         for checkpoint in list_checkpoints(run / FOLDER):
             if checkpoint.name not in whole:
@@ -68,15 +70,15 @@ class RemoteCopy:
         fails, and UserError if all checkpoints are damaged.
         """
         names = sorted(
-            filter(STEP.fullmatch, self.store.names(FOLDER)), key=lambda name: step_of_checkpoint(Path(name))
+            filter(STEP.fullmatch, self.store.list_names(FOLDER)), key=lambda name: step_of_checkpoint(Path(name))
         )
         faults: Mapping[str, str] = {}
         for name in reversed(names):
-            if step in (None, step_of_checkpoint(Path(name))) and MANIFEST in self.store.names(f"{FOLDER}/{name}"):
+            if step in (None, step_of_checkpoint(Path(name))) and MANIFEST in self.store.list_names(f"{FOLDER}/{name}"):
                 if not (fault := self._get_checkpoint(run, name)):
                     for file in NEEDED_FILES:
-                        if file in self.store.names():
-                            self.store.get(file, run / file)
+                        if file in self.store.list_names():
+                            self.store.download(file, run / file)
                     return step_of_checkpoint(Path(name))
                 faults = {**faults, name: fault}
         if faults:
@@ -90,7 +92,7 @@ class RemoteCopy:
             return  # corrupt, or just removed
         try:
             for name in (*manifest.files, MANIFEST):
-                self.store.put(checkpoint / name, f"{FOLDER}/{checkpoint.name}/{name}")
+                self.store.upload(checkpoint / name, f"{FOLDER}/{checkpoint.name}/{name}")
         except FileNotFoundError:  # the run has removed the checkpoint meanwhile
             self.store.remove(f"{FOLDER}/{checkpoint.name}")
             return
@@ -101,7 +103,7 @@ class RemoteCopy:
             status = file.stat()
             stamp = status.st_mtime_ns, status.st_size
             if self._stamps.get(name) != stamp:
-                self.store.put(file, name)
+                self.store.upload(file, name)
                 self._stamps[name] = stamp
         except FileNotFoundError:
             return
@@ -109,8 +111,8 @@ class RemoteCopy:
     def _get_checkpoint(self, run: Path, name: str) -> str:
         """Copy and verify a checkpoint, and return its fault; a damaged copy is removed."""
         temporary = run / FOLDER / f".tmp-{name}" / name  # the run removes leftovers of this name
-        for file in self.store.names(f"{FOLDER}/{name}"):
-            self.store.get(f"{FOLDER}/{name}/{file}", temporary / file)
+        for file in self.store.list_names(f"{FOLDER}/{name}"):
+            self.store.download(f"{FOLDER}/{name}/{file}", temporary / file)
         try:
             verify_checkpoint(temporary)
         except CorruptCheckpointError as error:

@@ -19,7 +19,7 @@ from drawloom.components.checkpoint.manifest import (
 from drawloom.components.checkpoint.reader import Reader, Slices
 from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
 from drawloom.components.ports.run import Stateful
-from drawloom.components.storage.state_tree import entries
+from drawloom.components.storage.state_tree import list_dict_entries
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.checkpoint")
@@ -126,7 +126,7 @@ def _list_saved_entries_by_node(reader: Reader) -> dict[str, set[str]]:
     for file in range(reader.manifest.world_size) if names else ():
         tree = reader.read_trees_by_node(file)
         for name in names.keys() & tree.keys():
-            names[name] |= entries(tree[name]).keys()
+            names[name] |= list_dict_entries(tree[name]).keys()
     return names
 
 

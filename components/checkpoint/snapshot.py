@@ -18,8 +18,8 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import GrowingState, LocalState, SlicedState, Stateful, Step
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
-from drawloom.components.state.trees import transform, transform_with_path
-from drawloom.components.storage.state_tree import Packed, Tree, pack
+from drawloom.components.state.trees import map_leaves, map_leaves_with_path
+from drawloom.components.storage.state_tree import Packed, Tree, pack_state
 
 
 def is_rank_local(node: Stateful) -> bool:
@@ -108,7 +108,7 @@ class ShardPlan:
                 }
             elif self.rank == 0 or name in self.local:
                 own_part[name] = source()
-        return pack(own_part)
+        return pack_state(own_part)
 
 
 def _slice_to_json(tensor_slice: TensorSlice | None) -> list[list[int]] | None:
@@ -133,7 +133,7 @@ def mark_slices(state: Any, tensor_slice: TensorSlice | None) -> Any:
     """
     if tensor_slice is None:
         return state
-    return transform(lambda leaf: SlicedTensor(leaf, tensor_slice) if _is_sliced(leaf, tensor_slice) else leaf, state)
+    return map_leaves(lambda leaf: SlicedTensor(leaf, tensor_slice) if _is_sliced(leaf, tensor_slice) else leaf, state)
 
 
 def assemble_pieces(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
@@ -153,7 +153,7 @@ def assemble_pieces(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> 
             return leaf[tensor_slice.index()].clone()
         return leaf
 
-    return transform_with_path(assemble_leaf, pieces[0])
+    return map_leaves_with_path(assemble_leaf, pieces[0])
 
 
 def is_piece_needed(saved_slices: Sequence[TensorSlice], tensor_slice: TensorSlice | None) -> bool:
@@ -215,5 +215,5 @@ def _join_slices(parts: Sequence[SlicedTensor], tensor_slice: TensorSlice | None
 def _list_leaves(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Return a nested state's leaves as (path, leaf)."""
     leaves: list[tuple[tuple[Any, ...], Any]] = []
-    transform_with_path(lambda path, leaf: leaves.append((path, leaf)), state)
+    map_leaves_with_path(lambda path, leaf: leaves.append((path, leaf)), state)
     return leaves

@@ -57,7 +57,7 @@ def find_only_node(graph: Graph, port: type, holder: str = "the recipe") -> str:
 
 def read_mesh_sizes(graph: Graph) -> PerDimension:
     """Return the recipe's mesh sizes, with 1 for "auto"."""
-    return PerDimension.of_settings(graph.nodes[find_only_node(graph, Mesh)].settings)
+    return PerDimension.from_settings(graph.nodes[find_only_node(graph, Mesh)].settings)
 
 
 def count_microbatches(graph: Graph) -> int | None:

@@ -159,7 +159,7 @@ class Replayer:
         data[root]["listeners"] = [*listeners, f"@{TRACE}"]
         data[TRACE] = {"use": "checkpoint.phase_hashes"}
         recipe = Recipe.of(data, "replay", project=self.project)
-        if (ranks := math.prod(read_mesh_sizes(recipe.graph).dense().values())) > 1:
+        if (ranks := math.prod(read_mesh_sizes(recipe.graph).without_expert_dimensions().values())) > 1:
             hint = "record both runs with the listener checkpoint.phase_hashes"
             raise UserError(f"a run on {ranks} ranks can't be replayed in one process; {hint}", 2)
         return recipe

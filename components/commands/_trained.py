@@ -21,7 +21,7 @@ from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, Stages
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -167,7 +167,7 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
 
 def _read_text(path: Path) -> str:
     """Return a regular file's text."""
-    with open_regular_file(path) as file:
+    with open_untrusted_file(path) as file:
         return file.read(0, file.size).decode("utf-8")
 
 

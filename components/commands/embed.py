@@ -15,7 +15,7 @@ from drawloom.components.data.sources.parts import parts_of
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import HiddenStates, Model, TokenContext
-from drawloom.components.storage.safetensors.writer import write_tensors
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
@@ -96,7 +96,7 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
         print_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
     states = torch.cat(pooled)
     with report_write_errors(options.to):
-        write_tensors(options.to, {"hidden_states": states})
+        write_safetensors_file(options.to, {"hidden_states": states})
     return EmbedResult(options.run_folder, step, options.to, list(states.shape), empty)
 
 

@@ -15,8 +15,8 @@ from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
-from drawloom.components.ports.data import PackedDataset, TokenBatch, has_pairs, target_bytes, token_batch
-from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, state_of_batches, sum_losses
+from drawloom.components.ports.data import PackedDataset, TokenBatch, count_target_bytes, has_pairs, token_batch
+from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, make_state_of_batches, sum_losses
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
@@ -81,13 +81,13 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
     rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
     for batches in _load_microbatch_lists(rows, split, run.get(Batching).micro_size):
-        state = state_of_batches(batches)
+        state = make_state_of_batches(batches)
         run.get(Executor).evaluate(state)
         sums = [float(number) for number in sum_losses(state)]
         total, weight = total + sums[0], weight + sums[1]
         named = state[LOSSES]["sums"]
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
-        text_bytes += sum(float(target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
+        text_bytes += sum(float(count_target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
     unit = "pairs" if has_pairs(type(rows)) else "tokens"
     has_nats = not math.isnan(nats)  # other losses have no cross entropy
     # Tokens at the end of a document stand for no byte, and are part of the loss.

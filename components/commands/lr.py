@@ -169,7 +169,9 @@ def _compute_schedule_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
             f"lr of [{name}]", [(step, rate * factor) for step, factor in zip(steps, values, strict=True)]
         )
     for name in sizes:
-        rows = [(step, float(built[name].start(step + 1) - built[name].start(step))) for step in steps]
+        rows = [
+            (step, float(built[name].first_position(step + 1) - built[name].first_position(step))) for step in steps
+        ]
         if len({size for _, size in rows}) > 1:
             yield ScheduleCurve(f"rows in a step of [{name}]", rows)
 

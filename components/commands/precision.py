@@ -20,7 +20,7 @@ from drawloom.components.commands._recipes import add_overlay_option, find_only_
 from drawloom.components.parallel.float8_layers import linear_layers
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import LinearLayer
-from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
+from drawloom.components.ports.pipeline import Executor, make_state_of_batches, sum_losses
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
@@ -204,7 +204,7 @@ class _Probe:
             parameter.grad = None
         _switch_float8(float8_layers, True)
         begin = time.monotonic()
-        state = state_of_batches(self.batches)
+        state = make_state_of_batches(self.batches)
         self.executor.train(state)
         loss, weight = sum_losses(state).tolist()  # waits for the device
         seconds = time.monotonic() - begin

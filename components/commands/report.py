@@ -9,7 +9,7 @@ from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, read_run_record, unique_run_names
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.exit_codes import format_problems
@@ -38,7 +38,7 @@ class ReportResult(Result):
 
     def render(self, format: str) -> str:
         """Return one line with size and path."""
-        return f"report of {byte_size(self.bytes)} in {self.path}"
+        return f"report of {format_byte_size(self.bytes)} in {self.path}"
 
 
 def main(options: argparse.Namespace, project: Project) -> ReportResult:

@@ -91,7 +91,7 @@ def _score_answers(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[
     def finish(hidden: Tensor, head: Head) -> Tensor:
         return scorer.score_tokens(hidden)
 
-    executor.infer_each([(tokens, context)], outputs.__setitem__, finish)
+    executor.infer_microbatches([(tokens, context)], outputs.__setitem__, finish)
     if not outputs:
         raise UserError("the last pipeline stage is on another rank; start the command in one process", 2)
     yield from outputs[0].float().cpu()[torch.arange(len(answers)), lengths - 1].tolist()

@@ -22,7 +22,7 @@ from drawloom.components.distributed.device_model import DeviceModel, device_mod
 from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
@@ -156,8 +156,8 @@ def _check_runs_fit_device(runs: Sequence[SweepRun], device: DeviceModel) -> Non
     """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
     plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
-        lines = [f"  {name}: {byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
-        limit = f"{device.name} has {byte_size(device.memory)}" if device.memory else device.name
+        lines = [f"  {name}: {format_byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
+        limit = f"{device.name} has {format_byte_size(device.memory)}" if device.memory else device.name
         raise UserError("\n".join([f"{len(large)} of {len(runs)} runs do not fit: {limit}", *lines]))
     slowest = max(plans, key=lambda item: (item[1].steps or 0) * item[1].time.seconds)
     seconds = sum((planned.steps or 0) * planned.time.seconds for _, planned in plans)

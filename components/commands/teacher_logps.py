@@ -90,7 +90,7 @@ def _predict_top_tokens(
     for first in range(0, rows.count(split), rows_at_a_time):
         batch = rows.batch(split, range(first, min(first + rows_at_a_time, rows.count(split))))
         outputs: dict[int, Tensor] = {}
-        executor.infer_each(
+        executor.infer_microbatches(
             [(batch.tokens, TokenContext(batch.positions, batch.document_ids))], outputs.__setitem__, finish
         )
         if not outputs:

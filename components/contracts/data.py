@@ -206,7 +206,7 @@ def after_a_move_rows_continue_at_the_position(data: MovableData) -> None:
     expect(after > start, f"a step leaves the position at {after}")
     second = data.next_step()
     for position in (data.position, after):
-        data.continue_at(position)
+        data.skip_to_position(position)
         expect(data.position == position, f"moved to {position} it is at {data.position}")
     again = data.next_step()
     is_same = all(_have_equal_tensors(a, b) for a, b in zip(second, again, strict=True))

@@ -20,7 +20,7 @@ def device_allocates_tensors_and_counts_memory(device: Device) -> None:
 def dimension_sizes_multiply_to_the_world_size(mesh: Mesh) -> None:
     """The dimension sizes multiply to the world size, and every index is below its size."""
     sizes, indices = attrs.asdict(mesh.sizes), attrs.asdict(mesh.indices)
-    dense = mesh.sizes.dense()
+    dense = mesh.sizes.without_expert_dimensions()
     expect(prod(dense.values()) == mesh.world.size, f"{dense} are not {mesh.world.size} ranks")
     for name, size in sizes.items():
         expect(0 <= indices[name] < size, f"this rank has index {indices[name]} along {name}")
@@ -28,8 +28,8 @@ def dimension_sizes_multiply_to_the_world_size(mesh: Mesh) -> None:
 
 def groups_match_dimensions(mesh: Mesh) -> None:
     """A dimension's group has the dimension's size, and this rank's index is its rank in the group."""
-    indices = mesh.indices.dense()
-    for name, size in mesh.sizes.dense().items():
+    indices = mesh.indices.without_expert_dimensions()
+    for name, size in mesh.sizes.without_expert_dimensions().items():
         group = mesh.group(name)
         expect((group.rank, group.size) == (indices[name], size), f"the group of {name} does not match it")
 
@@ -54,12 +54,12 @@ def ranks_are_below_their_counts(processes: Processes) -> None:
 def group_has_the_ranks_of_the_set_with_this_rank(processes: Processes) -> None:
     """The group of several sets of ranks is the set that contains this rank, with this rank's index in it."""
     world = list(range(processes.world_size))
-    together = processes.group("together", [world])
+    together = processes.make_group("together", [world])
     expect(
         (together.rank, together.size) == (processes.rank, len(world)),
         "the group of all ranks is another",
     )
-    alone = processes.group("alone", [[rank] for rank in world])
+    alone = processes.make_group("alone", [[rank] for rank in world])
     expect((alone.rank, alone.size) == (0, 1), "the group of one rank is another")
     expect(alone.gather_json({"a": [1, None]}) == [{"a": [1, None]}], "a group of one rank gathers another value")
 
@@ -76,14 +76,14 @@ def total_and_maximum_are_at_least_the_local_values(reduce: Reduce) -> None:
     The total is linear, and the maximum is at most the total.
     """
     values = torch.tensor([1.0, 2.0, 1e-9], dtype=torch.float64)
-    total, twice = reduce.total(values.clone()), reduce.total(2 * values)
+    total, twice = reduce.sum_over_ranks(values.clone()), reduce.sum_over_ranks(2 * values)
     expect(total.dtype == torch.float64 and total.shape == values.shape, f"the total is {total.dtype} {total.shape}")
     expect(bool((total >= values).all()) and torch.allclose(twice, 2 * total), "the total is not a sum")
-    largest = reduce.largest(values.clone())
+    largest = reduce.max_over_ranks(values.clone())
     expect(bool((largest >= values).all() and (largest <= total).all()), "the largest is not a maximum")
 
 
 def without_edges_there_are_no_channels(neighbours: Neighbours) -> None:
     """There are no channels without edges, because channels lead only to the other ends of edges."""
-    channels = neighbours.links([])
+    channels = neighbours.open_channels([])
     expect(len(channels) == 0, f"there are channels to {sorted(channels)} without an edge")

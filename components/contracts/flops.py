@@ -19,6 +19,6 @@ def frozen_parameters_cost_two_of_three_products(model: CountsFlops) -> None:
     """A step without gradients of weights computes two of three matrix products."""
     flops = model.forward_flops()
     pairs = dict.fromkeys(flops.per_pair, 0)
-    both = flops.of_training(1, pairs), flops.of_training(1, pairs, flops.by_parameter.keys())
+    both = flops.count_training_flops(1, pairs), flops.count_training_flops(1, pairs, flops.by_parameter.keys())
     trained, frozen = (count - 3 * flops.per_token for count in both)
     expect(math.isclose(3 * frozen, 2 * trained), f"{frozen} operations with frozen weights, {trained} with trained")

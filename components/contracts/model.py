@@ -104,7 +104,7 @@ def attention_over_cached_parts_equals_attention_over_the_text(kernels: Kernels)
             mask = kernels.attention_mask(documents[:, part], window, cache=cache)
             actual = kernels.attention(q[:, part], keys[:, part], v[:, part], mask, options, layer_sinks)
             _expect_close(actual, whole[:, part].double())
-        cache.advance(part.stop - part.start)
+        cache.end_pass(part.stop - part.start)
 
 
 def linear_cross_entropy_is_weighted_negative_log_softmax(kernels: Kernels) -> None:
@@ -230,5 +230,5 @@ def hidden_states_of_cached_parts_equal_the_whole_texts(model: LanguageModel) ->
             hidden = module(tokens[:, part], TokenContext(positions[:, part], documents[:, part], cache=cache))
             if not cache.layers:
                 return
-            cache.advance(part.stop - part.start)
+            cache.end_pass(part.stop - part.start)
             _expect_close(hidden, whole[:, part].double())

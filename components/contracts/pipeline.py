@@ -18,8 +18,8 @@ from drawloom.components.ports.pipeline import (
     Predictor,
     Referenced,
     Schedule,
-    module_of,
-    state_of_batches,
+    find_loss_module,
+    make_state_of_batches,
     sum_losses,
 )
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
@@ -152,7 +152,7 @@ def _initialize_in_float64(loss: Loss) -> Loss:
         raise BrokenContractError(
             f"the loss needs {names}, and batches in this contract have only tokens; test the loss in a run"
         )
-    if (module := module_of(loss)) is not None:
+    if (module := find_loss_module(loss)) is not None:
         module.to_empty(device="cpu").double()
         torch.manual_seed(3)
         for owner in module.modules():
@@ -234,14 +234,14 @@ def _expect_same_sums(sums: Tensor, expected: Tensor, when: str) -> None:
 
 def _sum_training_losses(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from a training pass, float64 (2,)."""
-    state = state_of_batches(batches)
+    state = make_state_of_batches(batches)
     executor.train(state)
     return sum_losses(state)
 
 
 def _sum_evaluation_losses(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from an evaluation, float64 (2,)."""
-    state = state_of_batches(batches)
+    state = make_state_of_batches(batches)
     executor.evaluate(state)
     return sum_losses(state)
 
@@ -310,10 +310,10 @@ def finish_is_called_with_every_microbatch(passes: ForwardPasses) -> None:
     rows = [torch.tensor([[1, 2, 3, 4]]), torch.tensor([[4, 3, 2, 1]])]
     inputs = [(row, TokenContext(torch.arange(4)[None], torch.zeros_like(row))) for row in rows]
     together: dict[int, Tensor] = {}
-    passes.infer_each(inputs, together.__setitem__, lambda hidden, head: head.logits(hidden))
+    passes.infer_microbatches(inputs, together.__setitem__, lambda hidden, head: head.logits(hidden))
     expect(sorted(together) == [0, 1], f"the microbatches 0 and 1 come as {sorted(together)}")
     for number, alone in enumerate(inputs):
         result: dict[int, Tensor] = {}
-        passes.infer_each([alone], result.__setitem__, lambda hidden, head: head.logits(hidden))
+        passes.infer_microbatches([alone], result.__setitem__, lambda hidden, head: head.logits(hidden))
         difference = float((result[0] - together[number]).abs().max())
         expect(difference < 1e-5, f"microbatch {number} alone differs by {difference:.2g}")

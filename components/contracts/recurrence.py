@@ -52,4 +52,4 @@ def results_for_cached_parts_equal_the_whole_texts(kernels: RecurrentKernels) ->
         _expect_close(kernels.causal_conv(x[:, part], weight, mask), convolved[:, part].double())
         actual = kernels.gated_delta_rule(q[:, part], k[:, part], v[:, part], g[:, part], beta[:, part], mask)
         _expect_close(actual, mixed[:, part].double())
-        cache.advance(part.stop - part.start)
+        cache.end_pass(part.stop - part.start)

@@ -22,7 +22,7 @@ def completions_follow_their_prompts(rollouts: Rollouts) -> None:
     prompts = _make_prompts(0, 1, 2, 3)
     (completions,) = rollouts.sample([prompts], "train", STEP)
     expect(completions.starts.equal(prompts.lengths), "a completion does not begin where its prompt ends")
-    expect(bool((completions.counts > 0).all()), "a completion has no token")
+    expect(bool((completions.sampled_counts > 0).all()), "a completion has no token")
     for tokens, prompt, length in zip(completions.tokens, prompts.tokens, prompts.lengths.tolist(), strict=True):
         expect(tokens[:length].equal(prompt[:length]), f"the prompt {prompt[:length].tolist()} is changed")
 

@@ -37,7 +37,7 @@ from drawloom.components.ports.run import (
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.state.step_state import MissingStateError, StepState
-from drawloom.graph.component import flow_of
+from drawloom.graph.component import find_declared_flow
 from drawloom.graph.testing import expect
 
 VALUES: dict[str, Any] = {
@@ -76,7 +76,7 @@ class ObservedState(StepState):
 
 def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
     """Yield two steps with the values that the phase requires; nothing if no shipped phase writes one of the values."""
-    flow = flow_of(phase)
+    flow = find_declared_flow(phase)
     required = [name for name in (*flow.reads, *flow.changes) if not name.endswith("?") and name not in IN_PARAMETERS]
     if set(required) <= VALUES.keys():
         for index in (1, 2):
@@ -88,7 +88,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
     for step in _steps_with_declared_values(phase):
         with suppress(MissingStateError):
             phase.run_phase(step)
-        flow = flow_of(phase)
+        flow = find_declared_flow(phase)
         declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
         undeclared = ", ".join(sorted(_observe_state(step).read - declared))
         expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
@@ -96,7 +96,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
 
 def writes_only_what_it_declares(phase: Phase) -> None:
     """A phase writes only values that it declares to write or change; `check` relies on it to order phases."""
-    flow = flow_of(phase)
+    flow = find_declared_flow(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
         undeclared = sorted(_observe_state(step).written - {*flow.writes, *flow.changes})
@@ -113,22 +113,22 @@ def does_not_change_index_total_or_start_of_a_step(phase: Phase) -> None:
 
 def microbatches_have_exactly_the_rows_of_a_step(batching: Batching) -> None:
     """Microbatches on all data-parallel ranks are exactly the rows in a step, and steps follow without gaps."""
-    expect(batching.start(1) == 0, f"the first step begins at position {batching.start(1)}")
+    expect(batching.first_position(1) == 0, f"the first step begins at position {batching.first_position(1)}")
     expect(0 <= batching.dp_rank < batching.dp_size, f"dp_rank {batching.dp_rank} is not below {batching.dp_size}")
     for step in (1, 2, 3):
-        rows = len(batching.positions(step)) * batching.micro_size * batching.dp_size
-        size = batching.start(step + 1) - batching.start(step)
+        rows = len(batching.microbatch_positions(step)) * batching.micro_size * batching.dp_size
+        size = batching.first_position(step + 1) - batching.first_position(step)
         expect(rows == size, f"microbatches have {rows} rows in a step of {size}")
 
 
 def every_position_is_used_once(batching: Batching) -> None:
     """The positions of a rank are in the step's range of the endless order, without repetition."""
     for step in (1, 2, 3):
-        microbatches = batching.positions(step)
+        microbatches = batching.microbatch_positions(step)
         positions = [position for microbatch in microbatches for position in microbatch]
         sizes = {len(microbatch) for microbatch in microbatches}
         expect(sizes == {batching.micro_size}, f"step {step} has microbatches of other sizes")
-        inside = range(batching.start(step), batching.start(step + 1))
+        inside = range(batching.first_position(step), batching.first_position(step + 1))
         expect(all(position in inside for position in positions), f"step {step} uses positions of another")
         expect(len(set(positions)) == len(positions), f"step {step} uses a position twice")
 
@@ -170,7 +170,7 @@ def _measure_on_a_single_rank(metric: Metric, step: Step) -> typing.Mapping[str,
         shape = metric.accumulators[name].shape
         expect(tuple(part.shape) == shape, f"{name} has shape {tuple(part.shape)}, and {shape} was declared")
     totals = {
-        name: parts.get(name, accumulator.identity()).double().cpu()
+        name: parts.get(name, accumulator.identity_element()).double().cpu()
         for name, accumulator in metric.accumulators.items()
     }
     return metric.compute(totals, step)
@@ -376,7 +376,7 @@ def a_saved_step_is_restored(restorer: Restorer) -> None:
     expect(restorer.restore() == 0, "without a checkpoint a step is restored")
     for index in (1, 2):
         restorer.save(Step(index, 10))
-        restorer.hold(Step(index, 10))
+        restorer.keep_in_memory(Step(index, 10))
         restorer.wait_until_staged()
         restored = restorer.restore()
         expect(restored == index, f"step {index} was saved, and step {restored} is restored")
@@ -404,15 +404,15 @@ def after_restore_accepts_a_new_run(node: AfterRestore) -> None:
 
 def environment_choices_are_strings_and_repeatable(source: EnvironmentSource) -> None:
     """Names and values are texts, and the same at every call, because the process keeps its choices."""
-    chosen = dict(source.environment())
+    chosen = dict(source.list_machine_choices())
     expect(
         all(isinstance(text, str) and text for item in chosen.items() for text in item), f"{chosen} has other values"
     )
-    expect(chosen == dict(source.environment()), "a second call returns other choices")
+    expect(chosen == dict(source.list_machine_choices()), "a second call returns other choices")
 
 
 def read_files_exist_by_name_of_setting(node: ReadsFiles) -> None:
     """The files exist, and their keys are names of settings, so that the run folder can copy them."""
-    for setting, paths in node.files_read().items():
+    for setting, paths in node.list_input_files().items():
         expect(isinstance(setting, str) and setting, f"{setting!r} is not the name of a setting")
         expect(all(path.is_file() for path in paths), f"{setting} names something that is not a file: {paths}")

@@ -12,7 +12,7 @@ from drawloom.components.ports.stages import (
     Stages,
     TrainableStages,
     Transform,
-    gradient_of,
+    gradient_or_zeros,
 )
 from drawloom.graph.testing import expect
 
@@ -75,10 +75,10 @@ def owned_parameters_are_a_subset(parameters: SpreadParameters) -> None:
 def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
     """A gradient of ones becomes the number of ranks with the parameter."""
     for _, parameter in parameters.named_parameters():
-        gradient_of(parameter).fill_(1)
+        gradient_or_zeros(parameter).fill_(1)
     parameters.sum_gradients()
     for name, parameter in parameters.named_parameters():
-        gradient = gradient_of(parameter)
+        gradient = gradient_or_zeros(parameter)
         ranks = float(gradient.flatten()[0])
         expect(ranks >= 1 and ranks.is_integer(), f"the gradients of {name}, ones on each rank, add up to {ranks}")
         expect(bool((gradient == ranks).all()), f"the gradient of {name} is summed in part")
@@ -106,18 +106,18 @@ def compute_gradients_become_master_gradients(stages: TrainableStages) -> None:
     """Gradients of compute weights become gradients of master weights."""
     for stage in stages.local:
         for parameter in stage.module.parameters():
-            gradient_of(parameter).fill_(1)
+            gradient_or_zeros(parameter).fill_(1)
     stages.hand_over_gradients()
     for stage in stages.local:
         for name, parameter in stage.named_parameters():
             expect(parameter.grad is not None, f"{name} gets no gradient")
-            expect(bool((gradient_of(parameter) == 1).all()), f"the gradient of {name} is changed")
+            expect(bool((gradient_or_zeros(parameter) == 1).all()), f"the gradient of {name} is changed")
 
 
 def first_stage_input_is_a_meta_tensor_like_tokens(inputs: StageInputs) -> None:
     """The first stage's input is a meta tensor with the tokens' shape and dtype."""
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    spec = inputs.boundary(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
+    spec = inputs.infer_stage_inputs(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
     expect(isinstance(spec, torch.Tensor) and spec.is_meta, "the input of the first stage is not on the meta device")
     expect(
         (spec.shape, spec.dtype) == (tokens.shape, tokens.dtype),

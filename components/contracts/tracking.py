@@ -16,7 +16,7 @@ from drawloom.graph.testing import expect
 def steps_without_measurements_have_no_histograms(metric: DistributionMetric) -> None:
     """A step without measurements has no histograms, or only histograms with finite numbers."""
     accumulators = metric.accumulators if isinstance(metric, Metric) else {}
-    totals = {name: part.identity() for name, part in accumulators.items()}
+    totals = {name: part.identity_element() for name, part in accumulators.items()}
     for name, histogram in metric.distributions(totals, Step(1, 1)).items():
         is_finite = all(map(math.isfinite, (histogram.low, histogram.high, *histogram.counts)))
         expect(is_finite, f"the histogram {name} is {histogram}")
@@ -39,7 +39,9 @@ def tracker_accepts_a_name_in_several_contexts(tracker: ContextTracker) -> None:
 def tracker_accepts_properties_of_every_kind(tracker: PropertyTracker) -> None:
     """A tracker accepts nested tables of strings, numbers, booleans and lists before the first step."""
     run = {"name": "run", "seed": 3}
-    tracker.describe({"run": run, "optimizer": {"betas": [0.9, 0.95], "maximize": False, "groups": [{"lr": 0.1}]}})
+    tracker.store_properties(
+        {"run": run, "optimizer": {"betas": [0.9, 0.95], "maximize": False, "groups": [{"lr": 0.1}]}}
+    )
     if isinstance(tracker, Tracker):
         tracker.rewind(0)
         tracker.track(1, {"loss": 1.0})

@@ -135,7 +135,7 @@ class HuggingFaceTokenizer:
                 table[token_id] = len(token) if is_byte_level else len(_unescape_token(token).encode())
         return table
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         """Return the file and the companion files that transformers reads."""
         companions = [self._file.parent / name for name in COMPANIONS]
         return {"path": [self._file, *(path for path in companions if path.is_file())]}
@@ -147,7 +147,7 @@ class HuggingFaceTokenizer:
 
         Logs a warning if transformers still returns other ids.
         """
-        source, *companions = self.files_read()["path"]
+        source, *companions = self.list_input_files()["path"]
         shutil.copyfile(source, folder / "tokenizer.json")
         for path in companions:
             shutil.copyfile(path, folder / path.name)

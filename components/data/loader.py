@@ -16,14 +16,14 @@ from drawloom.components.ports.data import (
     PackedDataset,
     RowOrder,
     TokenBatch,
-    batch_types,
+    find_batch_types,
     has_pairs,
     token_batch,
 )
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension
 from drawloom.components.ports.run import Batching
 from drawloom.components.state.batch import Batch
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -122,7 +122,7 @@ class Loader:
         step = self._step + 1
         if self._stream is None:
             self._stream = self._iterate_batches(step)
-        batches = [next(self._stream) for _ in self.batching.positions(step)]
+        batches = [next(self._stream) for _ in self.batching.microbatch_positions(step)]
         if self.lengths:
             batches = [self.shorten(batch, step) for batch in batches]
         # one check is enough: seed, rows and order determine the later steps
@@ -167,7 +167,7 @@ class Loader:
         """The position in the endless row order where the next step begins."""
         return self._find_start(self._step + 1)
 
-    def continue_at(self, position: int) -> None:
+    def skip_to_position(self, position: int) -> None:
         """Move the next step to a position in the order, as if earlier steps had had another batch size."""
         self.load_state_dict(self.state_dict() | {"position": position})
 
@@ -194,13 +194,13 @@ class Loader:
             if not isinstance(number, int) or number < 0:
                 raise ValueError(f"{key}: {number!r} is not an integer of 0 or more")
         self._step, self._stream = step, None
-        self._offset = position - self.batching.start(step + 1)
+        self._offset = position - self.batching.first_position(step + 1)
         self._last_resized_step = state.get("since", 0) if self._offset == state.get("offset", 0) else step
         self._lay_out_stream([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
 
     def _find_start(self, step: int) -> int:
         """Return the position where a step begins."""
-        return self.batching.start(step) + self._offset
+        return self.batching.first_position(step) + self._offset
 
     def _lay_out_stream(self, segments: list[Segment]) -> None:
         """Lay out the row stream: earlier segments, plus a new one if the shares have changed."""
@@ -223,7 +223,9 @@ class Loader:
 
     def _row_indices_from(self, step: int) -> Iterator[list[int]]:
         """Return an endless iterator over the microbatches' row numbers, beginning with a step."""
-        microbatches = (positions for later_step in count(step) for positions in self.batching.positions(later_step))
+        microbatches = (
+            positions for later_step in count(step) for positions in self.batching.microbatch_positions(later_step)
+        )
         return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
 
     @classmethod
@@ -231,11 +233,11 @@ class Loader:
         """Yield problems with the length curriculum, and with uneven rows for the ranks along `context`."""
         rows, mesh = node.neighbour("rows"), node.neighbour("mesh")
         if rows and mesh:
-            length, ranks = rows.settings.get("length"), PerDimension.of_settings(mesh.settings).context
+            length, ranks = rows.settings.get("length"), PerDimension.from_settings(mesh.settings).context
             if isinstance(length, int) and length % ranks:
                 text = f"rows of {length} tokens can't be partitioned over {ranks} ranks along 'context'"
                 yield rows.problem("length", text, f"write a length that is a multiple of {2 * ranks}")
-            for writer, batch_type in batch_types(rows):
+            for writer, batch_type in find_batch_types(rows):
                 yield from _check_batch_division(writer, batch_type, ranks, node)
         if node.settings["lengths"] and rows and has_pairs(rows.component):
             text = "lengths would cut documents, and a cut pair can't be compared"
@@ -299,5 +301,5 @@ def _hash_batch(batch: Batch) -> str:
     digest = blake2b(digest_size=16)
     for tensor in batch.tensors():
         digest.update(f"{tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor))
+        digest.update(view_bytes(tensor))
     return digest.hexdigest()

@@ -42,7 +42,7 @@ class PromptCollator:
         if self._renderer is not None:
             self._renderer.close()
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         """Return the template file, if there is one."""
         return {} if self.template is None else {"template": [self.template]}
 

@@ -31,7 +31,7 @@ from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import PackedDataset, TracedRows
 from drawloom.components.state.batch import Batch
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import UserError
 
 MAX_NAMES_SHOWN = 4  # rows and documents in a message
@@ -206,7 +206,7 @@ class TensorPickler(pickle.Pickler):
         """Return how to rebuild a tensor; conversion to numpy would not support every dtype."""
         if not isinstance(value, Tensor):
             return NotImplemented
-        return _rebuild_tensor, (pickle.PickleBuffer(bytes_of(value)), value.dtype, tuple(value.shape))
+        return _rebuild_tensor, (pickle.PickleBuffer(view_bytes(value)), value.dtype, tuple(value.shape))
 
 
 def _rebuild_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -108,7 +108,7 @@ class RankMesh(MeshView):
     def group(self, *dimensions: str) -> Group:
         if dimensions not in self._groups:
             name = "world" if dimensions == DIMENSIONS else " × ".join(dimensions)
-            self._groups[dimensions] = self.processes.group(name, self.layout.sets(*dimensions))
+            self._groups[dimensions] = self.processes.make_group(name, self.layout.sets(*dimensions))
         return self._groups[dimensions]
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
@@ -124,5 +124,5 @@ class RankMesh(MeshView):
         handles = [group.handle for group in groups]
         return DeviceMesh.from_group(handles, groups[0].device.type, grid, mesh_dim_names=dim_names)
 
-    def links(self, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
+    def open_channels(self, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
         return p2p_links(self.processes, DIMENSIONS[0], self.layout.sets(DIMENSIONS[0]), edges)

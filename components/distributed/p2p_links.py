@@ -94,7 +94,7 @@ def p2p_links(
     links: dict[int, P2PChannel] = {}
     for low, high in (edge for concurrent_edges in concurrent_rounds(edges) for edge in concurrent_edges):
         if index in (low, high):
-            links[high if index == low else low] = processes.channel(f"{name} link", line[low], line[high])
+            links[high if index == low else low] = processes.open_channel(f"{name} link", line[low], line[high])
     return dict(sorted(links.items()))
 
 

@@ -45,7 +45,7 @@ class PlannedGroup:
         """Return an empty tensor (size, ...) for a tensor (...)."""
         return tensor.new_empty(self.size, *tensor.shape)
 
-    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+    def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return empty tensors with this tensor's shape (...)."""
         return [torch.empty_like(tensor)] * self.size
 
@@ -76,7 +76,7 @@ class PlannedMesh(MeshView):
         fit.
         """
         sizes = {name: settings.get(name, 1) for name in DIMENSIONS}
-        expert = PerDimension.of_settings(settings).expert
+        expert = PerDimension.from_settings(settings).expert
         return cls(resolve_shape(sizes, expert, ranks, lambda number: f"write --ranks {number}"))
 
     def group(self, *dimensions: str) -> PlannedGroup:

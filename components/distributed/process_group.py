@@ -60,7 +60,7 @@ class SingleProcess:
         """Return the tensor (...) as the only one, (1, ...)."""
         return tensor.detach()[None]
 
-    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+    def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the tensor (...) as the only one."""
         return [tensor.detach()]
 
@@ -126,7 +126,7 @@ class TorchGroup:
 
     def gather_json(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        return [json.loads(part.numpy().tobytes()) for part in self.gather_each(text)]
+        return [json.loads(part.numpy().tobytes()) for part in self.gather_unequal_shapes(text)]
 
     def gather(self, tensor: Tensor) -> Tensor:
         moved = tensor.detach().to(self.device).contiguous()
@@ -136,7 +136,7 @@ class TorchGroup:
             ALL_GATHER(gathered, moved.view(-1), group=self._handle)
         return gathered.view(self.size, *tensor.shape).to(tensor.device)
 
-    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+    def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         # Two collectives, the shapes first, because all_gather needs tensors of equal size.
         shapes = self.gather(torch.tensor(tensor.shape, dtype=torch.int64)).tolist()
         sizes = [math.prod(shape) for shape in shapes]

@@ -160,18 +160,18 @@ class TorchProcesses:
             log.error("%s", error, exc_info=error, extra={PRINTED: True})
         return None
 
-    def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
-        own = next(ranks for ranks in sets if self.rank in ranks)
-        if len(own) == 1 and all(len(ranks) == 1 for ranks in sets):
+    def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
+        own = next(ranks for ranks in rank_sets if self.rank in ranks)
+        if len(own) == 1 and all(len(ranks) == 1 for ranks in rank_sets):
             return SingleProcess()
-        key = tuple(map(tuple, sets))
+        key = tuple(map(tuple, rank_sets))
         if key not in self._handles:
-            self._handles[key] = self._make_group(name, own, sets)
+            self._handles[key] = self._make_group(name, own, rank_sets)
         if len(own) == 1:
             return SingleProcess()
         return TorchGroup(name, own, self._handles[key], self._tensor_device, self._monitor)
 
-    def channel(self, name: str, first: int, second: int) -> P2PChannel:
+    def open_channel(self, name: str, first: int, second: int) -> P2PChannel:
         up, down = self._communicator(name, first, second), self._communicator(name, second, first)
         return TorchP2PChannel(up, down) if self.rank == first else TorchP2PChannel(down, up)
 
@@ -195,10 +195,10 @@ class TorchProcesses:
     def set_location(self, location: str) -> None:
         self._monitor.location = location
 
-    def diagnose(self) -> str:
+    def diagnose_hang(self) -> str:
         return self._monitor.diagnose()
 
-    def fail(self, text: str) -> None:
+    def fail_all_ranks(self, text: str) -> None:
         if self._monitor.store is not None:
             self._monitor.report(text)
         else:
@@ -289,13 +289,15 @@ class TorchProcesses:
         """The device whose tensors the backend accepts."""
         return self.device.device if self.device.backend == "nccl" else torch.device("cpu")
 
-    def _make_group(self, name: str, own: Sequence[int], sets: Sequence[Sequence[int]]) -> Any:
+    def _make_group(self, name: str, own: Sequence[int], rank_sets: Sequence[Sequence[int]]) -> Any:
         """Make torch's process group for the set with this rank, and return it; None if the set is this rank alone."""
         if len(own) == self.world_size:
             return dist.group.WORLD
         if self.device.backend == "nccl":
-            # one split makes the groups of all sets; new_group would split the world's communicator once for each set
-            return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=self._limit, group_desc=name)
+            # one split makes all groups; new_group would split the world's communicator once for each set
+            return dist.split_group(
+                split_ranks=[list(ranks) for ranks in rank_sets], timeout=self._limit, group_desc=name
+            )
         if len(own) == 1:
             return None
         # without local synchronization, every rank would have to make every group

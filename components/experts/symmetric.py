@@ -76,10 +76,10 @@ class SymmetricExperts:
         exchange = self._exchanges[stream]
         is_training = torch.is_grad_enabled()
         slots = exchange.training_slots(hidden) if is_training else _max_over_ranks(len(hidden), group, hidden.device)
-        tokens, scalars, choices = exchange.publish(slots, hidden.detach(), probabilities.detach(), chosen)
-        local = self.kernels.moe_peers.choices(choices, group.rank * local_experts, local_experts)
+        tokens, scalars, choices = exchange.publish_tokens(slots, hidden.detach(), probabilities.detach(), chosen)
+        local = self.kernels.moe_peers.localize_choices(choices, group.rank * local_experts, local_experts)
         all_routes = self.kernels.moe_routes(local, local_experts)
-        routes, overflow = exchange.limit(all_routes, self.capacity if is_training else None)
+        routes, overflow = exchange.limit_routes(all_routes, self.capacity if is_training else None)
         slot_routes = SlotRoutes(exchange, chosen, local_experts, routes)
         rows, scale = _GatherRows.apply(slot_routes, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
         if overflow is not None:
@@ -120,7 +120,7 @@ class SharedSlots:
             )
         return self._training_slots
 
-    def publish(
+    def publish_tokens(
         self, slots: int, hidden: Tensor, scalars: Tensor | None = None, chosen: Tensor | None = None
     ) -> list[Peers]:
         """
@@ -132,7 +132,7 @@ class SharedSlots:
         dtypes = [tensor.dtype if tensor.is_floating_point() else torch.int32 for tensor in tensors]
         columns = [(tensor.shape[1], dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
         published = self.views(slots, columns)
-        self.kernels.moe_peers.publish(tensors, [parts[self.group.rank] for parts, _ in published])
+        self.kernels.moe_peers.publish_tokens(tensors, [parts[self.group.rank] for parts, _ in published])
         self.barrier()
         return published
 
@@ -162,7 +162,7 @@ class SharedSlots:
         if self._memory is not None:
             self._memory.barrier()
 
-    def limit(self, routes: Routes, capacity: float | None) -> tuple[Routes, Tensor | None]:
+    def limit_routes(self, routes: Routes, capacity: float | None) -> tuple[Routes, Tensor | None]:
         """
         Cut routes to the rows in use, counted while the host waits, or, with a capacity, to the rows it makes room for.
 
@@ -181,7 +181,7 @@ class SharedSlots:
         on_device, on_host = self._max_rows
         # The host's copy may be old, but reading it does not wait for the device.
         self._check_rows(int(on_host), room, even)
-        limited = self.kernels.moe_peers.limit(routes, room, on_device)
+        limited = self.kernels.moe_peers.limit_routes(routes, room, on_device)
         on_host.copy_(on_device, non_blocking=True)
         return limited
 
@@ -209,20 +209,20 @@ class SlotRoutes:
     experts: int
     routes: Routes
 
-    def rows(self, tokens: Peers, scalars: Peers | None) -> tuple[Tensor, Tensor | None]:
+    def read_rows(self, tokens: Peers, scalars: Peers | None) -> tuple[Tensor, Tensor | None]:
         """Return this rank's expert rows (rows, width) and their scalars (rows,)."""
-        return self.exchange.kernels.moe_peers.rows(tokens, scalars, self.routes)
+        return self.exchange.kernels.moe_peers.read_rows(tokens, scalars, self.routes)
 
-    def sums(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def read_sums(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the sums (tokens, width) by token over all ranks' rows, and the scalars (tokens, choices)."""
         exchange, dest = self.exchange, self.routes[0]
         columns = [(rows.shape[1], rows.dtype), *([(dest.shape[1], scalars.dtype)] if scalars is not None else [])]
         staged, *by_choice = exchange.views(self.slots, columns, exchange.group.size)
         rank, kernels = exchange.group.rank, exchange.kernels.moe_peers
-        kernels.stage(rows, scalars, dest, staged[0][rank], by_choice[0][0][rank] if by_choice else None)
+        kernels.stage_sums(rows, scalars, dest, staged[0][rank], by_choice[0][0][rank] if by_choice else None)
         exchange.barrier()
         first = rank * self.slots
-        return kernels.sums(staged, by_choice[0] if by_choice else None, self.chosen, first, self.experts)
+        return kernels.read_sums(staged, by_choice[0] if by_choice else None, self.chosen, first, self.experts)
 
     @property
     def slots(self) -> int:
@@ -239,12 +239,12 @@ class _GatherRows(Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Return rows (rows, width) and their probabilities (rows,)."""
         ctx.routes = routes
-        return routes.rows(tokens, scalars)
+        return routes.read_rows(tokens, scalars)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.routes.sums(grad, grad_scale)
+        return None, None, None, *ctx.routes.read_sums(grad, grad_scale)
 
 
 class _SumByToken(Function):
@@ -254,13 +254,13 @@ class _SumByToken(Function):
     def forward(ctx: Any, routes: SlotRoutes, results: Tensor) -> Tensor:
         """Sum results (rows, width) by this rank's tokens: (tokens, width)."""
         ctx.routes = routes
-        return routes.sums(results, None)[0]
+        return routes.read_sums(results, None)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (tokens,) = ctx.routes.exchange.publish(ctx.routes.slots, grad)
-        return None, ctx.routes.rows(tokens, None)[0]
+        (tokens,) = ctx.routes.exchange.publish_tokens(ctx.routes.slots, grad)
+        return None, ctx.routes.read_rows(tokens, None)[0]
 
 
 def _max_over_ranks(tokens: int, group: Group, device: torch.device) -> int:

@@ -20,10 +20,10 @@ from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, with_averages
+from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, use_averages_if_any
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
-from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
-from drawloom.components.storage.safetensors.writer import write_tensors
+from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_at_once
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_adapted_model, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import parallel, same, sequential
@@ -78,7 +78,7 @@ class AdapterExport:
             group, lambda: remove_folder_at_once(self._adapter_folder)
         )  # it may have the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
-        with with_averages(self.average):
+        with use_averages_if_any(self.average):
             share = make_own_share(self.stages, mapper, group, workspace, only_inputs=True)
             tensors, _ = run_on_all(group, share.compute_tensors)
             with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
@@ -106,7 +106,7 @@ class AdapterExport:
         folder = self.stages.initial_folder if isinstance(self.stages, LoadedStages) else None
         if folder is None or not isinstance(self.model, KeepsConfig) or not (folder / "config.json").is_file():
             return DECODER
-        return self.model.prefix_within(folder / "config.json")
+        return self.model.find_decoder_prefix(folder / "config.json")
 
     @property
     def _adapter_folder(self) -> Path:
@@ -115,9 +115,9 @@ class AdapterExport:
 
 def _write_adapter_folder(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], step: int) -> None:
     """Write the folder with one tensor file for PEFT, any shapes; the folder appears complete or not at all."""
-    temporary = begin_folder(target)
+    temporary = create_temp_folder(target)
     try:
-        write_tensors(temporary.folder / WEIGHTS, tensors)
+        write_safetensors_file(temporary.folder / WEIGHTS, tensors)
         (temporary.folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
         (temporary.folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         temporary.commit()
@@ -179,7 +179,7 @@ def make_peft_mapper(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mappe
     }
     joined = list(find_joined_layers(whole, file_mapper))
     parts = {name for layer in joined for name in layer.parts}
-    alone = (layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
+    alone = (layer.make_peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
     layers = (sequential(_reorder_expert_outputs(mapper.inputs, own), mapper) for mapper in alone)
     saved = (_map_tuned_tensor(name, tied, own) for name in _list_tensors_of_tuned_modules(whole))
     return parallel(*(layer.peft_mapper_of_parts for layer in joined), *layers, *saved)
@@ -237,7 +237,12 @@ def _describe_low_rank_pairs(whole: nn.Module, file_mapper: Mapper) -> list[LowR
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
     joined = list(find_joined_layers(whole, file_mapper))
     parts = {name for layer in joined for name in layer.parts}
-    single = [pair for name, layer in find_adapted_layers(whole) if name not in parts for pair in layer.low_ranks(name)]
+    single = [
+        pair
+        for name, layer in find_adapted_layers(whole)
+        if name not in parts
+        for pair in layer.list_low_rank_pairs(name)
+    ]
     return [
         _name_pair_by_weight_parameter(has_experts, pair) for pair in (*(layer.peft_pair for layer in joined), *single)
     ]

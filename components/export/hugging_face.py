@@ -13,7 +13,7 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, Stages, with_averages
+from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
 from drawloom.components.storage.durable_files import remove_folder_at_once
 from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import at_least, component, setting, wired
@@ -56,7 +56,7 @@ class HuggingFaceExport:
         )  # it may have the export of an earlier step
         # in the run folder, which all ranks see, even across machines
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
-        with with_averages(self.average):
+        with use_averages_if_any(self.average):
             write_hugging_face_folder(
                 self._export_folder,
                 self.model,

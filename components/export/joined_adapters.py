@@ -56,7 +56,7 @@ class JoinedLayer:
             for leaf, join in joins.items()
         ]
         return sequential(
-            parallel(*(layer.peft_mapper(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
+            parallel(*(layer.make_peft_mapper(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
         )
 
     @property
@@ -67,7 +67,7 @@ class JoinedLayer:
     @property
     def _pairs_by_layer_name(self) -> dict[str, LowRank]:
         """PEFT's factor descriptions for the adapted layers, by layer name."""
-        return {name: layer.low_ranks(name)[0] for name, layer in self.parts.items()}
+        return {name: layer.list_low_rank_pairs(name)[0] for name, layer in self.parts.items()}
 
     def _join_output_factors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join the parts' B, (outputs, rank) per part, to (all outputs, all ranks)."""
@@ -99,7 +99,7 @@ def find_joined_layers(whole: nn.Module, file_mapper: Mapper) -> Iterator[Joined
     adapted = {
         name: layer
         for name, layer in find_adapted_layers(whole)
-        if f"{PREFIX}{name}.{A}" in layer.peft_mapper(name).outputs
+        if f"{PREFIX}{name}.{A}" in layer.make_peft_mapper(name).outputs
     }
     for group in file_mapper.groups:
         layers = [name.removesuffix(".weight") for name in group.inputs]

@@ -95,7 +95,7 @@ def _describe_origin_as_json(model: Any, folder: Path) -> dict[str, Any] | None:
         style = [list(pair) for pair in find_style(names)]
         if not (carried or style):
             return None
-        return {"carried": carried, "style": style, "config": model.config_within(folder / "config.json")}
+        return {"carried": carried, "style": style, "config": model.update_folder_config(folder / "config.json")}
     except UserError as error:
         # The end of a run is too late to refuse the folder.
         log.warning("the export has the text model alone, without other parts of the folder of its weights: %s", error)

@@ -13,7 +13,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.durable_files import TempFolder, begin_folder
+from drawloom.components.storage.durable_files import TempFolder, create_temp_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.load import stream
@@ -173,7 +173,7 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
     files = plan_files([_parse_specs(specs) for specs in specs_by_rank], max_shard)  # the same on every rank
     # one rank creates the folder, and shares its random name
     temporary, folders = run_on_all(
-        group, lambda: begin_folder(target) if group.rank == 0 else None, share=_path_or_empty
+        group, lambda: create_temp_folder(target) if group.rank == 0 else None, share=_path_or_empty
     )
     try:
         folder = Path(folders[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Reduce
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters, gradient_of
+from drawloom.components.ports.stages import SpreadParameters, gradient_or_zeros
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.kernels.scale import scale
 
@@ -47,7 +47,7 @@ class ClipGroupNorm:
     def _compute_norm(self) -> Tensor:
         """Return the group's norm over all ranks, float64 ()."""
         gradients = [
-            gradient_of(part) for name, part in self.parameters.owned_parameters() if self._matches_target(name)
+            gradient_or_zeros(part) for name, part in self.parameters.owned_parameters() if self._matches_target(name)
         ]
         if not self._checked:
             self._check_patterns(len(gradients))
@@ -55,12 +55,12 @@ class ClipGroupNorm:
         p = float(self.norm_type)
         norms = torch.stack([*torch._foreach_norm(filled, p, dtype=torch.float64)]) if filled else self._zeros(1)
         if math.isinf(p):
-            return self.reduce.largest(norms.amax())
-        return self.reduce.total(norms.pow(p).sum()).pow(1 / p)
+            return self.reduce.max_over_ranks(norms.amax())
+        return self.reduce.sum_over_ranks(norms.pow(p).sum()).pow(1 / p)
 
     def _check_patterns(self, count: int) -> None:
         """Raise UserError if the patterns match no parameter on any rank."""
-        total = self.reduce.total(self._zeros(1) + count)
+        total = self.reduce.sum_over_ranks(self._zeros(1) + count)
         if not total.item():
             name = next((name for name, _ in self.parameters.named_parameters()), "")
             raise UserError(

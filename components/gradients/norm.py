@@ -26,7 +26,7 @@ def exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device
 
     Gradients may be slices, but every gradient element must be passed on exactly one rank.
     """
-    root = _exact_root(reduce.total(_exact_sum(gradients, device)))
+    root = _exact_root(reduce.sum_over_ranks(_exact_sum(gradients, device)))
     return torch.tensor(root, dtype=torch.float64, device=device)
 
 

@@ -15,7 +15,7 @@ from drawloom.components.gradients.norm import exact_norm
 from drawloom.components.ports.distributed import Mesh, Reduce
 from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters, gradient_of
+from drawloom.components.ports.stages import SpreadParameters, gradient_or_zeros
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import component, setting
 from drawloom.kernels.scale import scale
@@ -49,7 +49,7 @@ class Synchronize:
         """
         total, weight, tokens = self._sum_over_ranks(step.state).unbind()
         self.parameters.sum_gradients()
-        gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.named_parameters()}
+        gradients = {name: gradient_or_zeros(parameter) for name, parameter in self.parameters.named_parameters()}
         owned = {name for name, _ in self.parameters.owned_parameters()}
         # The sum is divided once, because an average of averages would give ranks with few tokens too much weight.
         factor = torch.where(weight > 0, 1 / weight, 1.0)
@@ -62,7 +62,7 @@ class Synchronize:
         if is_exact:
             norm = exact_norm([gradients[name] for name in gradients if name in owned], self.reduce, weight.device)
         else:
-            norm = self.reduce.total(squares).sqrt()
+            norm = self.reduce.sum_over_ranks(squares).sqrt()
         loss = torch.where(weight > 0, total / weight, math.nan)
         for name, value in (("loss", loss), ("grad_norm", norm), ("loss_weight", weight), ("tokens", tokens)):
             step.state[name] = value

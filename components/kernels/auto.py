@@ -117,7 +117,7 @@ class AutoKernels:
         """Return an operation's implementation and the reason for the choice."""
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
-    def environment(self) -> dict[str, str]:
+    def list_machine_choices(self) -> dict[str, str]:
         """Return the implementation of every operation."""
         return {operation: self.chosen(operation).name for operation in OPERATIONS}
 
@@ -226,7 +226,7 @@ class AutoKernels:
             if whole_rows and window is None and chosen.whole_rows is not None:
                 return chosen.whole_rows
             return chosen.mask(documents, window)
-        return PartMask(chosen.mask(part.gather(documents), window, part.places), part)
+        return PartMask(chosen.mask(part.gather(documents), window, part.token_indices), part)
 
     def attention(
         self,

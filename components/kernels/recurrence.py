@@ -71,7 +71,7 @@ class PieceMask(NamedTuple):
     def of(cls, document_ids: Tensor, part: RowPart) -> Self:
         """Return the mask for document ids int64 (rows, tokens) for this rank's tokens."""
         row_ids = recurrent_documents(part.gather(document_ids)).ids
-        places = part.places.view(len(part.pieces), -1)
+        places = part.token_indices.view(len(part.piece_indices), -1)
         return cls(row_ids[:, places], row_ids, places[:, 0], part)
 
     def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
@@ -82,7 +82,9 @@ class PieceMask(NamedTuple):
         tails = self.part.gather_pieces(pieces[:, pieces.shape[1] - kept :].view(len(x), -1, kept, x.shape[2]))
         # The tokens before a piece end where its number of tails ends; short pieces have tokens of several before them.
         earlier = F.pad(tails.flatten(1, 2), (0, 0, lags, 0))
-        history = torch.stack([earlier[:, piece * kept :][:, :lags] for piece in self.part.pieces], 1).flatten(0, 1)
+        history = torch.stack([earlier[:, piece * kept :][:, :lags] for piece in self.part.piece_indices], 1).flatten(
+            0, 1
+        )
         ids = torch.cat([self._ids_before(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
         return function(torch.cat([history, pieces], 1), weight, ids)[:, lags:].reshape(x.shape)
 
@@ -96,7 +98,7 @@ class PieceMask(NamedTuple):
         state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
         state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
         _, maps = rule(k, k, values, g=g, beta=beta, documents=documents, state=state)
-        incoming = self._fold_states(maps.unflatten(0, (-1, len(self.part.pieces))), v_width)  # type: ignore[no-untyped-call]
+        incoming = self._fold_states(maps.unflatten(0, (-1, len(self.part.piece_indices))), v_width)  # type: ignore[no-untyped-call]
         mixed, _ = rule(q, k, v, g=g, beta=beta, documents=documents, state=incoming.flatten(0, 1))
         return mixed.reshape(inputs[2].shape)
 
@@ -108,14 +110,14 @@ class PieceMask(NamedTuple):
         """
         maps = self.part.gather_pieces(own)
         states = [torch.zeros_like(maps[:, 0, ..., :v_width])]
-        for piece in range(max(self.part.pieces)):
+        for piece in range(max(self.part.piece_indices)):
             added, factor = maps[:, piece, ..., :v_width], maps[:, piece, ..., v_width:]
             states.append(factor @ states[-1] + added)
-        return torch.stack([states[piece] for piece in self.part.pieces], 1)
+        return torch.stack([states[piece] for piece in self.part.piece_indices], 1)
 
     def _split_pieces(self, x: Tensor) -> Tensor:
         """Split rows into pieces: x (rows, tokens, ...) becomes (rows * pieces, tokens / pieces, ...)."""
-        return x.reshape(len(x) * len(self.part.pieces), -1, *x.shape[2:])
+        return x.reshape(len(x) * len(self.part.piece_indices), -1, *x.shape[2:])
 
     def _ids_before(self, count: int) -> Tensor:
         """Return the documents of the `count` tokens before every piece, int32 (rows, pieces, count); -1 if none."""

@@ -48,7 +48,7 @@ def token_counts(batching: Batching | None, rows: PackedDataset | None) -> Token
     def tokens_after(steps: int) -> int:
         if batching is None or rows is None:
             raise ValueError("lengths in tokens need the sizes of steps and rows")
-        return batching.start(steps + 1) * rows.length
+        return batching.first_position(steps + 1) * rows.length
 
     return TokenCounts(tokens_after)
 

@@ -15,14 +15,14 @@ from drawloom.components.learning_rate.lengths import (
 )
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
-from drawloom.graph import Problem, at_least, between, inherited, setting
+from drawloom.graph import Problem, at_least, between, inheritable, setting
 
 LENGTHS = ("warmup", "decay")
 
 SHORTEN = "make it shorter, for example {name}_percent = 10.0, or raise `steps` of the trainer"
 
 
-@inherited
+@inheritable
 class AfterWarmup:
     """
     Learning rate schedule that rises linearly from `start` to 1, and then follows a curve.

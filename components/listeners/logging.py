@@ -13,7 +13,7 @@ import attrs
 from drawloom.components.ports.distributed import Mesh, Processes
 from drawloom.components.ports.log_records import PRINTED, is_marked
 from drawloom.components.ports.run import Event, EventKind, RunFolder
-from drawloom.components.storage.regular_file import make_folder, open_to_append
+from drawloom.components.storage.regular_file import create_folder, open_to_append
 from drawloom.graph import Every, UserError, component, setting
 from drawloom.graph.cli.terminal import Stream, print_text
 
@@ -22,20 +22,20 @@ log = logging.getLogger("drawloom.run")
 
 def make_rank_log_path(folder: RunFolder, mesh: Mesh) -> Path:
     """Return `log/rank-N.log` in the run folder, and create `log`. Raises UserError if `log` is a link or a file."""
-    return make_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
+    return create_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
 
 
 def describe_host_and_mesh_indices(mesh: Mesh, launches: Iterable[Processes]) -> str:
     """Return this rank's host and mesh indices, without hosts and dimensions of size 1."""
-    sizes = mesh.sizes.dense()
+    sizes = mesh.sizes.without_expert_dimensions()
     parts = [f"host {launch.node_rank}" for launch in launches if launch.node_count > 1]
-    parts += [f"{name} {index}" for name, index in mesh.indices.dense().items() if sizes[name] > 1]
+    parts += [f"{name} {index}" for name, index in mesh.indices.without_expert_dimensions().items() if sizes[name] > 1]
     return f"[{', '.join(parts)}] " if parts else ""
 
 
 def open_log_for_appending(path: Path) -> TextIO:
     """Open a log file for appending, and create its folder again if it was removed. Raises UserError."""
-    make_folder(path.parent)
+    create_folder(path.parent)
     # a lone surrogate, as in a file name, must not make logging fail
     return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="backslashreplace")
 

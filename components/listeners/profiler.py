@@ -16,7 +16,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Event, RunFolder, Step
 from drawloom.components.ports.stages import Stages
-from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.storage.regular_file import create_folder
 from drawloom.graph import Every, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -190,7 +190,7 @@ class Profiler:
         """Write the trace, and with `memory` its counters and the allocation snapshot."""
         self._written += 1
         name = f"steps-{self._first}-{self._step}-rank-{self.mesh.world.rank}"
-        path = make_folder(self.folder.folder / "traces") / f"{name}.json.gz"
+        path = create_folder(self.folder.folder / "traces") / f"{name}.json.gz"
         path.unlink(missing_ok=True)  # torch would follow a link
         finished_profile.export_chrome_trace(str(path))
         if self.memory:

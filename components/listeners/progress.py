@@ -84,7 +84,7 @@ class ProgressBar:
         now = self.clock()
         before, self._ended = self._ended, (step, now - step.started - step.excluded_seconds)
         # On a GPU the host does not know this step's loss yet, and does not wait for it.
-        self._shown = self._ended if step.state.is_on_host or step.last else before
+        self._shown = self._ended if step.state.is_on_host or step.is_last else before
         if "validation_loss" in step.state:
             self._values["validation_loss"] = f"val {step.state.number('validation_loss'):.4f}"
         self._bar.update(self._task, completed=step.index)
@@ -92,7 +92,7 @@ class ProgressBar:
             self._refreshed = now
             self._show_newest_values(self._bar)
             self._bar.refresh()
-        if step.last:
+        if step.is_last:
             self.close()
 
     def _show_newest_values(self, bar: Progress) -> None:

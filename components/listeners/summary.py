@@ -82,7 +82,7 @@ class RunSummary:
         self._first, self._last = self._first or step.index, step.index
         before, self._newest = self._newest, step
         # On a GPU the host does not know this step's tokens yet, and does not wait for them.
-        for ended in (before, step if step.last else None):
+        for ended in (before, step if step.is_last else None):
             self._tokens += ended.tokens if ended is not None else 0
 
     def _keep_best_validation_loss(self, step: Step) -> None:

@@ -199,7 +199,7 @@ class Timeouts:
                 case "step_started":
                     self._limit_watchdog_and_guard(self._next_step_limit_seconds())
                 case "step_ended" if event.step:
-                    self._limit_next_step_or_final_tasks(is_last_step=event.step.last)
+                    self._limit_next_step_or_final_tasks(is_last_step=event.step.is_last)
                 case "saving_started":
                     self._limit_collectives_and_step(self.saving)
                 case "saving_ended":
@@ -279,6 +279,6 @@ class Timeouts:
         rank = self.mesh.world.rank
         with open_log_for_appending(path) as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        diagnosis = self.processes.diagnose()
+        diagnosis = self.processes.diagnose_hang()
         why = f"; {diagnosis}" if diagnosis else ""
-        self.processes.fail(f"rank {rank} hangs: {delay}{why}; stacks are in {path}")
+        self.processes.fail_all_ranks(f"rank {rank} hangs: {delay}{why}; stacks are in {path}")

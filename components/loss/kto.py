@@ -46,12 +46,12 @@ class Kto(DecoderInputs):
     def with_reference(self, batch: TokenBatch, logps: Tensor) -> TokenBatch:
         return batch.evolve(reference=logps)
 
-    def measure(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+    def measure_step_sums(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the weighted sum of mismatched answers' log-ratios, and the sum of weights: float64 (2,)."""
         ratios, weights = self._compute_log_ratios(target_logps(hidden, head, batch), batch)
         return torch.stack([(ratios[..., 1] * weights).sum(), weights.sum()])
 
-    def with_measured(self, batch: TokenBatch, sums: Tensor) -> TokenBatch:
+    def with_step_sums(self, batch: TokenBatch, sums: Tensor) -> TokenBatch:
         return batch.evolve(measured=sums)
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from drawloom.components.loss.decoder_inputs import DecoderInputs, target_logps
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import Head
-from drawloom.graph import UserError, above, inherited, setting
+from drawloom.graph import UserError, above, inheritable, setting
 
 TIE_ROUNDINGS = 2
 """
@@ -51,7 +51,7 @@ class PairScores:
         return -(self.logps / self.counts)[..., 0]
 
 
-@inherited
+@inheritable
 class PairwiseLoss(DecoderInputs):
     """
     Base for losses over answer pairs: means over the pairs, weighted.
@@ -106,7 +106,7 @@ class PairwiseLoss(DecoderInputs):
         return 0.0
 
 
-@inherited
+@inheritable
 class ReferencedLoss(PairwiseLoss):
     """
     Base for losses with rewards relative to a reference model.

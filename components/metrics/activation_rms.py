@@ -12,7 +12,7 @@ from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.model import BatchContext, TokenContext
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.stages import Stages
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError, component
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
@@ -89,7 +89,7 @@ class ActivationRms:
         def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
             # Evaluations run without gradients. A recomputed forward pass changes sum and count alike.
             if torch.is_grad_enabled():
-                hidden = next(leaf for leaf in leaves(output) if isinstance(leaf, Tensor)).detach().flatten(0, -2)
+                hidden = next(leaf for leaf in list_leaves(output) if isinstance(leaf, Tensor)).detach().flatten(0, -2)
                 if self._tokens is not None:
                     # The last ranks along `tensor` have padding if tokens do not divide evenly.
                     hidden = hidden[: max(self._tokens - self.mesh.indices.tensor * len(hidden), 0)]

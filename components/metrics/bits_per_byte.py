@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.metrics.named_sums import read_losses, sum_scalar_over_microbatches
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import target_bytes
+from drawloom.components.ports.data import count_target_bytes
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
@@ -40,7 +40,7 @@ class BitsPerByte:
         if (losses := read_losses(step)) is None:
             return {}
         # batches are on the CPU, so that nothing waits for a device
-        counts = [target_bytes(batch.targets, batch.weights, self._table) for batch in step.state["batches"]]
+        counts = [count_target_bytes(batch.targets, batch.weights, self._table) for batch in step.state["batches"]]
         return {
             "nats": sum_scalar_over_microbatches(losses, self.of),
             "bytes": sum(counts, torch.zeros((), dtype=torch.float64)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.experts import ExpertRouter, routers_of
+from drawloom.components.ports.experts import ExpertRouter, find_routers
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError, component, setting
@@ -40,7 +40,7 @@ class ExpertLoad:
 
     def open(self) -> None:
         """Gather all stages' routers, and observe this rank's. Raises UserError if there are none."""
-        local = {_layer_number_or_path(path): router for path, router in routers_of(self.stages).items()}
+        local = {_layer_number_or_path(path): router for path, router in find_routers(self.stages).items()}
         by_rank = self.mesh.pipeline_group.gather_json({name: router.num_experts for name, router in local.items()})
         sizes: dict[str, int] = {name: size for rank_sizes in by_rank for name, size in rank_sizes.items()}
         if not sizes:
@@ -51,14 +51,14 @@ class ExpertLoad:
         self._sums = torch.zeros(shape, dtype=torch.float64, device=self.device.device)
         for name, router in local.items():
             observer = self._make_load_counter(self._names.index(name))
-            router.observe(observer)
+            router.add_routing_observer(observer)
             self._observed.append((router, observer))
 
     def close(self) -> None:
         """Stop observing routers."""
         while self._observed:
             router, observer = self._observed.pop()
-            router.ignore(observer)
+            router.remove_routing_observer(observer)
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Accumulator, Cadence, Step, Value, check_cadence, due
+from drawloom.components.ports.run import Accumulator, Cadence, Step, Value, check_cadence, is_due
 from drawloom.components.ports.stages import SpreadParameters
 from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import UserError, at_least, component, setting
@@ -74,7 +74,7 @@ class Histograms:
     def run_phase(self, step: Step) -> None:
         """Count elements in gradients and weights while there are gradients, at the steps in `every`."""
         self._measured = {}
-        if due(self.every, step):
+        if is_due(self.every, step):
             parts = [*self._iterate_chunks_by_histogram()]
             low, high = self._find_bounds_over_ranks(parts)
             self._measured = {"low": low, "high": high, "counts": self._count_elements_by_bin(parts, low, high)}

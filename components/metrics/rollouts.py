@@ -77,7 +77,7 @@ def _sum_over_completions(scored: Scored, rewards: Sequence[str]) -> dict[str, T
         "rows": torch.tensor(float(groups.numel())),
         "scored": is_scored.sum(),
         "reward": groups.nansum(),
-        "tokens": completions.counts.sum(),
+        "tokens": completions.sampled_counts.sum(),
         "entropy": completions.entropies.double().sum(),
         "truncated": (~completions.is_ended).sum(),
         "groups": torch.tensor(float(len(groups))),

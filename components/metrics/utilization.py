@@ -96,7 +96,12 @@ class Utilization:
             return {}
         ranks = self.mesh.world.size
         pairs = dict(zip(self._flops.per_pair, totals["pairs"].tolist(), strict=True))
-        tflops = self._flops.of_training(int(totals["positions"]), pairs, self._frozen) / self._seconds / ranks / 1e12
+        tflops = (
+            self._flops.count_training_flops(int(totals["positions"]), pairs, self._frozen)
+            / self._seconds
+            / ranks
+            / 1e12
+        )
         values: dict[str, Value] = (
             {"device_tokens_per_second": step.tokens / self._seconds / ranks} if ranks > 1 else {}
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
-from drawloom.components.model.decoder.config import num_experts, tensor_faults
+from drawloom.components.model.decoder.config import find_tensor_parallel_faults, num_experts
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
 from drawloom.components.model.decoder.rope import rope_context_faults
 from drawloom.components.model.deepseek_v2 import DeepseekV2
@@ -125,17 +125,17 @@ class AutoModel:
             raise UserError(f"{path} is a file, but weights are loaded from a folder; write {path.parent}")
 
     @classmethod
-    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            yield from tensor_faults(
+            yield from find_tensor_parallel_faults(
                 attrs.asdict(read_config(_find_component(path).family, path), recurse=False), ranks
             )
 
     @classmethod
-    def context_faults(cls, node: Any) -> Iterator[str]:
+    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
             yield from rope_context_faults(read_config(_find_component(path).family, path).rope_scaling)
@@ -148,7 +148,7 @@ class AutoModel:
         return 0
 
     @classmethod
-    def module_of(cls, node: Any) -> nn.Module | None:
+    def build_meta_module(cls, node: Any) -> nn.Module | None:
         """Return the whole model on the meta device; None if the folder's config is invalid."""
         with suppress(UserError):  # a problem of its own
             return _create_builder_without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_module()
@@ -164,7 +164,7 @@ class AutoModel:
     def initial_weights(self) -> Path | None:
         return self.path if self.weights else None
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         return {"path": [config_path(self.path)]}
 
     @property
@@ -176,8 +176,8 @@ class AutoModel:
         return self.builder.vocab_size
 
     @property
-    def longest_text(self) -> int:
-        return self.builder.longest_text
+    def max_sequence_length(self) -> int:
+        return self.builder.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
         return self.builder.build(span)
@@ -194,11 +194,11 @@ class AutoModel:
     def hugging_face_config(self) -> dict[str, Any]:
         return self.builder.hugging_face_config()
 
-    def config_within(self, path: Path) -> dict[str, Any]:
-        return self.builder.config_within(path)
+    def update_folder_config(self, path: Path) -> dict[str, Any]:
+        return self.builder.update_folder_config(path)
 
-    def prefix_within(self, path: Path) -> str:
-        return self.builder.prefix_within(path)
+    def find_decoder_prefix(self, path: Path) -> str:
+        return self.builder.find_decoder_prefix(path)
 
     def hugging_face_mapper(self) -> Mapper:
         return self.builder.hugging_face_mapper()

@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.rope import InvalidSetting, Rope, score_m
 from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.components.model.decoder.values import COUNT, config_key
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.graph import between, component, inherited, setting
+from drawloom.graph import between, component, inheritable, setting
 from drawloom.kernels.attention_options import AttentionOptions
 
 
@@ -156,7 +156,7 @@ GLM4_MOE_LITE = attrs.evolve(
 )
 
 
-@inherited
+@inheritable
 class LatentBuilder(GroupedExpertsBuilder):
     """Builder for a decoder with latent attention."""
 

@@ -11,7 +11,7 @@ from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.components.model.qwen3_5 import qwen3_5_mapper
 from drawloom.components.ports.recurrence import HybridKernels
-from drawloom.graph import at_least, component, inherited, setting
+from drawloom.graph import at_least, component, inheritable, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -53,7 +53,7 @@ QWEN3_5_MOE = Family(
 )
 
 
-@inherited
+@inheritable
 class HybridMoeBuilder(HybridBuilder):
     """Builder of a decoder with gated delta nets and experts."""
 

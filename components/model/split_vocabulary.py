@@ -122,9 +122,9 @@ class PartedEmbedding(Embedding):
         is_new = (tokens >= self.split.first) & (tokens < self.split.end)
         vectors = self.kernels.embedding(tokens.masked_fill(is_new, 0), self.weight)
         for name, first, end in self.split.ranges():
-            is_named = (tokens >= first) & (tokens < end)
-            rows = self.kernels.embedding((tokens - first).masked_fill(~is_named, 0), self.get_parameter(name))
-            vectors = torch.where(is_named[..., None], rows.to(vectors.dtype), vectors)
+            needs_named_nodes = (tokens >= first) & (tokens < end)
+            rows = self.kernels.embedding((tokens - first).masked_fill(~needs_named_nodes, 0), self.get_parameter(name))
+            vectors = torch.where(needs_named_nodes[..., None], rows.to(vectors.dtype), vectors)
         return vectors
 
     def head(self) -> Head:

@@ -66,11 +66,11 @@ class Transformers:
                 yield node.warning("path", text, f'write use = "model.auto", or use = "{native}"')
 
     @classmethod
-    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         yield "model.transformers can't partition its layers over ranks"
 
     @classmethod
-    def context_faults(cls, node: Any) -> Iterator[str]:
+    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         yield "model.transformers can't split rows over ranks"
 
     def check_machine(self) -> None:
@@ -129,7 +129,7 @@ class Transformers:
     def initial_weights(self) -> Path | None:
         return self.path if self.weights else None
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         return {"path": [config_path(self.path)]}
 
     @property
@@ -143,7 +143,7 @@ class Transformers:
         return size
 
     @property
-    def longest_text(self) -> int | None:
+    def max_sequence_length(self) -> int | None:
         longest: int | None = value_of(self._config, "max_position_embeddings")
         return longest
 

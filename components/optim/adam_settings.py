@@ -11,10 +11,10 @@ from drawloom.components.optim.parameter_groups import AdamGroup, check_betas
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, inherited, setting
+from drawloom.graph import above, inheritable, setting
 
 
-@inherited
+@inheritable
 class AdamSettings(TorchOptimizer):
     """Settings and state size of torch's Adam and AdamW, which differ in their weight decay."""
 

@@ -14,7 +14,7 @@ from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonal
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, gradient_of
+from drawloom.components.ports.stages import Parameters, gradient_or_zeros
 from drawloom.graph import above, at_least, between, component, setting
 
 Adjustment = Literal["original", "match_rms_adamw"]
@@ -143,7 +143,7 @@ class MuonStep(WideGradientStep):
 
     def _update_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise."""
-        state, gradient = self.state[parameter], gradient_of(parameter).to(parameter.dtype)
+        state, gradient = self.state[parameter], gradient_or_zeros(parameter).to(parameter.dtype)
         gradient = -gradient if group["maximize"] else gradient
         mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         averaged = torch.lerp(mean, gradient, 1 - group["momentum"])

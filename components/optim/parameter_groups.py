@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import known_module
+from drawloom.components.ports.model import build_known_module
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.pipeline import TrainableLoss
 from drawloom.components.ports.stages import Parameters
@@ -87,7 +87,7 @@ def check_patterns(node: NodeView) -> Iterator[Problem]:
     """
     Yield a warning for every pattern, in groups or the optimizer's `targets`, without a model parameter.
 
-    Only models with `known_module` are checked, because adapters, transforms and a `TrainableLoss` change the
+    Only models with `build_known_module` are checked, because adapters, transforms and a `TrainableLoss` change the
     parameters when the run starts. `targets` select matrices only.
     """
     groups, own_targets = node.settings["groups"], node.settings.get("targets")
@@ -109,7 +109,7 @@ def _model_roles(stages: NodeView) -> dict[str, Role]:
     trains_loss = loss and loss.implements(TrainableLoss)
     if model is None or trains_loss or stages.neighbours("adapters") or stages.neighbours("transforms"):
         return {}
-    module = known_module(model)
+    module = build_known_module(model)
     return {} if module is None else dict(parameter_roles(module))
 
 

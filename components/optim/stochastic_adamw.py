@@ -18,7 +18,7 @@ from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, gradient_of
+from drawloom.components.ports.stages import Parameters, gradient_or_zeros
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
@@ -164,7 +164,7 @@ class StochasticAdamW:
         A group multiplies the learning rate by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        step.apply_update(partial(self._update, lr, self._steps_taken() + 1, step.take_factors()))
+        step.apply_update(partial(self._update, lr, self._steps_taken() + 1, step.take_deferred_factors()))
         self._last = step
         for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
@@ -172,7 +172,7 @@ class StochasticAdamW:
     def _update(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
             scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
-            launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip, factors)
+            launch.stepper.step([gradient_or_zeros(part) for part in launch.parameters], scalars, number, skip, factors)
         if self._streamed_steps:
             self._streamed_steps[0].prefetch()
 

@@ -44,7 +44,7 @@ class Slots:
         """Allocate the memory."""
         self.memory = [torch.empty(self.size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         # The allocator may hand out memory that computation still uses.
-        self.free = [self.transfers.mark()] * SLOTS
+        self.free = [self.transfers.mark_computation()] * SLOTS
 
     def take(self) -> int:
         """Return the next slot's number; slots take turns."""
@@ -152,7 +152,7 @@ class StreamedStep:
             self._slots.transfers.wait(arrivals[number])
             parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]
             piece.stepper.step(parts, scalars, counter, found_inf, factors)
-            left = self._slots.transfers.store(piece.stores, [self._slots.transfers.mark()])
+            left = self._slots.transfers.copy_to_host(piece.stores, [self._slots.transfers.mark_computation()])
             self._stored[number] = self._slots.free[piece.slot] = left
 
     def prefetch(self) -> None:
@@ -167,7 +167,7 @@ class StreamedStep:
     def _fetch(self, number: int) -> Ticket:
         """Start to copy a piece's state into its slot, once the slot is free and the last step's state is stored."""
         piece = self._pieces[number]
-        return self._slots.transfers.fetch(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
+        return self._slots.transfers.copy_to_device(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
 
     def _group_ranges(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
         """Cut weights into ranges, and yield lists of ranges whose state fits into one slot."""

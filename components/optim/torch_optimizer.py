@@ -130,8 +130,8 @@ class TorchOptimizer:
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         if not all(isinstance(optimizer, AdamWTriton) for optimizer in self._optimizers):
-            step.settle_scaling()
-        factors = step.take_factors()
+            step.apply_deferred_factors()
+        factors = step.take_deferred_factors()
         for optimizer in self._optimizers:
             if isinstance(optimizer, AdamWTriton):
                 optimizer.factors = factors

@@ -26,11 +26,11 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 @attrs.frozen(eq=False)
 class ContextPart:
     """
-    This rank's tokens in a row: `places` are their indices in the row, int64 (tokens,); `order` sorts all ranks'
+    This rank's tokens in a row: `token_indices` are their indices in the row, int64 (tokens,); `order` sorts all ranks'
     tokens.
     """
 
-    places: Tensor
+    token_indices: Tensor
     order: Tensor
     group: Group
 
@@ -44,19 +44,19 @@ class ContextPart:
 
     def cut(self, batch: AnyBatch) -> AnyBatch:
         """Return the batch with only this rank's tokens."""
-        return batch.take_tokens(self.places)
+        return batch.take_tokens(self.token_indices)
 
     def gather(self, part: Tensor) -> Tensor:
         gathered: Tensor = _Gather.apply(part, self.group)  # type: ignore[no-untyped-call]
         return gathered if part.is_meta else gathered.index_select(1, self.order)
 
     @property
-    def pieces(self) -> tuple[int, ...]:
-        return _number_pieces(self.group.size, self.group.rank, len(self.places))
+    def piece_indices(self) -> tuple[int, ...]:
+        return _number_pieces(self.group.size, self.group.rank, len(self.token_indices))
 
     def gather_pieces(self, own: Tensor) -> Tensor:
         gathered: Tensor = _Gather.apply(own, self.group)  # type: ignore[no-untyped-call]
-        size, tokens = self.group.size, len(self.places)
+        size, tokens = self.group.size, len(self.token_indices)
         pieces = [piece for rank in range(size) for piece in _number_pieces(size, rank, tokens)]
         # Without an index on the device, whose copy would wait.
         return torch.stack([gathered[:, pieces.index(piece)] for piece in range(len(pieces))], 1)

@@ -19,8 +19,8 @@ from drawloom.components.parallel.buckets import BucketedSums
 from drawloom.components.parallel.dimension import Dimension, SharedParameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.stages import ReducedPart, gradient_of
-from drawloom.components.state.trees import leaves
+from drawloom.components.ports.stages import ReducedPart, gradient_or_zeros
+from drawloom.components.state.trees import list_leaves
 
 
 @attrs.define(eq=False)
@@ -78,7 +78,7 @@ class ReplicatedModule:
     def reshard(self) -> None:
         """Do nothing: all parameters stay on this rank."""
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_in_backward(self, final: bool) -> None:
         """Start to send gradients block by block, as soon as the next backward pass has computed them."""
         if not final:
             raise ValueError("DDP replicas reduce gradients only after the last microbatch; call with final=True")
@@ -115,7 +115,7 @@ class ReplicatedModule:
         # Autograd adds the weight gradients of a block before it runs the node that made the block's input. A leaf,
         # such as the input of a stage, has no such node, and its hook may run before the last gradients are added. So
         # the first block of a stage, or a block after frozen blocks, is sent at the end of the step.
-        tensors = (leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+        tensors = (leaf for leaf in list_leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
         if (hidden := next(tensors, None)) is not None:
             hidden.register_hook(partial(self._send_block_gradients, index))  # type: ignore[no-untyped-call]
 
@@ -129,7 +129,7 @@ class ReplicatedModule:
         for parameter in parameters:
             if parameter in self._unsent:
                 del self._unsent[parameter]
-                self.sums.add(gradient_of(parameter))
+                self.sums.add(gradient_or_zeros(parameter))
 
 
 @attrs.define(eq=False)

@@ -147,7 +147,7 @@ class ShardedModule:
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
         for head in heads:
-            register_fsdp_forward_method(head, "finish")
+            register_fsdp_forward_method(head, "finish_with_head")
         for index, (block, *experts) in enumerate(inner):
             prefetched = [*experts, *(heads if index == len(inner) - 1 else [])]
             if prefetched:  # gathered while the block, or its attention, computes
@@ -175,7 +175,7 @@ class ShardedModule:
                 param.free_unsharded_param()
 
     def begin(self) -> None:
-        """Begin a step: drop parameters gathered from old slices, and reduce no gradients before `reduce_next`."""
+        """Begin a step: drop parameters gathered from old slices; reduce gradients only after `reduce_in_backward`."""
         self.reshard()
         self._set_reduction(False)
 
@@ -192,7 +192,7 @@ class ShardedModule:
                 group.wait_for_unshard()
             unit.reshard()
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_in_backward(self, final: bool) -> None:
         """
         Reduce gradients block by block, as soon as the next backward pass has computed them.
 

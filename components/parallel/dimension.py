@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drawloom.components.parallel.buckets import sum_in_buckets
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension, Precision
 from drawloom.components.ports.slices import RankSlice
-from drawloom.components.ports.stages import LOSS, gradient_of
+from drawloom.components.ports.stages import LOSS, gradient_or_zeros
 from drawloom.graph import Problem
 from drawloom.graph.wiring.node import NodeView
 
@@ -27,7 +27,7 @@ class StageNodes:
     @property
     def sizes(self) -> PerDimension:
         """The rank count by dimension, as written in the recipe."""
-        return PerDimension.of_settings(self.mesh.settings)
+        return PerDimension.from_settings(self.mesh.settings)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -56,7 +56,7 @@ class SharedParameters:
     def gradient(self, name: str, shape: Sequence[int] = ()) -> Tensor:
         """Return a parameter's gradient, or zeros with `shape` if this rank doesn't train it."""
         if name in self.trained:
-            return gradient_of(self.trained[name])
+            return gradient_or_zeros(self.trained[name])
         return torch.zeros(shape, dtype=self.precision.gradient, device=self.device)
 
     def sum(self, gradients: Sequence[Tensor], group: Group) -> None:

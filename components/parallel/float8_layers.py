@@ -14,7 +14,7 @@ from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.master_weights import compute_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import JointLayers, LinearLayer, known_module
+from drawloom.components.ports.model import JointLayers, LinearLayer, build_known_module
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
@@ -95,7 +95,9 @@ class KeptFloat8:
 def _group_by_operation(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
     """Yield groups of layers in float8; one operation multiplies an input by all weights in a group."""
     layers = float8_layers(module, precision)
-    joint = [group for part in module.modules() if isinstance(part, JointLayers) for group in part.joint_layers()]
+    joint = [
+        group for part in module.modules() if isinstance(part, JointLayers) for group in part.list_fused_float8_layers()
+    ]
     yield from joint
     members = {id(layer) for group in joint for layer in group}
     yield from ([layer] for layer in layers.values() if id(layer) not in members)
@@ -167,7 +169,7 @@ def count_text(used: int, layers: int) -> str:
 def _find_layers(nodes: StageNodes) -> tuple[dict[str, LinearLayer], dict[str, LinearLayer]]:
     """Return the layers of the recipe's whole model that use float8, and the others that could."""
     built = None if nodes.precision is None else build_precision(nodes.precision)
-    module = None if nodes.model is None else known_module(nodes.model)
+    module = None if nodes.model is None else build_known_module(nodes.model)
     if built is None or module is None:
         return {}, {}
     layers = float8_layers(module, built)

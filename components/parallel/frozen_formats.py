@@ -13,7 +13,7 @@ from drawloom.components.parallel.float8_layers import build_precision
 from drawloom.components.parallel.master_weights import compute_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import QuantizableLayer, known_module
+from drawloom.components.ports.model import QuantizableLayer, build_known_module
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import Problem, UserError
 from drawloom.kernels.weight_formats import FORMATS, WeightFormat
@@ -105,7 +105,7 @@ def check_frozen(nodes: StageNodes) -> Iterator[Problem]:
         text = f"torch.compile does not trace quantized weights, which [{nodes.precision.name}] asks for"
         yield nodes.stages.problem("compile", text, 'write compile = false, or frozen = "compute"')
     precision = build_precision(nodes.precision)
-    module = None if nodes.model is None else known_module(nodes.model)
+    module = None if nodes.model is None else build_known_module(nodes.model)
     if precision is None or module is None:
         return
     names = list(quantizable_weights(module))
@@ -125,7 +125,7 @@ def check_frozen(nodes: StageNodes) -> Iterator[Problem]:
 def describe_frozen(nodes: StageNodes) -> Iterator[str]:
     """Yield how many model weights are stored in the quantized format, and their bytes."""
     precision = None if nodes.precision is None else build_precision(nodes.precision)
-    module = None if nodes.model is None else known_module(nodes.model)
+    module = None if nodes.model is None else build_known_module(nodes.model)
     if precision is None or module is None or not (chosen := chosen_weights(module, precision)):
         return
     units, block = FORMATS[precision.frozen].units, FORMATS[precision.frozen].block

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.slices import RankSlice, TensorSlice, rank_shares
+from drawloom.components.ports.slices import RankSlice, TensorSlice, divide_into_shares
 from drawloom.graph import UserError
 
 
@@ -48,7 +48,7 @@ def _slice_dim(name: str, shape: tuple[int, ...], split_dim: SplitDim, ranks: Gr
         part = f"{units} heads of {unit} channels" if unit > 1 else f"dimension {dim} of size {units}"
         fault = "" if split_dim.uneven else " evenly"
         raise UserError(f"mesh.{along} = {ranks.size} ranks can't partition {part} of {name}{fault}", exit_code=2)
-    local_units = rank_shares(units, ranks.size)[ranks.rank]
+    local_units = divide_into_shares(units, ranks.size)[ranks.rank]
     offsets = [0] * len(shape)
     offsets[dim] = local_units.start * unit
     return TensorSlice(shape, tuple(offsets), (*shape[:dim], len(local_units) * unit, *shape[dim + 1 :]))

@@ -54,7 +54,7 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
     built = build_schedule(schedule)
     if built is None:
         return
-    ranks, layers = PerDimension.of_settings(mesh.settings).pipeline, model.settings.get("num_hidden_layers")
+    ranks, layers = PerDimension.from_settings(mesh.settings).pipeline, model.settings.get("num_hidden_layers")
     try:
         stages = len(built.stage_to_rank(ranks))
     except UserError as error:

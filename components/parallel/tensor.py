@@ -23,7 +23,7 @@ from drawloom.components.parallel.meta_collectives import collective
 from drawloom.components.parallel.parameter_split import SplitDim, split_parameter
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import TensorParallelModel, VocabularyPart
-from drawloom.components.ports.slices import RankSlice, gather_shares, rank_shares
+from drawloom.components.ports.slices import RankSlice, divide_into_shares, gather_shares
 from drawloom.graph import Problem
 
 Collective = Callable[[Tensor, Group], Tensor]
@@ -85,7 +85,7 @@ class TensorRanks:
 
     def share(self, length: int) -> range:
         """Return this rank's share among `length` elements."""
-        return rank_shares(length, self.size)[self.group.rank]
+        return divide_into_shares(length, self.size)[self.group.rank]
 
     def gather_last(self, share: Tensor, length: int) -> Tensor:
         """Gather the last dimension's shares, (..., length), for the same computation on all ranks."""
@@ -164,7 +164,7 @@ class TensorDimension(Dimension):
         ranks, model = nodes.sizes.tensor, nodes.model
         if ranks == 1 or model is None or not issubclass(model.component, TensorParallelModel):
             return
-        for fault in model.component.tensor_faults(model, ranks):
+        for fault in model.component.find_tensor_parallel_faults(model, ranks):
             text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
             yield nodes.mesh.problem(cls.name, text, "write another number, or 1")
 
@@ -259,5 +259,5 @@ def _select_share(whole: Tensor, group: Group) -> Tensor:
 
 def _select_last_share(whole: Tensor, group: Group) -> Tensor:
     """Return this rank's share of the last dimension."""
-    share = rank_shares(whole.shape[-1], group.size)[group.rank]
+    share = divide_into_shares(whole.shape[-1], group.size)[group.rank]
     return whole[..., share.start : share.stop].contiguous()

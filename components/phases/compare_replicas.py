@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Cadence, Step, check_cadence, due
+from drawloom.components.ports.run import Cadence, Step, check_cadence, is_due
 from drawloom.components.ports.stages import Parameters
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import UserError, component, setting
 
 MAX_NAMES_SHOWN = 5
@@ -31,10 +31,10 @@ class CompareReplicas:
     def run_phase(self, step: Step) -> None:
         """Compare one digest of all parameters, and each parameter's digest after a difference. Raises UserError."""
         replicas = self.mesh.replicas
-        if replicas.size == 1 or not due(self.every, step):
+        if replicas.size == 1 or not is_due(self.every, step):
             return
         parameters = self.parameters.named_parameters()
-        digests = {name: hashlib.sha256(bytes_of(parameter)).hexdigest() for name, parameter in parameters}
+        digests = {name: hashlib.sha256(view_bytes(parameter)).hexdigest() for name, parameter in parameters}
         total = hashlib.sha256("".join(digests.values()).encode()).hexdigest()
         if len({*replicas.gather_json(total)}) > 1:
             by_replica = replicas.gather_json({"rank": self.mesh.world.rank, "digests": digests})

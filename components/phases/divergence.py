@@ -34,7 +34,7 @@ class Divergence:
         if late is not None:
             self._count_lost_steps(late)
         # All ranks have the loss on a device of the same kind, and judge the same step.
-        if not step.state.is_remote(step.state["loss"]) or step.last:
+        if not step.state.is_remote(step.state["loss"]) or step.is_last:
             self._count_lost_steps(step)
         else:
             self._late = step

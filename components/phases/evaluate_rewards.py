@@ -9,8 +9,8 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.rollouts import Reward, Rollouts
-from drawloom.components.ports.run import Batching, Cadence, Step, check_cadence, due
-from drawloom.components.ports.stages import AveragedWeights, with_averages
+from drawloom.components.ports.run import Batching, Cadence, Step, check_cadence, is_due
+from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.graph import Every, between, component, setting
 
 
@@ -49,7 +49,7 @@ class EvaluateRewards:
         """Write `validation_reward` at `every`'s steps; a new run's first step gets `initial_validation_reward`."""
         if self._initial is not None:
             step.state["initial_validation_reward"], self._initial = self._initial, None
-        if not due(self.every, step):
+        if not is_due(self.every, step):
             return
         began = time.monotonic()
         if (reward := self._measure_mean_reward()) is not None:
@@ -66,7 +66,7 @@ class EvaluateRewards:
             row += batch.row_count
         if not batches:
             return None
-        with with_averages(self.average):
+        with use_averages_if_any(self.average):
             completions = self.rollouts.sample(prompts, "validation", 0)
         scored = [
             score_completions(self.rewards, self.tokenizer, self._copy, batch, sampled, self.samples)

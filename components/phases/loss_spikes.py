@@ -53,7 +53,7 @@ class LossSpikes:
         """Compare the step's loss. Raises UserError on all ranks for a spike if the run may not go back again."""
         if not self.go_back:
             self._late.append(step)
-            self._warn_of_late_spikes(step.last)
+            self._warn_of_late_spikes(step.is_last)
         elif not step.skip_reason and (spike := self._describe_spike(step)):
             if self._times >= self.go_back:
                 raise UserError(
@@ -68,7 +68,7 @@ class LossSpikes:
     def after_restore(self, done: int) -> None:
         """Continue the data after the spike's rows, if the run went back."""
         if self._position is not None:
-            self.data.continue_at(self._position)
+            self.data.skip_to_position(self._position)
             self._position = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _flatten_accumulators(
         for name, accumulator in accumulators.items():
             if accumulator.op == reduce_op:
                 has_part = name in update and (reduce_op != "sum" or counts[accumulator.scope])
-                part = update[name] if has_part else accumulator.identity()
+                part = update[name] if has_part else accumulator.identity_element()
                 # A blocking copy of a part on the CPU, such as a count, would wait for the GPU's queue.
                 part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")
                 yield part.reshape(accumulator.shape).flatten()

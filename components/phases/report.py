@@ -21,14 +21,14 @@ from drawloom.components.ports.run import (
     Tracker,
     Value,
     check_cadence,
-    due,
+    is_due,
 )
 from drawloom.components.ports.tracking import (
     ContextTracker,
     DistributionMetric,
     DistributionTracker,
     PropertyTracker,
-    by_context,
+    split_by_context,
 )
 from drawloom.graph import Problem, ResolvedRecipe, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -112,7 +112,7 @@ class Report:
         self._report_initial_validation(step)
         sum_metrics_over_ranks(self.metrics, step, self.mesh, self.device)
         self._waiting = step
-        if step.state.is_on_host or step.last:
+        if step.state.is_on_host or step.is_last:
             self._report_waiting_step()
 
     def flush(self) -> None:
@@ -156,7 +156,7 @@ class Report:
     def _logs_step(self, step: Step, values: Mapping[str, Value]) -> bool:
         """Return whether the log gets a line for a step."""
         news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
-        return due(self.every, step) or (news and isinstance(self.every, int))
+        return is_due(self.every, step) or (news and isinstance(self.every, int))
 
     def _estimate_seconds_left(self, step: Step) -> float:
         """Estimate the time for the remaining steps; 0 if unknown. The first step is left out, because it compiles."""
@@ -180,13 +180,13 @@ class Report:
 
 def _send_properties(tracker: Tracker, properties: Mapping[str, Any]) -> None:
     if isinstance(tracker, PropertyTracker):
-        tracker.describe(properties)
+        tracker.store_properties(properties)
 
 
 def _send_measurements(tracker: Tracker, step: int, measurements: Measurements) -> None:
     """Send a step's values to a tracker, by context and with histograms if it accepts them."""
     if isinstance(tracker, ContextTracker):
-        for context, values in by_context(measurements.values):
+        for context, values in split_by_context(measurements.values):
             tracker.track_in_context(step, values, context)
     else:
         tracker.track(step, measurements.values)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import TrainingData, batch_types
+from drawloom.components.ports.data import TrainingData, find_batch_types
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.rollouts import Answer, Completions, PromptBatch, Prompts, Reward, Rollouts, Scored
@@ -43,13 +43,13 @@ class Rollout:
             text = "no completion has a reward"
             yield node.problem("rewards", text, 'write rewards = ["@rewards.*"] and, say, [rewards.exact_match]')
         if data := node.neighbour("data"):
-            for writer, batch_type in batch_types(data):
+            for writer, batch_type in find_batch_types(data):
                 if not issubclass(batch_type, PromptBatch):
                     text = f"[{writer.name}] makes {batch_type.__name__}, and rollouts complete prompts"
                     yield writer.problem("use", text, 'write use = "data.prompt_collator" in a "data.collated"')
 
     @classmethod
-    def made_rows(cls, node: NodeView) -> tuple[int, int]:
+    def predict_made_rows(cls, node: NodeView) -> tuple[int, int]:
         sampler = node.neighbour("rollouts")
         return node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0
 
@@ -62,8 +62,8 @@ class Rollout:
         batches = [require_prompts(batch) for batch in self.data.next_step()]
         self.events.emit(Event("data_loaded", step))
         step.state.split(len(batches), STEP_SPECS)
-        first = self.batching.start(step.index)
-        numbers = [[position - first for position in rows] for rows in self.batching.positions(step.index)]
+        first = self.batching.first_position(step.index)
+        numbers = [[position - first for position in rows] for rows in self.batching.microbatch_positions(step.index)]
         prompts = [repeat_prompts(batch, rows, self.group_size) for batch, rows in zip(batches, numbers, strict=True)]
         completions = self.rollouts.sample(prompts, "train", step.index)
         rewards = dict(zip(self.rewards.names, self.rewards, strict=True))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.experts import ExpertRouter, routers_of
+from drawloom.components.ports.experts import ExpertRouter, find_routers
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError, at_least, component, setting
@@ -43,7 +43,7 @@ class RouterBias:
 
     def open(self) -> None:
         """Start to count tokens in routers with a movable bias. Raises UserError if no rank has one."""
-        biased = {name: router for name, router in routers_of(self.stages).items() if _has_correction_bias(router)}
+        biased = {name: router for name, router in find_routers(self.stages).items() if _has_correction_bias(router)}
         is_adapted = any(stage.adapters for stage in self.stages.local)
         self._routers = {
             name: router for name, router in biased.items() if not is_adapted or _is_router_trained(router)
@@ -64,13 +64,13 @@ class RouterBias:
         self._tokens = torch.zeros(len(self._routers), experts, dtype=torch.int64, device=self.device.device)
         for router, tokens in zip(self._routers.values(), self._tokens, strict=True):
             self._observers.append(_make_token_counter(tokens))
-            router.observe(self._observers[-1])
+            router.add_routing_observer(self._observers[-1])
 
     def close(self) -> None:
         """Stop counting tokens."""
         routers = [*self._routers.values()]
         while self._observers:
-            routers[len(self._observers) - 1].ignore(self._observers.pop())
+            routers[len(self._observers) - 1].remove_routing_observer(self._observers.pop())
 
     def run_phase(self, step: Step) -> None:
         """Move the biases, and reset the counts."""

@@ -27,13 +27,13 @@ from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
-from drawloom.components.ports.adapters import thaws_weights
+from drawloom.components.ports.adapters import trains_base_weights
 from drawloom.components.ports.data import has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.memory import Transfers
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
-from drawloom.components.ports.program import Action, Program, flat
+from drawloom.components.ports.program import Action, Program, iterate_actions
 from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
@@ -104,7 +104,7 @@ class ProgramExecutor:
     def open(self) -> None:
         """Connect this rank to its stages' neighbours."""
         hops = {hop for hop in pairwise(self._stage_to_rank) if hop[0] != hop[1]}
-        self._links = self.neighbours.links(hops)
+        self._links = self.neighbours.open_channels(hops)
 
     def close(self) -> None:
         """Release host memory for activations."""
@@ -153,13 +153,13 @@ class ProgramExecutor:
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
         """Return logits (rows, length, vocab_size) for tokens (rows, length) on the last rank; None on others."""
         logits: dict[int, Tensor] = {}
-        self.infer_each([(tokens, shared)], logits.__setitem__)
+        self.infer_microbatches([(tokens, shared)], logits.__setitem__)
         return logits.get(0)
 
     def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
         """Return the hidden states requested by `shared`, by layer, on the last stage's rank; None on others."""
         states: dict[int, dict[int, Tensor]] = {}
-        self.infer_each([(tokens, shared)], states.__setitem__, _select_hidden_states)
+        self.infer_microbatches([(tokens, shared)], states.__setitem__, _select_hidden_states)
         return states.get(0)
 
     def token_logps(self, batch: Batch) -> Tensor | None:
@@ -172,7 +172,7 @@ class ProgramExecutor:
             raise UserError("the recipe's loss has no reference model; use a recipe with loss.dpo", 2)
         return self._compute_reference_logps(self.objective, [self._prepare_inputs(batch)]).get(0)
 
-    def infer_each(
+    def infer_microbatches(
         self,
         microbatches: Sequence[tuple[Tensor, BatchContext]],
         each_output: Callable[[int, Any], None],
@@ -212,14 +212,14 @@ class ProgramExecutor:
         if not isinstance(objective, MeasuresStep):
             return inputs
         outputs: dict[int, Tensor] = {}
-        finishing = [_replace_loss(objective.measure, microbatch) for microbatch in inputs]
+        finishing = [_replace_loss(objective.measure_step_sums, microbatch) for microbatch in inputs]
         self._infer_microbatches(finishing, outputs.__setitem__)
         if not outputs:  # alike on all ranks of the data group, which have the same stages
             return inputs
         sums = torch.stack([outputs[number] for number in range(len(inputs))]).sum(0)
         self.mesh.data_group.sum(sums)
         return [
-            attrs.evolve(microbatch, batch=objective.with_measured(microbatch.batch, sums)) for microbatch in inputs
+            attrs.evolve(microbatch, batch=objective.with_step_sums(microbatch.batch, sums)) for microbatch in inputs
         ]
 
     def _compute_reference_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
@@ -318,7 +318,7 @@ class ProgramExecutor:
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.by_block}
         by_microbatch = {index for index, shard in shards.items() if shard.by_microbatch}
-        return [*flat(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
+        return [*iterate_actions(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
 def _replace_loss(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> MicrobatchInputs:
@@ -351,7 +351,7 @@ def check_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
         text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
         yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}]{other}')
     for adapter in adapters:
-        if thaws_weights(adapter.component):
+        if trains_base_weights(adapter.component):
             text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"
             yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
 
@@ -383,11 +383,11 @@ def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
 
 def check_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
     """Yield a problem if model or loss needs whole rows, but ranks along `context` partition rows."""
-    if PerDimension.of_settings(mesh.settings).context == 1:
+    if PerDimension.from_settings(mesh.settings).context == 1:
         return
     reasons = ["documents are compared as wholes"] if has_pairs(loss.component) else []
     if issubclass(model.component, ContextParallelModel):
-        reasons += model.component.context_faults(model)
+        reasons += model.component.find_context_parallel_faults(model)
     for reason in reasons:
         text = f"rows are partitioned over the ranks along 'context', but {reason}"
         yield mesh.problem("context", text, "write context = 1")

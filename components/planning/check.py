@@ -14,7 +14,7 @@ from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import find_remedies, format_toml_lines
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component, setting
 from drawloom.graph.project import Recipe
@@ -71,7 +71,7 @@ class PlanCheck:
             self._started = self.clock()
         elif event.kind == "step_ended" and event.step is not None:
             self._seconds.append(self.clock() - self._started - event.step.excluded_seconds)
-            if event.step.last and self.processes.rank == 0:
+            if event.step.is_last and self.processes.rank == 0:
                 self._write_comparison()
         elif event.kind == "run_ended" and self._text:
             log.info("%s", self._text)
@@ -108,7 +108,7 @@ class PlanCheck:
         ]
         settings = " or ".join("; ".join(format_toml_lines(remedy.values)) for remedy in fitting)
         fullest = max(planned.memory, key=lambda rank: rank.peak_bytes)
-        needed, available = map(byte_size, (fullest.peak_bytes, planned.device.memory))
+        needed, available = map(format_byte_size, (fullest.peak_bytes, planned.device.memory))
         return (
             f"the run needs {needed} on a GPU, in {fullest.action_at_peak}, and each has {available}; settings "
             f"that fit: {settings}; to try the run anyway, write refuse = false in this component's node"
@@ -118,7 +118,7 @@ class PlanCheck:
 def compare_with_plan(planned: Plan, measured_bytes: int | None, measured_seconds: float) -> str:
     """Return planned and measured values, and the plan's relative error, as one line."""
     parts = [
-        _format_planned_and_measured("memory", planned.peak_memory_bytes[0], measured_bytes, byte_size),
+        _format_planned_and_measured("memory", planned.peak_memory_bytes[0], measured_bytes, format_byte_size),
         _format_planned_and_measured("step", planned.time.seconds, measured_seconds, lambda value: f"{value:.3g} s"),
     ]
     return f"plan    {'; '.join(parts)}"

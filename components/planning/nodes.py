@@ -130,7 +130,7 @@ class Nodes:
         if edge is None or not is_known:
             return []
         needed = {*self.graph.topological_order([*self.nodes_needed_by_stages, *self.memory_user_nodes])}
-        users = {user for name in edge.targets for user, _ in self.graph.incoming(name)}
+        users = {user for name in edge.targets for user, _ in self.graph.list_incoming_edges(name)}
         return [*edge.targets] if users & needed == {self.model_node} else []
 
     @property
@@ -141,14 +141,14 @@ class Nodes:
     @property
     def min_rank_count(self) -> int:
         """Return the minimum rank count: the product over dimensions with explicit sizes."""
-        return math.prod(PerDimension.of_settings(self.mesh_settings).dense().values())
+        return math.prod(PerDimension.from_settings(self.mesh_settings).without_expert_dimensions().values())
 
     @cached_property
     def rows_and_tokens_made_by_phase(self) -> tuple[int, int]:
         """How many training rows a phase, such as sampling, makes from a data row, and the tokens it adds to a row."""
         for name in self._find_used_nodes(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
-                return component.made_rows(self.graph.view(name))
+                return component.predict_made_rows(self.graph.view(name))
         return 1, 0
 
     @property

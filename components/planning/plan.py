@@ -379,4 +379,4 @@ def _count_training_flops(
     if forward_flops is None:
         return None
     pairs = {window: tokens / rows.length * rows.count_expected_pairs(window) for window in forward_flops.per_pair}
-    return forward_flops.of_training(tokens, pairs, frozen_names)
+    return forward_flops.count_training_flops(tokens, pairs, frozen_names)

@@ -8,7 +8,7 @@ import attrs
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.ports.run import Batching
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
@@ -132,5 +132,5 @@ def format_remedies(remedies: Sequence[Remedy]) -> str:
         peak, seconds = max(remedy.plan.peak_memory_bytes), remedy.plan.time.seconds
         fits = "fits" if remedy.plan.fits else "too much"
         settings = "; ".join(remedy.setting_lines)
-        lines.append(f"  {settings}  # {byte_size(peak)}, {fits}; {seconds:.3g} s a step; {remedy.cost}")
+        lines.append(f"  {settings}  # {format_byte_size(peak)}, {fits}; {seconds:.3g} s a step; {remedy.cost}")
     return "\n".join(lines)

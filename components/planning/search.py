@@ -16,7 +16,7 @@ from drawloom.components.planning.plan import Plan, PlanCache, TooLargeError, pl
 from drawloom.components.planning.remedies import Values, format_toml_lines
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.run import Batching
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
@@ -201,7 +201,7 @@ def _list_schedules_for_mesh(mesh: PerDimension) -> tuple[str, ...]:
 
 def _list_meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[PerDimension]:
     """Yield meshes with this `tensor` size: pipelines and shards in powers of two; the context size does not change."""
-    context = PerDimension.of_settings(nodes.mesh_settings).context
+    context = PerDimension.from_settings(nodes.mesh_settings).context
     for pipeline in _list_power_of_two_divisors(ranks, 8):
         rest, remainder = divmod(ranks, tensor * pipeline * context)
         if remainder:
@@ -244,7 +244,7 @@ def format_search_table(choices: Sequence[PlanChoice]) -> str:
             for name, seconds in time.as_data().items()
             if name != "compute" and seconds > 0.01 * time.seconds
         )
-        speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {byte_size(peak)}"
+        speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {format_byte_size(peak)}"
         settings = "; ".join(_abbreviate_lists(line) for line in format_toml_lines(choice.values))
         lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {settings}"]
     return "\n".join(lines).lstrip("\n")

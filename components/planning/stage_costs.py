@@ -27,7 +27,7 @@ from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.activation_specs import on_meta
 from drawloom.components.state.batch import Batch
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import fuse_on_meta
 from drawloom.kernels.recompute_policy import make_recomputable
@@ -104,7 +104,7 @@ class StageMeter:
             # Bytes alive at a pass's peak but not at its end belong to one block; the rest may grow with the blocks.
             beyond = max(costs[op].peak_delta - costs[op].net_delta for costs in recorded)
             passes[op] = attrs.evolve(cost, peak_delta=max(cost.peak_delta, cost.net_delta + beyond))
-        return StageCosts(passes, sum(leaf.nbytes for leaf in leaves(self._hidden) if isinstance(leaf, Tensor)))
+        return StageCosts(passes, sum(leaf.nbytes for leaf in list_leaves(self._hidden) if isinstance(leaf, Tensor)))
 
     def _record_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
         """Record a stage's passes with only these blocks in place, or return the recording for an equal stage."""
@@ -136,7 +136,7 @@ class StageMeter:
             for handle in self._label_modules(recorder, stage):
                 hooks.callback(handle.remove)
             with recorder.label_storages("hidden states"):
-                inputs = first_inputs if stage.index == 0 else as_input(transform(_allocate_like, self._hidden))
+                inputs = first_inputs if stage.index == 0 else as_input(map_leaves(_allocate_like, self._hidden))
             recorder.begin_pass()
             with recorder.label_storages("head and loss" if stage.span.head else "hidden states"):
                 outputs = runner.forward(0, inputs, context, batch)
@@ -173,7 +173,7 @@ class StageMeter:
         """Return a microbatch on the meta device: model inputs, context and batch."""
         if self._inputs is None:
             try:
-                batch = self.batch_type.outline(self.rows, self.length)
+                batch = self.batch_type.make_meta_batch(self.rows, self.length)
             except NotImplementedError as error:
                 raise UserError(f"a plan needs the shapes of batches, and {error}", 2) from error
             if isinstance(self.loss, Referenced) and self.loss.reference != "none":

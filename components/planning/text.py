@@ -7,7 +7,7 @@ from typing import Any
 
 from drawloom.components.planning.plan import Plan, RankMemory
 from drawloom.components.ports.program import OPS
-from drawloom.components.storage.byte_size import byte_size, unit_of
+from drawloom.components.storage.byte_size import choose_byte_unit, format_byte_size
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     return {
         "device": plan.device.name,
         "ranks": plan.ranks,
-        "mesh": plan.mesh.sizes.dense(),
+        "mesh": plan.mesh.sizes.without_expert_dimensions(),
         "microbatches": plan.microbatches,
         "document_tokens": plan.rows.document if plan.rows.document < math.inf else None,
         "fits": plan.fits,
@@ -67,7 +67,7 @@ def format_plan(plan: Plan) -> str:
 
 def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield lines about a plan as (subject, text): device, step, memory and time."""
-    sizes = [f"{name} {size}" for name, size in plan.mesh.sizes.dense().items() if size > 1]
+    sizes = [f"{name} {size}" for name, size in plan.mesh.sizes.without_expert_dimensions().items() if size > 1]
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     yield "device", f"{plan.device.name}, {': '.join([ranks, ' x '.join(sizes)] if sizes else [ranks])}"
     rows = f"{plan.rows.count} row{'s' * (plan.rows.count > 1)} of {plan.rows.length:,} tokens"
@@ -75,11 +75,11 @@ def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     count = f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
     yield "step", f"{count} of {rows}{documents} on each replica, {plan.tokens:,} tokens in all"
     fullest = max(plan.memory, key=lambda memory: memory.peak_bytes)
-    limit = f" of {byte_size(plan.device.memory)}" if plan.device.memory else ""
+    limit = f" of {format_byte_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"
-    yield "memory", f"{byte_size(fullest.peak_bytes)}{limit} at most, in {fullest.action_at_peak}{verdict}"
+    yield "memory", f"{format_byte_size(fullest.peak_bytes)}{limit} at most, in {fullest.action_at_peak}{verdict}"
     if host := max(memory.host for memory in plan.memory):
-        yield "host", f"{byte_size(host)} of each rank in host memory, at most"
+        yield "host", f"{format_byte_size(host)} of each rank in host memory, at most"
     yield "time", f"{plan.time.seconds:.3g} s a step: {_format_time_parts(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     per_rank = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
@@ -106,7 +106,7 @@ def _format_rank_table(plan: Plan) -> Iterator[str]:
     kinds = [kind for kind in KINDS if any(kind in memory.persistent for memory in plan.memory)]
     labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activation_bytes_at_peak))
     shown = [label for label in labels if any(_peak_fraction(memory, label) >= 0.01 for memory in plan.memory)]
-    unit, scale = unit_of(max(plan.peak_memory_bytes))
+    unit, scale = choose_byte_unit(max(plan.peak_memory_bytes))
     sizes = [(kind.replace("_", " "), [memory.persistent.get(kind, 0) for memory in plan.memory]) for kind in kinds]
     sizes += [("gradients", [memory.peak_gradient_bytes for memory in plan.memory])]
     sizes += [

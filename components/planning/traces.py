@@ -17,7 +17,7 @@ from drawloom.components.pipeline.program.timing import Costs, CostTable, depend
 from drawloom.components.pipeline.runtime.p2p import WAIT
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program
-from drawloom.components.storage.regular_file import regular_file
+from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import UserError
 
 FILE = re.compile(r"steps-(\d+)-(\d+)-rank-(\d+)\.json\.gz")
@@ -107,7 +107,7 @@ def _newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
 def _read_action_spans(path: Path) -> dict[str, Span]:
     """Return the spans of the last step's actions by name, without waits for messages; GPU time if the trace has it."""
     try:
-        with regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
+        with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
             trace = json.loads(gzip.decompress(packed.read()))
         base = trace.get("baseTimeNanoseconds", 0)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]

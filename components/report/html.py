@@ -13,7 +13,7 @@ from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
 from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import REPORT, Drawings, read_run_record
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import regular_file
+from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import Every, ResolvedRecipe, component
 
 log = logging.getLogger("drawloom.run")
@@ -63,7 +63,7 @@ class HtmlReport:
                 type(schedule).__module__.rpartition(".")[2],
                 schedule,
                 self.mesh.sizes.pipeline,
-                len(batching.positions(step)),
+                len(batching.microbatch_positions(step)),
             )
             for schedule, batching in zip(self.schedules.values(), self.batching.values(), strict=False)
         ]
@@ -73,7 +73,7 @@ class HtmlReport:
         """Return whether the report in the run folder is about this step."""
         beginning = f"<!doctype html><!-- {_format_step_comment(step)} -->".encode()
         try:
-            with regular_file(self._report_path) as file:
+            with open_regular_file(self._report_path) as file:
                 return file.read(0, min(file.size, len(beginning))) == beginning
         except OSError:
             return False

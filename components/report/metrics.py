@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 
 METRICS = "metrics.jsonl"
 OTHER_KEYS = {"step", "format", "tokens", "crc32"}
@@ -183,7 +183,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """Yield a regular file's lines as bytes, longer ones in parts of MAX_LINE_BYTES; nothing if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return
-    with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:
+    with open_untrusted_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:
         yield from iter(lambda: lines.readline(MAX_LINE_BYTES), b"")
 
 

@@ -15,7 +15,7 @@ from drawloom.components.checkpoint.manifest import (
 )
 from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.inspect.serialize import flatten, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -109,5 +109,5 @@ def _read_file_beginning(path: Path, max_bytes: int) -> str:
     """Read a file's beginning; "" if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return ""
-    with open_regular_file(path) as file:
+    with open_untrusted_file(path) as file:
         return file.read(0, min(file.size, max_bytes)).decode("utf-8", "replace")

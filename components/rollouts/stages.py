@@ -22,7 +22,7 @@ from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import ForwardPasses
 from drawloom.components.ports.rollouts import Completions, Prompts
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.state.trees import transform
+from drawloom.components.state.trees import map_leaves
 from drawloom.graph import Problem, UserError, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -126,7 +126,7 @@ class StageRollouts:
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
 
         outputs: dict[int, Tensor] = {}
-        self.model.infer_each([(window, context)], outputs.__setitem__, finish)
+        self.model.infer_microbatches([(window, context)], outputs.__setitem__, finish)
         drawn = torch.zeros(len(tokens), 3, dtype=torch.float64)
         if outputs and self.mesh.indices.tensor == 0:  # ranks along `tensor` have the same logits
             drawn = outputs[0].cpu()
@@ -136,7 +136,7 @@ class StageRollouts:
         if not drawn.isfinite().all():
             raise UserError("no completion can be sampled: the model's logits are not finite; lower the learning rate")
         if cache is not None and layers:  # a plugin's model may not use the cache
-            cache.advance(window.shape[1])
+            cache.end_pass(window.shape[1])
         return drawn
 
     def _shortest_prompt_over_ranks(self, lengths: Tensor) -> int:
@@ -194,4 +194,4 @@ def _compute_training_logps(
 def _split_completions(completions: Completions, row_counts: Sequence[int]) -> list[Completions]:
     """Split completions into batches with these row counts."""
     slices = [slice(end - count, end) for end, count in zip(accumulate(row_counts), row_counts, strict=True)]
-    return [transform(itemgetter(part), completions) for part in slices]
+    return [map_leaves(itemgetter(part), completions) for part in slices]

@@ -66,7 +66,7 @@ class Sampler:
         if token == BROKEN:
             raise UserError("no text can be sampled: the model's logits are not finite; use an earlier checkpoint")
         if fits and layers:  # a plugin's model may not use the cache
-            cache.advance(len(window))
+            cache.end_pass(len(window))
         return int(token)
 
     def _compute_logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:

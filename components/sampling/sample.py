@@ -9,10 +9,10 @@ from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
-from drawloom.components.ports.stages import AveragedWeights, with_averages
+from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import regular_file
+from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import UserError, above, at_least, between, component, setting
 
 MAX_LOGGED = 300
@@ -53,7 +53,7 @@ class Sample:
 
     def finish(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective."""
-        with with_averages(self.average):
+        with use_averages_if_any(self.average):
             text = self._sample_text_or_error() if self.mesh.replicas.rank == 0 else ""
         run_on_rank0(self.mesh.world, lambda: self._log_and_write_text(step, text))
 
@@ -88,7 +88,7 @@ class Sample:
         """Return whether the file's heading is for this step."""
         heading = _format_step_heading(step).encode()
         try:
-            with regular_file(self._sample_path) as file:
+            with open_regular_file(self._sample_path) as file:
                 return file.read(0, min(file.size, len(heading))) == heading
         except OSError:  # missing, or a stranger's pipe or link, which is replaced
             return False

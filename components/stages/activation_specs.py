@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 
 Key = tuple[Any, ...]
 
@@ -65,9 +65,9 @@ def _shapes_and_dtypes(tree: Any) -> Key:
     """Return a tree's tensor shapes and dtypes."""
     if isinstance(tree, Tensor):  # a fast path for token ids, because it runs for every microbatch
         return tree.shape, tree.dtype
-    return tuple((leaf.shape, leaf.dtype) for leaf in leaves(tree) if isinstance(leaf, Tensor))
+    return tuple((leaf.shape, leaf.dtype) for leaf in list_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def on_meta(tree: Any) -> Any:
     """Return the tree with contiguous tensors on the meta device instead of its tensors."""
-    return transform(lambda leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf, tree)
+    return map_leaves(lambda leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf, tree)

@@ -23,7 +23,7 @@ from drawloom.components.ports.pipeline import (
     PartitioningSchedule,
     Schedule,
     embeds_on_every_rank,
-    module_of,
+    find_loss_module,
 )
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import LOSS, Transform
@@ -91,7 +91,7 @@ class StageBuilder:
         with torch.device("meta"):
             module = self.model.build(span)
             inject(self.adapters, module)
-        if span.head and (loss_module := module_of(self.loss)) is not None:
+        if span.head and (loss_module := find_loss_module(self.loss)) is not None:
             module.add_module(LOSS, loss_module)
         for transform in self.transforms:
             module = transform.transform(module)

@@ -102,11 +102,11 @@ def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iter
     built, layers = build_schedule(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            sizes = built.layers_by_stage(PerDimension.of_settings(mesh.settings).pipeline, layers)
+            sizes = built.layers_by_stage(PerDimension.from_settings(mesh.settings).pipeline, layers)
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
     if isinstance(built, OuterLayersSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            in_stages = built.layers_in_stages(PerDimension.of_settings(mesh.settings).pipeline, layers)
+            in_stages = built.layers_in_stages(PerDimension.from_settings(mesh.settings).pipeline, layers)
             if in_stages < layers:
                 yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
     if policies := describe_policies(_find_policies(schedule, mesh)):
@@ -116,7 +116,7 @@ def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iter
 
 def _get_microbatches(schedule: NodeView, mesh: NodeView) -> int:
     """Return the schedule's microbatch count, by default 4 per pipeline rank."""
-    return schedule.settings.get("microbatches") or 4 * PerDimension.of_settings(mesh.settings).pipeline
+    return schedule.settings.get("microbatches") or 4 * PerDimension.from_settings(mesh.settings).pipeline
 
 
 def _find_policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
@@ -127,7 +127,7 @@ def _find_policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
     with suppress(UserError, ValueError):
         if built is not None:
             return built.program(
-                PerDimension.of_settings(mesh.settings).pipeline, _get_microbatches(schedule, mesh)
+                PerDimension.from_settings(mesh.settings).pipeline, _get_microbatches(schedule, mesh)
             ).recompute
     return ()
 

@@ -57,7 +57,7 @@ def warn_compiled_recompute(stages: NodeView) -> Iterator[Problem]:
 
 def _splits_backward(schedule: NodeView, mesh: NodeView) -> bool:
     """Return whether a schedule splits stages' backward passes; False if the schedule has problems."""
-    built, ranks = build_schedule(schedule), PerDimension.of_settings(mesh.settings).pipeline
+    built, ranks = build_schedule(schedule), PerDimension.from_settings(mesh.settings).pipeline
     try:
         # Rank 0 is enough: in a schedule that computes ranks separately, all ranks split or none.
         program = None if built is None else program_for(built, 0, ranks, 2 * ranks)

@@ -17,7 +17,7 @@ from drawloom.components.ports.model import BufferOwner, LanguageModel, Model, P
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.weights.adapted import adapter_names, fill_adapters
 from drawloom.components.weights.load import folder_fingerprint, load_folder, open_dequantized, stream
 from drawloom.components.weights.mapper import select_outputs
@@ -31,8 +31,8 @@ def check_capacity(modules: Iterable[nn.Module], ranks: int, device: torch.devic
     needed = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // ranks
     if needed > (capacity := get_device_memory(device)):
         raise UserError(
-            f"the parameters of this rank take {byte_size(needed)}, and its device, {device}, has "
-            f"{byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
+            f"the parameters of this rank take {format_byte_size(needed)}, and its device, {device}, has "
+            f"{format_byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
         )
 
 

@@ -320,7 +320,7 @@ class MaterializedStages:
         changed = bool(self.transforms or self.precision.uncast)
         return not changed and layers_keep_shapes(self.model)
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         return self._activations.of(stage, inputs, shared)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -81,7 +81,7 @@ class AimTracker:
         """Continue the Aim run with the saved hash."""
         self._hash = state["run"] or self._hash
 
-    def describe(self, properties: Mapping[str, Any]) -> None:
+    def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the properties for the Aim run, which `rewind` opens."""
         self._properties = properties
 

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.storage.durable_files import remove_folder, rename
+from drawloom.components.storage.durable_files import remove_folder, rename_durably
 from drawloom.components.trackers.remembered_run import recall_run_id, store_run_id
 from drawloom.graph import UserError
 
@@ -69,7 +69,7 @@ def open_repository(aim: Any, location: AimLocation) -> Any:
         temporary = Path(tempfile.mkdtemp(prefix=".aim-", dir=folder))
         aim.Repo.from_path(str(temporary), init=True)
         try:
-            rename(temporary / ".aim", folder / ".aim")
+            rename_durably(temporary / ".aim", folder / ".aim")
         except OSError:
             if not (folder / ".aim").exists():
                 raise

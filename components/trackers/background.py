@@ -15,7 +15,7 @@ import attrs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Value
 from drawloom.components.ports.tracking import Histogram
-from drawloom.graph import above, at_least, inherited, setting
+from drawloom.graph import above, at_least, inheritable, setting
 
 log = logging.getLogger("drawloom.trackers")
 
@@ -98,7 +98,7 @@ def select_finite_values(values: Mapping[str, Value]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-@inherited
+@inheritable
 class TrackerInBackground(ABC):
     """
     Tracker with a thread that writes finite values on rank 0, so writing can't delay a step or end the run.
@@ -163,13 +163,13 @@ class TrackerInBackground(ABC):
         self._warn(f"{self.called} failed, some steps will be missing there: {type(error).__name__}: {error}")
 
 
-@inherited
+@inheritable
 class ServiceTracker(TrackerInBackground):
     """Background tracker for a program with histograms and run properties."""
 
     _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
 
-    def describe(self, properties: Mapping[str, Any]) -> None:
+    def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the properties for the run's beginning, which `rewind` queues."""
         self._properties = properties
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.tracking import Histogram, flat_properties
-from drawloom.components.storage.regular_file import make_folder, open_to_append
+from drawloom.components.ports.tracking import Histogram, flatten_properties
+from drawloom.components.storage.regular_file import create_folder, open_to_append
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.components.trackers.remembered_run import recall_run_id, store_run_id
 from drawloom.graph import UserError, component, setting
@@ -59,7 +59,7 @@ class MlflowTracker(ServiceTracker):
         self._mlflow = import_mlflow()
         if self.uri is None:
             os.close(open_to_append(self._database_path))
-            make_folder(self._artifacts_folder)
+            create_folder(self._artifacts_folder)
 
     def _begin_writing_after(self, step: int) -> None:
         """Create an MLflow run, or continue the run named in the run folder; do nothing if one has begun."""
@@ -117,7 +117,7 @@ class MlflowTracker(ServiceTracker):
         """Log new settings as params, and settings that differ from their params as tags."""
         flat = {
             _replace_refused_characters(key): str(value)[:MAX_PARAM_LENGTH]
-            for key, value in flat_properties(self._properties).items()
+            for key, value in flatten_properties(self._properties).items()
         }
         params = self._client.get_run(run_id).data.params
         new = [self._mlflow.entities.Param(key, value) for key, value in flat.items() if key not in params]

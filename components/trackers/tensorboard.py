@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.tracking import Histogram, flat_properties
-from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.ports.tracking import Histogram, flatten_properties
+from drawloom.components.storage.regular_file import create_folder
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component
 
@@ -45,7 +45,7 @@ class TensorBoardTracker(ServiceTracker):
 
     def _load_package_and_check_folder(self) -> None:
         self._writer_class = import_summary_writer()
-        make_folder(self._folder)
+        create_folder(self._folder)
 
     def _begin_writing_after(self, step: int) -> None:
         self._finish_writing()
@@ -85,7 +85,7 @@ class TensorBoardTracker(ServiceTracker):
         # The writer's own `add_hparams` would add a run to the folder at every call.
         from torch.utils.tensorboard.summary import hparams
 
-        flat = flat_properties(self._properties)
+        flat = flatten_properties(self._properties)
         values = {name: value if isinstance(value, HyperparameterValue) else str(value) for name, value in flat.items()}
         for summary in hparams(values, dict.fromkeys(TABLE_METRICS, 0.0)):  # type: ignore[no-untyped-call]
             self._writer.file_writer.add_summary(summary)

@@ -76,17 +76,19 @@ def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
             if parameter.is_meta:
                 empty = torch.empty_like(parameter, device=device)
                 setattr(layer, leaf, nn.Parameter(empty, parameter.requires_grad))
-        layer.fill_adapter(name, fill)
+        layer.initialize_adapter(name, fill)
 
 
-def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
+def make_merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
     """
     Return the mapper that merges adapters into plain layers' weights.
 
     An adapter on a tied embedding leaves the head unchanged: the result has a separate head.
     """
     layers = find_adapted_layers(whole)
-    return parallel(*(layer.merge_mapper(name, HEAD if tied and name == EMBEDDING else None) for name, layer in layers))
+    return parallel(
+        *(layer.make_merge_mapper(name, HEAD if tied and name == EMBEDDING else None) for name, layer in layers)
+    )
 
 
 @attrs.frozen

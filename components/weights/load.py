@@ -13,7 +13,7 @@ from drawloom.components.ports.model import stored_formats
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper, TensorGroup
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
@@ -287,7 +287,7 @@ def folder_fingerprint(folder: Path) -> str:
     """Return a hexadecimal SHA-256 over names, sizes and sampled bytes of a folder's safetensors files."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        with open_regular_file(path) as file:
+        with open_untrusted_file(path) as file:
             digest.update(f"{path.name} {file.size}\n".encode())
             for offset, size in _choose_samples(file.size):
                 digest.update(file.read(offset, size))

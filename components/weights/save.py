@@ -10,7 +10,7 @@ from torch import Tensor
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
-from drawloom.components.storage.safetensors.writer import check_writable, new_safetensors_file
+from drawloom.components.storage.safetensors.writer import check_writable, create_safetensors_file
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.load import group_specs, stream
 from drawloom.graph import UserError
@@ -79,7 +79,7 @@ def check_names(specs: Mapping[str, TensorSpec]) -> None:
 def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write and flush planned files; `tensors`, any shape, arrive in the planned order."""
     for file in files:
-        with new_safetensors_file(folder / file.name, file.specs) as writer:
+        with create_safetensors_file(folder / file.name, file.specs) as writer:
             for expected in file.specs:
                 name, tensor = next(tensors)
                 if name != expected:

@@ -19,7 +19,7 @@ from drawloom.kernels.triton.moe_permute import gather_into, row_settings, sprea
 from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2
 
 ENTRIES = 1024
-"""Choices that a program of `choices` or `limit` processes."""
+"""Choices that a program of `localize_choices` or `limit_routes` processes."""
 
 ELEMENTS_PER_WARP = 1024
 """Elements per warp where programs copy or sum whole rows."""
@@ -29,19 +29,19 @@ class PeerExchangeTriton:
     """Operations for an exchange between ranks, for float32, bfloat16 and float16."""
 
     @staticmethod
-    def publish(given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
+    def publish_tokens(values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
         """Write hidden states, and perhaps scalars and choices (tokens, columns), to slots (slots, columns)."""
-        hidden, *others = given[0], *(tensor.contiguous() for tensor in given[1:])
+        hidden, *others = values[0], *(tensor.contiguous() for tensor in values[1:])
         hidden = as_rows(hidden) if hidden.numel() else hidden
-        slots, width = shown[0].shape
+        slots, width = own_slots[0].shape
         top_k = others[0].shape[1] if others else 0
         scalars, choices = others or (None, None)
-        to_scalars, to_choices = shown[1:] if others else (None, None)
+        to_scalars, to_choices = own_slots[1:] if others else (None, None)
         _publish_kernel[(slots,)](
             hidden,
             scalars,
             choices,
-            shown[0],
+            own_slots[0],
             to_scalars,
             to_choices,
             len(hidden),
@@ -53,7 +53,7 @@ class PeerExchangeTriton:
         )
 
     @staticmethod
-    def choices(chosen: Peers, first: int, experts: int) -> Tensor:
+    def localize_choices(chosen: Peers, first: int, experts: int) -> Tensor:
         """
         Return the choices of this rank's experts, numbered from 0, int32 (ranks * slots, top_k); other choices are -1.
 
@@ -70,11 +70,11 @@ class PeerExchangeTriton:
         return local
 
     @staticmethod
-    def limit(routes: Routes, room: int, most: Tensor) -> tuple[Routes, Tensor]:
+    def limit_routes(routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
         """Return routes to at most `room` rows, and a flag, float32 (1,), NaN or 0."""
         dest_row, source_choice, offsets = routes
         limited, ends = torch.empty_like(dest_row), torch.empty_like(offsets)
-        flag = most.new_empty(1, dtype=torch.float32)
+        flag = max_rows.new_empty(1, dtype=torch.float32)
         grid = (max(1, cdiv(dest_row.numel(), ENTRIES)),)
         _limit_kernel[grid](
             dest_row,
@@ -82,7 +82,7 @@ class PeerExchangeTriton:
             limited,
             ends,
             flag,
-            most,
+            max_rows,
             dest_row.numel(),
             len(offsets),
             room,
@@ -93,7 +93,7 @@ class PeerExchangeTriton:
         return Routes(limited, source_choice[:room], ends), flag
 
     @staticmethod
-    def rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
+    def read_rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
         """Return (rows, hidden_size) and (rows,) from ranks' tokens (slots, hidden_size), scalars (slots, top_k)."""
         like, (dest_row, source_choice, _) = tokens[0][0], routes
         check_floats("moe_peers by triton", like)
@@ -113,13 +113,15 @@ class PeerExchangeTriton:
         return rows, row_scalars
 
     @staticmethod
-    def stage(rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None) -> None:
+    def stage_sums(
+        rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
+    ) -> None:
         """Write rows (rows, hidden_size), scalars (rows,) to sums (tokens, hidden_size), by_choice (tokens, top_k)."""
         check_floats("moe_peers by triton", rows)
         gather_into(as_rows(rows) if rows.numel() else rows, None, scalars, dest_row, sums, by_choice)
 
     @staticmethod
-    def sums(
+    def read_sums(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return (tokens, hidden_size) and (tokens, top_k), from staged (ranks * slots, hidden_size) by rank."""
@@ -176,7 +178,7 @@ def _publish_kernel(
 @lean
 @triton.jit(do_not_specialize=["count", "room"])
 def _limit_kernel(
-    dest_row, offsets, limited, ends, flag, most, count, experts, room,
+    dest_row, offsets, limited, ends, flag, max_rows, count, experts, room,
     ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
 ):
     # fmt: on
@@ -188,7 +190,7 @@ def _limit_kernel(
         end = tl.load(offsets + expert, mask=expert < experts, other=0)
         tl.store(ends + expert, tl.minimum(end, room), mask=expert < experts)
         rows = tl.max(end, 0)
-        tl.store(most, tl.maximum(tl.load(most), rows))
+        tl.store(max_rows, tl.maximum(tl.load(max_rows), rows))
         tl.store(flag, tl.where(rows > room, float("nan"), 0.0))
 
 

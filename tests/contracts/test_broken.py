@@ -130,7 +130,7 @@ class ForgetsSteps:
     def wait_until_staged(self) -> None:
         """Do nothing."""
 
-    def hold(self, step: Step) -> None:
+    def keep_in_memory(self, step: Step) -> None:
         """Do nothing."""
 
 

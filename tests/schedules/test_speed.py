@@ -5,7 +5,7 @@ import cProfile
 import pytest
 
 from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.ports.program import flat
+from drawloom.components.ports.program import iterate_actions
 from support.schedules import schedule
 
 
@@ -16,7 +16,7 @@ def _count_calls_and_actions(name: str, microbatches: int) -> tuple[int, int]:
     """
     profile = cProfile.Profile()
     line = profile.runcall(lambda: lower(schedule(name).program(256, microbatches), 100))
-    return sum(entry.callcount for entry in profile.getstats()), len([*flat(line)])
+    return sum(entry.callcount for entry in profile.getstats()), len([*iterate_actions(line)])
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zero_bubble_v", "dual_pipe_v"])

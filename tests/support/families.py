@@ -78,7 +78,7 @@ def assert_generated_as_whole_texts(model: DecoderBuilder, length: int = 11) -> 
             positions = torch.arange(length).expand(2, -1)[:, part]
             shared = TokenContext(positions, torch.zeros_like(positions), cache=cache)
             parts.append(logits_of(module, tokens[:, part], shared))
-            cache.advance(positions.shape[1])
+            cache.end_pass(positions.shape[1])
         torch.testing.assert_close(torch.cat(parts, 1), logits_of(module, tokens, one_document(2, length)), **CLOSE)
 
 
@@ -94,7 +94,10 @@ def assert_operations_equal_the_count_of_torch(model: DecoderBuilder, experts: f
     with sdpa_kernel(SDPBackend.MATH), counter:
         logits_of(module, tokens, one_document(2, 11)).sum().backward()
     flops = model.forward_flops()
-    assert flops.of_training(22, dict.fromkeys(flops.per_pair, 2 * 11 * 11)) == counter.get_total_flops() + 3 * experts
+    assert (
+        flops.count_training_flops(22, dict.fromkeys(flops.per_pair, 2 * 11 * 11))
+        == counter.get_total_flops() + 3 * experts
+    )
 
 
 def assert_all_projections_are_adapted(model: DecoderBuilder) -> None:

@@ -44,8 +44,8 @@ def no_rename() -> None:
         checkpoint.mkdir()
 
     def commit(_temp: Path, checkpoint: Path, manifest: Manifest) -> None:
-        durable_files.write_file(checkpoint / MANIFEST, manifest.to_json_bytes())
-        durable_files.sync(checkpoint)
+        durable_files.create_file_with(checkpoint / MANIFEST, manifest.to_json_bytes())
+        durable_files.flush_to_disk(checkpoint)
 
     def nothing(_checkpoints: Path) -> None:
         return
@@ -70,7 +70,7 @@ def expire_before_commit() -> None:
 
 def manifest_first() -> None:
     """Rename a checkpoint before its folder is fsynced."""
-    sync = durable_files.sync
+    sync = durable_files.flush_to_disk
 
     def late(path: Path) -> None:
         if not path.name.startswith(writing.TEMP):

@@ -454,8 +454,9 @@ def _rows() -> Any:
 
 
 def _batching() -> Any:
-    positions = {"positions": lambda step: [[2 * step, 2 * step + 1]], "start": lambda step: 2 * step - 2}
-    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions)
+    positions = {"microbatch_positions": lambda step: [[2 * step, 2 * step + 1]]}
+    first = {"first_position": lambda step: 2 * step - 2}
+    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions, **first)
 
 
 def load_microbatches(use: str, values: Values, _place: Path) -> Any:
@@ -510,7 +511,7 @@ def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
     """Return the positions of two steps on the first of two ranks."""
     mesh = fake(Mesh, sizes=PerDimension(data_shard=2), indices=PerDimension.of_first_rank())
     batching = build(use, mesh=mesh, rows=fake(PackedDataset, length=8), **values)
-    return [batching.positions(step) for step in (1, 2)]
+    return [batching.microbatch_positions(step) for step in (1, 2)]
 
 
 def lr_factors(use: str, values: Values, _place: Path) -> Any:

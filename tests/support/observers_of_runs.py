@@ -151,7 +151,7 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
-        objects["stages"].local[0].shards.reduce_next(final=True)
+        objects["stages"].local[0].shards.reduce_in_backward(final=True)
         objects["stages"].hand_over_gradients()
     return group.summed
 
@@ -205,7 +205,7 @@ def export_files(use: str, values: Values, folder: Path) -> Any:
 
 def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
     """Return the mesh sizes over 4 ranks."""
-    world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
+    world = {"rank": 0, "world_size": 4, "make_group": lambda name, rank_sets: SingleProcess()}
     mesh = build(use, processes=fake(Processes, **world), **values)
     mesh.open()
     return mesh.sizes.settings()

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state.trees import transform_with_path
+from drawloom.components.state.trees import map_leaves_with_path
 from drawloom.graph import UserError
 
 MAX_RANGE_RATIO = 2  # a range is copied as a whole up to this many times the bytes of its tensors
@@ -123,7 +123,7 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
             copies[key] = Copy(tensor, target)
         return copies[key].target
 
-    staged = transform_with_path(lambda path, value: _copy_leaf(path, value, copy_of, type_check), state)
+    staged = map_leaves_with_path(lambda path, value: _copy_leaf(path, value, copy_of, type_check), state)
     return staged, _allocate_targets([*copies.values()], pool)
 
 

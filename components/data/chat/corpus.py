@@ -17,12 +17,12 @@ from drawloom.components.data.sources.rows import Line, lines_of
 from drawloom.components.data.store.shard import id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.corpus import ChatTokenizer, Split
-from drawloom.graph import UserError, between, inherited, setting
+from drawloom.graph import UserError, between, inheritable, setting
 
 log = logging.getLogger("drawloom.data")
 
 
-@inherited
+@inheritable
 class ChatCorpus:
     """Base for corpora from file lines: a chat template renders a line into documents, with a loss weight per token."""
 
@@ -110,7 +110,7 @@ class ChatCorpus:
     def documents(self, split: Split) -> TokenArrays:
         return self._splits[split]
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         """Return the template file, if there is one."""
         return {} if self.template is None else {"template": [self.template]}
 

@@ -19,7 +19,7 @@ from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.teacher import TeacherPredictions
 from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inherited, setting
+from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inheritable, setting
 from drawloom.graph.wiring.node import NodeView
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -48,7 +48,7 @@ def _check_length(length: int) -> str | None:
     return f"a row of {length} tokens is longer than {MAX_LENGTH}" if length > MAX_LENGTH else None
 
 
-@inherited
+@inheritable
 class PackedRows:
     """
     Base for rows with packed documents; a row's tokens are read when a batch is made.
@@ -207,7 +207,7 @@ def _name_split(split: Split, source: str) -> str:
 def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None:
     """Warn if the longest text, in tokens, exceeds a model's positions."""
     for name, model in models.items():
-        longest = model.longest_text
+        longest = model.max_sequence_length
         if longest is not None and tokens > longest:
             log.warning(
                 "the longest text of a row has %d tokens, and the positions of [%s] are made for %d "

@@ -19,7 +19,7 @@ from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store.encode import copy_unopened, write_shard
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph import UserError
 from drawloom.graph.lifecycle import Openable
 
@@ -67,7 +67,9 @@ class Progress:
         percent = 100 * (self.complete + read) / max(self.complete + total, 1)
         rate = f"{self._tokens / seconds / 1e6:.2f} M tokens/s"
         left = f", {format_duration((total - read) * seconds / read)} left" if read else ""
-        share = f"{byte_size(self.complete + read)} of {byte_size(self.complete + total)} ({percent:.0f} %)"
+        share = (
+            f"{format_byte_size(self.complete + read)} of {format_byte_size(self.complete + total)} ({percent:.0f} %)"
+        )
         return f"tokenized {share}, {rate}{left}"
 
 

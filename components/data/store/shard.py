@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_regular
-from drawloom.components.storage.durable_files import FileWriter, new_file, replace_file
+from drawloom.components.storage.durable_files import FileWriter, create_file, replace_file
 from drawloom.graph import UserError
 
 U8, U4 = np.dtype("<u8"), np.dtype("<u4")
@@ -115,7 +115,7 @@ class ShardWriter:
         """Create a file, in place of a killed process's file."""
         path = self._files.path(kind)
         path.unlink(missing_ok=True)  # a killed process may have left it
-        return new_file(path, BLOCK)
+        return create_file(path, BLOCK)
 
     def _write_pending(self) -> None:
         """Write the pending ids and weights."""

@@ -14,7 +14,7 @@ import numpy as np
 from drawloom.components.data.store.blocks import read_regular
 from drawloom.components.data.store.shard import ShardFiles, TokenShard
 from drawloom.components.ports.corpus import DocumentPart
-from drawloom.components.storage.strict_json import parse
+from drawloom.components.storage.strict_json import parse_strictly
 from drawloom.graph import UserError
 
 FORMAT = 2
@@ -137,7 +137,7 @@ def read_index(path: Path) -> dict[str, Any]:
     remedy = f"restore it, or remove {path.parent} and make the store anew"
     try:
         text = read_regular(path)
-        index: dict[str, Any] = parse(text, most=MAX_PARTS)
+        index: dict[str, Any] = parse_strictly(text, most=MAX_PARTS)
     except FileNotFoundError as error:
         hint = "create it with `drawloom tokenize`, which also completes an unfinished store"
         raise UserError(f"{path.parent} is not a complete token store: there is no {STORE}; {hint}") from error

@@ -72,12 +72,12 @@ class Attention(TensorParallel):
     def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
         layers = self.q_proj, self.k_proj, self.v_proj
-        if self.joint_layers():
+        if self.list_fused_float8_layers():
             weights = [layer.weight for layer in layers]
             return self.kernels.linears_float8(hidden.to(weights[0].dtype), weights)
         return tuple(layer(hidden) for layer in layers)
 
-    def joint_layers(self) -> Sequence[Sequence[Linear]]:
+    def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:
         """Return the projections to q, k and v as one group, if all three multiply in float8."""
         layers = self.q_proj, self.k_proj, self.v_proj
         return [layers] if all(map(multiplies_in_float8, layers)) else []

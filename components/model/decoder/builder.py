@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.model.decoder.config import DecoderConfig, num_experts, size, tensor_faults
+from drawloom.components.model.decoder.config import DecoderConfig, find_tensor_parallel_faults, num_experts, size
 from drawloom.components.model.decoder.hugging_face import (
     Family,
     config_of,
     config_path,
-    config_within,
     read_config,
     read_json,
+    update_folder_config,
 )
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
@@ -45,7 +45,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, above, inherited, setting, wired
+from drawloom.graph import Problem, UserError, above, inheritable, setting, wired
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
@@ -81,7 +81,7 @@ def fill_with_initial_weights(
             parameter.copy_(role.initial(torch.special.ndtr(parameter.double())))
 
 
-@inherited
+@inheritable
 class DecoderBuilder:
     """Builder for a decoder, with sizes from settings or from a Hugging Face `config.json`."""
 
@@ -166,16 +166,16 @@ class DecoderBuilder:
             yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
-    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
         config = node.settings["config"]
         with suppress(UserError):  # a problem of its own
             sizes = node.settings if config is None else attrs.asdict(read_config(cls.family, config), recurse=False)
-            yield from tensor_faults(sizes, ranks)
+            yield from find_tensor_parallel_faults(sizes, ranks)
 
     @classmethod
-    def context_faults(cls, node: Any) -> Iterator[str]:
+    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         if rope is None and (config := node.settings["config"]) is not None:
             with suppress(UserError):  # a problem of its own
@@ -192,7 +192,7 @@ class DecoderBuilder:
         return 0
 
     @classmethod
-    def module_of(cls, node: Any) -> nn.Module | None:
+    def build_meta_module(cls, node: Any) -> nn.Module | None:
         # Only shapes depend on the vocabulary, which an open tokenizer knows, and only a forward pass takes kernels.
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
@@ -227,7 +227,7 @@ class DecoderBuilder:
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
         return Split(end - count, split_sizes(self.new_tokens), rows)
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:
             return {}
         return {"config": [config_path(self.config)]}
@@ -241,8 +241,8 @@ class DecoderBuilder:
         return self.architecture.vocab_size if self.split is None else self.split.size
 
     @property
-    def longest_text(self) -> int:
-        return self.architecture.longest_text
+    def max_sequence_length(self) -> int:
+        return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
         module = CausalLM(self.architecture, span, self.kernels)
@@ -264,11 +264,11 @@ class DecoderBuilder:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return config_of(self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id)
 
-    def config_within(self, path: Path) -> dict[str, Any]:
+    def update_folder_config(self, path: Path) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return config_within(self.family, path, written, self.hugging_face_config())
+        return update_folder_config(self.family, path, written, self.hugging_face_config())
 
-    def prefix_within(self, path: Path) -> str:
+    def find_decoder_prefix(self, path: Path) -> str:
         return self.family.nested_types.get(str(read_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:

@@ -83,7 +83,7 @@ class DecoderConfig:
     initializer_range: float = 0.02
 
     @property
-    def longest_text(self) -> int:
+    def max_sequence_length(self) -> int:
         """The maximum sequence length for rotary positions: max_position_embeddings, or more if they are scaled."""
         if self.rope_scaling is None or self.rope_scaling.factor is None:
             return self.max_position_embeddings
@@ -343,7 +343,7 @@ def num_experts(architecture: DecoderConfig) -> int:
     return next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
 
 
-def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
+def find_tensor_parallel_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
     """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := sizes.get(key)) and size % ranks:

@@ -11,8 +11,8 @@ from drawloom.components.model.decoder.config import MAX_SIZES, SLIDING, Decoder
 from drawloom.components.model.decoder.rope import InvalidSetting, read_rope, rope_faults, rope_parameters_of
 from drawloom.components.model.decoder.values import values_of
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.regular_file import open_regular_file
-from drawloom.components.storage.strict_json import parse
+from drawloom.components.storage.regular_file import open_untrusted_file
+from drawloom.components.storage.strict_json import parse_strictly
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, unstack
 from drawloom.graph import UserError
@@ -131,7 +131,7 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys in `rope_parameters` for positions in images, which do not matter to text."""
 
 
-def config_within(
+def update_folder_config(
     family: Family, path: Path, architecture: DecoderConfig, written: Mapping[str, Any]
 ) -> dict[str, Any]:
     """
@@ -162,13 +162,13 @@ def config_path(path: Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a `config.json`. Raises UserError if it can't be read."""
     try:
-        with open_regular_file(path, "write the path of a config.json") as file:
+        with open_untrusted_file(path, "write the path of a config.json") as file:
             # The path may be any file, so at most MAX_CONFIG bytes are read.
             text = file.read(0, min(file.size, MAX_CONFIG))
     except UserError as error:
         raise UserError(f"config: {error}") from error
     try:
-        config = parse(text, most=MAX_CONFIG)
+        config = parse_strictly(text, most=MAX_CONFIG)
     except ValueError as error:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):

@@ -12,7 +12,7 @@ from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
 from drawloom.components.model.decoder.values import names
 from drawloom.components.ports.recurrence import RecurrentKernels
-from drawloom.graph import between, inherited, setting
+from drawloom.graph import between, inheritable, setting
 
 LINEAR = "linear_attention"
 
@@ -106,7 +106,7 @@ def find_delta_nets(parameters: Iterable[str]) -> list[str]:
     return [name.removesuffix(".A_log") for name in parameters if name.endswith(".linear_attn.A_log")]
 
 
-@inherited
+@inheritable
 class HybridBuilder(DecoderBuilder):
     """Builder for a decoder with gated delta nets."""
 

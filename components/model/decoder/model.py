@@ -170,4 +170,4 @@ class CausalLM(nn.Module):
             return hidden
         # An adapter of a tied head adds a layer.
         layer: HeadLayer = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return layer.finish(hidden, finish)
+        return layer.finish_with_head(hidden, finish)

@@ -127,11 +127,11 @@ class Router(Linear, RowSums):
         """Return {}: every rank has the whole router."""
         return {}
 
-    def observe(self, observer: ObserveRouting) -> None:
+    def add_routing_observer(self, observer: ObserveRouting) -> None:
         """Call `observer` in every forward pass of training from now on, once for a microbatch."""
         self._observers.append(observer)
 
-    def ignore(self, observer: ObserveRouting) -> None:
+    def remove_routing_observer(self, observer: ObserveRouting) -> None:
         """Stop calling `observer`."""
         self._observers.remove(observer)
 

@@ -108,7 +108,9 @@ class TransformersLM(nn.Module):
             return hidden
         layer: Any = self.get_submodule(self.parts.embedding if self.parts.tied else self.parts.head)
         outer: OuterModel | None = self.__dict__["outer"]
-        return layer.finish(hidden, finish if outer is None else lambda hidden, head: finish(hidden, outer.head(head)))
+        return layer.finish_with_head(
+            hidden, finish if outer is None else lambda hidden, head: finish(hidden, outer.head(head))
+        )
 
     def run(self, inputs: Tensor, shared: TokenContext, documents: RowAttention) -> Tensor:
         """Return the base model's last hidden states (rows, length, hidden_size) for inputs as in `forward`."""

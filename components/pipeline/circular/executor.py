@@ -96,7 +96,7 @@ class CircularExecutor(ProgramExecutor):
 
     def _infer_meta(self, inputs: MicrobatchInputs) -> TensorMeta:
         """Return the metadata for a microbatch's tensor between stages; UserError if a stage returns anything else."""
-        like = self.boundaries.boundary(1, inputs.inputs, inputs.shared)
+        like = self.boundaries.infer_stage_inputs(1, inputs.inputs, inputs.shared)
         if not isinstance(like, Tensor):
             raise UserError(
                 f"a stage returns a {type(like).__name__}, but the circular pipeline only passes single tensors; write "

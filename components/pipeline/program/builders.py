@@ -93,7 +93,7 @@ def build_program(
     program = Program(
         stage_to_rank, microbatches, bounds, stage=stage, op=op, microbatch=microbatch, overlaps_previous=overlaps
     )
-    return program if (microbatch < microbatches).all() else program.select(microbatch < microbatches)
+    return program if (microbatch < microbatches).all() else program.select_actions(microbatch < microbatches)
 
 
 class RowSchedule(ABC):
@@ -111,9 +111,9 @@ class RowSchedule(ABC):
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return all ranks' actions, in order."""
-        return self.program_of(range(ranks), ranks, microbatches)
+        return self.program_for_ranks(range(ranks), ranks, microbatches)
 
-    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+    def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return the program with only the `wanted` ranks' actions."""
         rows = [self.row(rank, ranks, microbatches) if rank in wanted else [] for rank in range(ranks)]
         return build_program(rows, self.stage_to_rank(ranks), microbatches, newest_first=self.newest_first)

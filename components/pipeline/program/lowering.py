@@ -35,8 +35,8 @@ from drawloom.components.ports.program import (
     MessageOp,
     Program,
     RankProgram,
-    flat,
     group_overlaps,
+    iterate_actions,
 )
 from drawloom.graph import UserError
 
@@ -65,7 +65,7 @@ def program_for(schedule: Schedule, rank: int, ranks: int, microbatches: int) ->
         return schedule.program(ranks, microbatches)
     hops = pairwise(schedule.stage_to_rank(ranks))
     neighbours = {neighbour for hop in hops if rank in hop for neighbour in hop}
-    return schedule.program_of({rank} | neighbours, ranks, microbatches)
+    return schedule.program_for_ranks({rank} | neighbours, ranks, microbatches)
 
 
 def expect_same(program: Program, rank: int, group: Group) -> None:
@@ -99,7 +99,9 @@ def with_shard_actions(
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    positioned = [(position, part) for position, item in enumerate(line) for part in flat([item]) if part.op in OPS]
+    positioned = [
+        (position, part) for position, item in enumerate(line) for part in iterate_actions([item]) if part.op in OPS
+    ]
     computes = sorted({position for position, _ in positioned})
     first = {part.stage: (position, part.microbatch) for position, part in reversed(positioned)}
     last = {part.stage: (position, part) for position, part in positioned}
@@ -142,7 +144,9 @@ def with_offload_actions(line: RankProgram, offloaded: Set[int]) -> RankProgram:
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    positioned = [(position, part) for position, item in enumerate(line) for part in flat([item]) if part.op in OPS]
+    positioned = [
+        (position, part) for position, item in enumerate(line) for part in iterate_actions([item]) if part.op in OPS
+    ]
     for start, end in offloaded_passes([part for _, part in positioned], offloaded):
         position, part = positioned[start]
         after[position].append(Action(part.stage, "OFFLOAD", part.microbatch))
@@ -164,7 +168,7 @@ class Sharding:
 
     def apply(self, line: RankProgram) -> RankProgram:
         """Return a rank's program with its actions on shards."""
-        stages = {action.stage for action in flat(line)}
+        stages = {action.stage for action in iterate_actions(line)}
         return with_shard_actions(
             line, stages if self.gathered else set(), stages, stages if self.by_microbatch else set()
         )
@@ -174,17 +178,17 @@ def with_whole_backwards(program: Program) -> Program:
     """Replace every I directly followed by its W by a B, unless another rank consumes I's result."""
     merged = np.zeros(len(program.stage), dtype=bool)
     merged[:-1] = (program.op[:-1] == BACKWARD_INPUT) & (program.op[1:] == BACKWARD_WEIGHT)
-    for column in (program.stage, program.microbatch, program.rank):
+    for column in (program.stage, program.microbatch, program.rank_by_action):
         merged[:-1] &= column[:-1] == column[1:]
     merged[:-1] &= ~program.overlaps_previous[1:]
-    merged &= dest_ranks(program) == program.rank
+    merged &= dest_ranks(program) == program.rank_by_action
     op = np.where(merged, BACKWARD, program.op)
-    return attrs.evolve(program, op=op).select(~np.roll(merged, 1))
+    return attrs.evolve(program, op=op).select_actions(~np.roll(merged, 1))
 
 
 def dest_ranks(program: Program) -> NDArray[np.int64]:
     """Return the rank consuming an action's result, by action (actions,); its own rank without a consumer."""
-    stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank
+    stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank_by_action
     dest_stage = program.stage + np.where(program.op == FORWARD, 1, -1)
     has_dest = (program.op != BACKWARD_WEIGHT) & (dest_stage >= 0) & (dest_stage < program.stages)
     return np.where(has_dest, stage_to_rank[np.where(has_dest, dest_stage, 0)], rank_of)
@@ -192,7 +196,7 @@ def dest_ranks(program: Program) -> NDArray[np.int64]:
 
 def with_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
     """Return one rank's program with sends and receives inserted, ordered by the whole program's timing."""
-    rank_of, dest_of = program.rank, dest_ranks(program)
+    rank_of, dest_of = program.rank_by_action, dest_ranks(program)
     computes, sends, receives = (
         rank_of == rank,
         (rank_of == rank) & (dest_of != rank),

@@ -159,7 +159,7 @@ class ManyTimings:
     def makespans(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the makespans (costs,) for `lengths` (costs, stages, ops), ordered like OPS."""
         produces, consumes, delay = (cells[self._order] for cells in dependencies(self.program, Costs(comm=self.comm)))
-        rank = self.program.rank[self._order]
+        rank = self.program.rank_by_action[self._order]
         kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
         table = np.ascontiguousarray(lengths.reshape(len(lengths), -1).T)
         end_of = np.zeros((int(produces.max(initial=0)) + 1, len(lengths)))

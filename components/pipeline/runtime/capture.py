@@ -29,7 +29,7 @@ from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import Stage
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.pipeline")
@@ -47,7 +47,7 @@ class Slot:
 
     def open(self, given: Any) -> None:
         """Record all passes, for tensors shaped like `given`: inputs, context and batch."""
-        self._given = transform(_copy_leaf, given)
+        self._given = map_leaves(_copy_leaf, given)
         self._passes["forward"] = self.record(self._run_forward)
         if not self.runner.last:
             output, _ = self._passes["forward"].outputs
@@ -89,7 +89,7 @@ class Slot:
         """Run the runner's forward pass for recording, and return the output and the losses."""
         inputs, shared, batch = self._given
         # Inputs start the stage's autograd graph, except for token ids.
-        output = self.runner.forward(0, as_input(transform(detach, inputs)), shared, batch)
+        output = self.runner.forward(0, as_input(map_leaves(detach, inputs)), shared, batch)
         return output, self.runner.state.microbatch(0).get(LOSSES)
 
     def _run_backward(self, name: str) -> Any:
@@ -101,7 +101,7 @@ class Slot:
         """Launch a pass's graph, and return copies of its outputs."""
         recorded = self._passes[name]
         recorded.replay()
-        return transform(_copy_leaf, recorded.outputs)
+        return map_leaves(_copy_leaf, recorded.outputs)
 
 
 @attrs.define(eq=False)
@@ -165,7 +165,7 @@ class StageGraphs:
     def take(self, given: Any, stage: Stage, split: bool) -> Slot | None:
         """Take a free slot, or None if the microbatch must run kernel by kernel. The first one sets the shape."""
         if self._first is None:
-            self._first, self.stage = (transform(_copy_leaf, given), split), stage
+            self._first, self.stage = (map_leaves(_copy_leaf, given), split), stage
         if _get_graph_key((given, split)) != _get_graph_key(self._first):
             self._warn_once()
             return None
@@ -306,7 +306,7 @@ def _describe_refusal(stage: int, error: RuntimeError) -> str:
 
 def _copy_into(targets: Any, values: Any) -> None:
     """Copy a tree's tensors into a tree with the same structure."""
-    pairs = zip(leaves(targets), leaves(values), strict=True)
+    pairs = zip(list_leaves(targets), list_leaves(values), strict=True)
     tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]
     with torch.no_grad():
         torch._foreach_copy_([target for target, _ in tensors], [value for _, value in tensors])
@@ -318,4 +318,4 @@ def _copy_leaf(leaf: Any) -> Any:
 
 def _get_graph_key(tree: Any) -> list[Any]:
     """Return the properties a graph is recorded for: tensor shapes and dtypes, and other leaves' values."""
-    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves(tree)]
+    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in list_leaves(tree)]

@@ -76,7 +76,7 @@ class OffloadedTensors:
         self._host = [memory for memory, _ in taken]
         transfers = offloads.transfers
         copies = [(memory, storage.bytes) for memory, storage in zip(self._host, storages, strict=True)]
-        self._left = transfers.store(copies, [transfers.mark(), *(ticket for _, ticket in taken)])
+        self._left = transfers.copy_to_host(copies, [transfers.mark_computation(), *(ticket for _, ticket in taken)])
         self._arrived: Ticket = None
         self._is_on_host = False
 
@@ -102,7 +102,7 @@ class OffloadedTensors:
             storage.bytes = torch.empty(memory.numel(), dtype=torch.uint8, device=storage.bytes.device)
         copies = [(storage.bytes, memory) for storage, memory in zip(self._storages, self._host, strict=True)]
         # The allocator may hand out memory that computation still uses.
-        self._arrived = transfers.fetch(copies, [transfers.mark(), self._left])
+        self._arrived = transfers.copy_to_device(copies, [transfers.mark_computation(), self._left])
         for storage in self._storages:
             storage.move_to(storage.bytes)
 

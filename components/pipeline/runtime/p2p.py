@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 from drawloom.components.ports.distributed import P2PChannel, Pending
 from drawloom.components.ports.program import MessageOp
-from drawloom.components.state.trees import branches, leaves, transform
+from drawloom.components.state.trees import list_labelled_children, list_leaves, map_leaves
 
 WAIT = "wait for a message"
 """Name of the trace range in which an action waits for a message of another rank."""
@@ -34,7 +34,7 @@ def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
         and all(map(_have_same_form, payload, expected))
     ):
         return None  # mostly gradients: this is far cheaper than naming every leaf
-    sent, wanted = branches(payload), branches(expected)
+    sent, wanted = list_labelled_children(payload), list_labelled_children(expected)
     if sent is None or wanted is None or type(payload) is not type(expected):
         are_leaves = sent is None and wanted is None and type(payload) is type(expected)
         same = are_leaves and bool(payload == expected)
@@ -45,7 +45,7 @@ def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
         )
     if [name for name, _ in sent] != [name for name, _ in wanted]:
         where = f" in {path}" if path else ""
-        return f"there are {len(leaves(payload))} leaves{where}, and {len(leaves(expected))} are expected"
+        return f"there are {len(list_leaves(payload))} leaves{where}, and {len(list_leaves(expected))} are expected"
     parts = zip(sent, wanted, strict=True)
     return next(filter(None, (mismatch(part, other, path + name) for (name, part), (_, other) in parts)), None)
 
@@ -64,7 +64,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return [tree]
     if type(tree) is list and all_tensors(tree):
         return tree
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in list_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _have_same_form(first: Any, second: Any) -> bool:
@@ -76,7 +76,7 @@ def _have_same_form(first: Any, second: Any) -> bool:
 def _describe_leaf(leaf: Any) -> str:
     """Return a leaf as text for a message: a tensor's dtype and shape."""
     if not isinstance(leaf, Tensor):
-        return repr(leaf) if branches(leaf) is None else f"a {type(leaf).__name__}"
+        return repr(leaf) if list_labelled_children(leaf) is None else f"a {type(leaf).__name__}"
     return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
 
 
@@ -117,7 +117,7 @@ class P2PBuffers:
             messages = [link.receive(tree)]
         else:
             flat = type(like) is list and all_tensors(like)
-            tree = [self._allocate_like(leaf) for leaf in like] if flat else transform(self._allocate_like, like)
+            tree = [self._allocate_like(leaf) for leaf in like] if flat else map_leaves(self._allocate_like, like)
             messages = [link.receive(tensor) for tensor in tensors_of(tree)]
         self._receiving[key] = tree, messages
 

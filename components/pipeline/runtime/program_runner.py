@@ -17,7 +17,7 @@ from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.program import OPS, Action
 from drawloom.components.ports.stages import StageInputs
 from drawloom.components.state.batch import Batch
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 
 StageMicrobatch = tuple[int, int]
@@ -75,8 +75,8 @@ class ProgramRunner:
             "RECV_B": self._receive_backward,
             "UNSHARD": lambda action: self.stages[action.stage].unshard(),
             "RESHARD": lambda action: self.stages[action.stage].reshard(),
-            "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_next(final=False),
-            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_next(final=True),
+            "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_in_backward(final=False),
+            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_in_backward(final=True),
             "OFFLOAD": lambda action: self._leaving.append((2, self.stages[action.stage].offload(action.microbatch))),
             "RELOAD": lambda action: self.stages[action.stage].reload(action.microbatch),
         }
@@ -116,7 +116,9 @@ class ProgramRunner:
     def _find_local_inputs(self, action: Action) -> list[Tensor]:
         """Return a pass's input tensors from another stage of this rank."""
         buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
-        return [leaf for leaf in leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)]
+        return [
+            leaf for leaf in list_leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)
+        ]
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
@@ -147,7 +149,7 @@ class ProgramRunner:
     def _infer_stage_input(self, stage: int, microbatch: int) -> Any:
         """Return a stage's input for a microbatch as meta tensors; sender and receiver both derive them."""
         inputs = self.microbatches[microbatch]
-        return self.boundaries.boundary(stage, inputs.inputs, inputs.shared)
+        return self.boundaries.infer_stage_inputs(stage, inputs.inputs, inputs.shared)
 
     def _send_tree(self, action: Action, payload: Any, expected: Any) -> None:
         """Send a tensor tree; UserError if the receiver expects other shapes or dtypes."""

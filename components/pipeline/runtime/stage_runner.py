@@ -19,7 +19,7 @@ from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.recompute import Collecting, Kept
 from drawloom.kernels.recompute_policy import recomputing
@@ -81,7 +81,7 @@ class StageRunner:
         if keeps:
             kept = () if collecting is None else collecting.kept
             self._in_flight[microbatch] = InFlight(floating(inputs), floating(outputs), split, kept)
-        return outputs.detach() if isinstance(outputs, Tensor) else transform(detach, outputs)
+        return outputs.detach() if isinstance(outputs, Tensor) else map_leaves(detach, outputs)
 
     def _run_module(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None
@@ -131,7 +131,7 @@ class StageRunner:
         return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run W: accumulate the weight gradients; after `reduce_next`, reduce every part once it is computed."""
+        """Run W: accumulate the weight gradients; after `reduce_in_backward`, reduce every part once it is computed."""
         split = _get_split(self._in_flight.pop(microbatch))
         if not self._reduces_next:
             split.backward_weight()
@@ -166,13 +166,13 @@ class StageRunner:
         """Free the gathered parameters."""
         self._shards.reshard()
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_in_backward(self, final: bool) -> None:
         """Reduce gradients with the next backward pass; if `final`, they are then complete for the step."""
-        self._shards.reduce_next(final)
+        self._shards.reduce_in_backward(final)
         self._reduces_next = True
 
     def _end_reduction(self) -> None:
-        """End the gradient reduction requested by `reduce_next`."""
+        """End the gradient reduction requested by `reduce_in_backward`."""
         self._shards.end_reduction()
         self._reduces_next = False
 
@@ -203,7 +203,7 @@ def floating(tree: Any) -> list[Tensor]:
     """Return a tree's leaves with gradients: real or complex floating-point tensors."""
     if isinstance(tree, Tensor):  # the usual case between stages, where microseconds matter
         return [tree] if tree.is_floating_point() or tree.is_complex() else []
-    return [leaf for leaf in leaves(tree) if _has_gradient(leaf)]
+    return [leaf for leaf in list_leaves(tree) if _has_gradient(leaf)]
 
 
 def _has_gradient(leaf: Any) -> bool:
@@ -219,7 +219,7 @@ def as_input(tree: Any) -> Any:
     """Return the previous stage's output as the start of this stage's own autograd graph."""
     if isinstance(tree, Tensor):
         return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree
-    return transform(lambda leaf: leaf.requires_grad_() if _has_gradient(leaf) else leaf, tree)
+    return map_leaves(lambda leaf: leaf.requires_grad_() if _has_gradient(leaf) else leaf, tree)
 
 
 def _default_to_zeros(leaf: Tensor, grad: Tensor | None) -> Tensor:

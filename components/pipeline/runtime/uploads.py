@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 
 
 @attrs.define
@@ -27,10 +27,10 @@ class Uploads:
         if self.device.type == "cpu":
             return tree
         with torch.cuda.stream(self._stream):
-            copies = transform(self._copy_leaf, tree)
+            copies = map_leaves(self._copy_leaf, tree)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
-        for leaf in leaves(copies):
+        for leaf in list_leaves(copies):
             if isinstance(leaf, Tensor):
                 # The copy stream must not reuse the memory of a leaf before the current stream has read it.
                 leaf.record_stream(current)

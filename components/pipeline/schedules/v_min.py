@@ -43,9 +43,9 @@ class VMin(RowSchedule):
         """Return the op codes of one rank, in order, for messages that take no time."""
         return _row(_block(rank, ranks), microbatches)
 
-    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+    def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return the program with the wanted ranks' actions; a searched order has all ranks' actions."""
-        published = super().program_of(range(ranks) if self.comm else wanted, ranks, microbatches)
+        published = super().program_for_ranks(range(ranks) if self.comm else wanted, ranks, microbatches)
         if not self.comm:
             return published
         sizes, costs = (1.0,) * (2 * ranks), Costs(comm=self.comm)

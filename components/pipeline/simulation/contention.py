@@ -17,7 +17,7 @@ from typing import Literal
 import attrs
 
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
-from drawloom.components.ports.program import OPS, Action, RankProgram, flat
+from drawloom.components.ports.program import OPS, Action, RankProgram, iterate_actions
 
 Channels = Literal["free", "direction", "pair", "rank", "blocking"]
 """
@@ -64,7 +64,7 @@ def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels:
     """Add a rank's events, with their dependencies on earlier events."""
     last: dict[Hashable, TimedEvent] = {}
     reductions: dict[int, TimedEvent] = {}  # by stage, reductions that wait for the next backward pass
-    for action in flat(rank_program):
+    for action in iterate_actions(rank_program):
         if action.op == "RESHARD":
             continue  # it frees memory and takes no time
         key = event_key(action)

@@ -18,7 +18,7 @@ from drawloom.components.ports.program import (
     Action,
     Program,
     RankProgram,
-    flat,
+    iterate_actions,
 )
 
 
@@ -117,7 +117,7 @@ class Simulation:
     @property
     def messages(self) -> int:
         """Return the number of tensors sent between ranks."""
-        return int((dest_ranks(self.program) != self.program.rank).sum())
+        return int((dest_ranks(self.program) != self.program.rank_by_action).sum())
 
     @property
     def actions(self) -> dict[str, int]:
@@ -154,7 +154,7 @@ def _lower_all_ranks(program: Program, costs: Costs, sharding: Sharding | None) 
 
 def _collect_shard_bars(line: RankProgram, events: Events) -> list[Bar]:
     """Return bars for a rank's actions on shards: gathering parameters and reducing gradients."""
-    timed = [(action, events[event_key(action)]) for action in flat(line) if action.op in SHARD_OPS]
+    timed = [(action, events[event_key(action)]) for action in iterate_actions(line) if action.op in SHARD_OPS]
     return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
 
 
@@ -163,7 +163,7 @@ def _count_peak_boundary(rank_program: RankProgram, events: Events) -> int:
     peak, now = 0, 0.0
     sent: list[float] = []
     received: set[tuple[int, bool, int]] = set()
-    for action in flat(rank_program):
+    for action in iterate_actions(rank_program):
         key = action.stage, action.op.endswith("F"), action.microbatch
         if action.op in OPS:
             received.discard(key)

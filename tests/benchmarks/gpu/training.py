@@ -235,7 +235,7 @@ def _measure(step: Step, tokens: int, config: dict[str, Any], length: int, rate:
 def _flops_per_token(config: dict[str, Any], length: int) -> float:
     """Return the matrix FLOPs per token of a step, by the module's formula."""
     flops = _blueprint(config, None).forward_flops()
-    return float(flops.of_training(1, {None: (length + 1) / 2}))
+    return float(flops.count_training_flops(1, {None: (length + 1) / 2}))
 
 
 if __name__ == "__main__":

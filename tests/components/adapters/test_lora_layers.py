@@ -10,7 +10,7 @@ from drawloom.components.adapters.lora_layers import LoraForm, LoraLinear, dora_
 from drawloom.components.model.layers import Linear
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.weights.adapted import build_adapted_model, merge_mapper
+from drawloom.components.weights.adapted import build_adapted_model, make_merge_mapper
 from drawloom.components.weights.load import convert
 from support.adapted import adapt, fill_from_seed, lora
 from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, sparse
@@ -56,7 +56,7 @@ def test_outputs_and_gradients_equal_peft(dora: bool) -> None:
 def test_a_new_adapter_changes_no_output(dora: bool) -> None:
     """Before the first step an adapter changes nothing, and A has the variance of PEFT's."""
     ours = LoraLinear(Linear(300, 5, cpu_kernels()).requires_grad_(False), LoraForm(8, 1.0, dora=dora))
-    ours.fill_adapter("layer", fill_from_seed(3))
+    ours.initialize_adapter("layer", fill_from_seed(3))
     x = torch.randn(2, 300)
     torch.testing.assert_close(ours(x), Linear.forward(ours, x), rtol=1e-6, atol=1e-6)
     assert float(ours.lora_A.detach().var()) == pytest.approx(1 / (3 * 300), rel=0.1)
@@ -128,7 +128,7 @@ def test_merged_weights_compute_the_same(kind: str) -> None:
     tied = kind == "tied"
     whole = build_adapted_model(model, adapters)
     parameters = dict(module.named_parameters())
-    merged = convert(merge_mapper(whole, tied), parameters)
+    merged = convert(make_merge_mapper(whole, tied), parameters)
     plain = KINDS[kind]()[0] if not tied else dense(tie_word_embeddings=False)
     twin = adapt(plain)
     names = [name for name, _ in twin.named_parameters()]

@@ -18,7 +18,7 @@ from drawloom.components.checkpoint.manifest import (
     verify_checkpoint,
 )
 from drawloom.components.storage.sha256_stream import Content
-from drawloom.components.storage.strict_json import checksum
+from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError
 from support.checkpoints import save_steps
 
@@ -130,7 +130,7 @@ def test_invalid_entries_are_corrupt_despite_a_valid_checksum(checkpoint: Path, 
     content = json.loads(MANIFEST.to_json_bytes())
     del content["digest"]
     content |= changes
-    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": checksum(content)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": hash_canonical(content)}))
     with pytest.raises(
         CorruptCheckpointError,
         match=r"^manifest.json (has missing or unknown entries|has an invalid value of '" + min(changes) + ")",

@@ -24,8 +24,8 @@ def store() -> ObjectStore:
 
 def files(store: ObjectStore) -> list[str]:
     """Return all names in the checkpoints of a store."""
-    folders = store.names("checkpoints")
-    return [f"{folder}/{name}" for folder in folders for name in store.names(f"checkpoints/{folder}")]
+    folders = store.list_names("checkpoints")
+    return [f"{folder}/{name}" for folder in folders for name in store.list_names(f"checkpoints/{folder}")]
 
 
 def test_a_fetched_run_equals_the_copied_one(store: ObjectStore, tmp_path: Path) -> None:
@@ -46,14 +46,14 @@ def test_a_fetched_run_equals_the_copied_one(store: ObjectStore, tmp_path: Path)
     assert [path.name for path in list_checkpoints(other / "checkpoints")] == ["step-1", "step-2"]
     shutil.rmtree(run / "checkpoints/step-1")
     copy.copy_changes(run)
-    assert store.names("checkpoints") == ["step-2"]
+    assert store.list_names("checkpoints") == ["step-2"]
 
 
 def test_a_checkpoint_without_a_manifest_does_not_count(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that breaks off leaves no manifest, whatever file it was at; the next one completes it."""
-    run, put = tmp_path / "run", ObjectStore.put
+    run, put = tmp_path / "run", ObjectStore.upload
     save_steps(run, 1)
     whole = len(list((run / "checkpoints/step-1").iterdir()))
     for calls in range(whole):
@@ -65,7 +65,7 @@ def test_a_checkpoint_without_a_manifest_does_not_count(
             put(store, file, name)
 
         with monkeypatch.context() as patch, pytest.raises(StoreError, match="the store is full"):
-            patch.setattr(ObjectStore, "put", put_some)
+            patch.setattr(ObjectStore, "upload", put_some)
             RemoteCopy(store).copy_changes(run)
         assert "step-1/manifest.json" not in files(store)
         assert RemoteCopy(store).fetch_checkpoint(tmp_path / "none") == 0
@@ -81,7 +81,7 @@ def test_damaged_copies_are_not_read(store: ObjectStore, tmp_path: Path) -> None
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"x")
     for step, expected in ((2, 1), (1, None)):
-        store.put(damaged, f"checkpoints/step-{step}/rank-0.safetensors")
+        store.upload(damaged, f"checkpoints/step-{step}/rank-0.safetensors")
         if expected:
             assert RemoteCopy(store).fetch_checkpoint(tmp_path / f"other{step}") == expected
     with pytest.raises(UserError, match=r"step-2: rank-0.safetensors has .*; step-1: rank-0.safetensors"):

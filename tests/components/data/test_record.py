@@ -11,13 +11,13 @@ import torch
 from drawloom.components.data.record import Record, row_digests
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Batching, Step
-from drawloom.components.storage.step_log import encode_line, read_steps
+from drawloom.components.storage.step_log import encode_row, read_steps
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import FixedFolder, SingleRankMesh
 from support.clips import clips
 
-ONE = encode_line({"step": 1})
+ONE = encode_row({"step": 1})
 
 
 def batch(*rows: int) -> TokenBatch:
@@ -54,7 +54,7 @@ def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
     first = record(tmp_path)
     for step in (1, 2, 3):
         first.run_phase(Step(step, 9, state={"batches": [batch(step)]}))
-    (tmp_path / "rows/rank-1.jsonl").write_bytes(ONE + encode_line({"step": 2}) + b'{"ste')
+    (tmp_path / "rows/rank-1.jsonl").write_bytes(ONE + encode_row({"step": 2}) + b'{"ste')
     record(tmp_path).run_phase(Step(2, 9, state={"batches": [batch(7)]}))
     assert [(line["step"], line["rows"]) for line in lines(tmp_path)] == [
         (1, row_digests(batch(1))),

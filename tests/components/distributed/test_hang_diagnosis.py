@@ -58,7 +58,7 @@ def _work(limit: float, fault: str, faulty: int) -> tuple[str, float]:
     """All-reduce twice, one rank misbehaving in between; the error of this rank, and after how many seconds."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
-    world = processes.group("world", [[*range(processes.world_size)]])
+    world = processes.make_group("world", [[*range(processes.world_size)]])
     processes.set_location("step 1, phase [sum]")
     world.sum(torch.zeros(1))  # with the long timeout: on a busy machine ranks start seconds apart
     processes.set_timeout(limit)
@@ -79,13 +79,13 @@ def _write(slow: int) -> str:
     """Gather in a background thread on both ranks, one of them late; return this rank's diagnosis."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
-    world = processes.group("world", [[*range(processes.world_size)]])
+    world = processes.make_group("world", [[*range(processes.world_size)]])
     control = processes.control_group("writing")
     world.sum(torch.zeros(1))
     work = (lambda: time.sleep(1.7)) if processes.rank == slow else (lambda: control.gather_json(None))
     threading.Thread(target=work, daemon=True).start()
     time.sleep(0.5)
-    diagnosis = processes.diagnose()
+    diagnosis = processes.diagnose_hang()
     time.sleep(1.3)
     if processes.rank == slow:
         control.gather_json(None)

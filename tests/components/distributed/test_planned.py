@@ -10,7 +10,7 @@ from drawloom.graph import UserError
 def test_planned_groups_equal_the_layout() -> None:
     """Groups equal the layout's for a pipeline stage's first rank; a dimension with size "auto" takes the rest."""
     mesh = PlannedMesh.of({"pipeline": 2, "data_replicate": "auto", "tensor": 2}, 8)
-    assert [*mesh.sizes.dense().values()] == [2, 2, 1, 1, 2]
+    assert [*mesh.sizes.without_expert_dimensions().values()] == [2, 2, 1, 1, 2]
     assert mesh.world.size == 8
     second = mesh.at(1)
     assert (second.rank, second.indices.pipeline, second.group("tensor").ranks) == (4, 1, (4, 5))

@@ -28,7 +28,7 @@ def _fail(error: str) -> None:
 def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
     processes.open()
-    world = processes.group("world", [[0, 1]])
+    world = processes.make_group("world", [[0, 1]])
     try:
         run_on_all(world, lambda: _fail(error) if world.rank == failing else None)
         name, text, code = "", "", 0

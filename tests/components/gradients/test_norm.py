@@ -25,11 +25,11 @@ class Ranks:
     others: list[Tensor] = attrs.field(factory=list)
     given: list[Tensor] = attrs.field(factory=list)
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         self.given.append(value)
         return torch.stack([value, *self.others]).sum(0)
 
-    def largest(self, value: Tensor) -> Tensor:
+    def max_over_ranks(self, value: Tensor) -> Tensor:
         return value
 
 
@@ -42,7 +42,7 @@ def _exact(gradients: list[Tensor], ranks: Ranks) -> float:
 
 def _on_device(gradients: list[Tensor], ranks: Ranks) -> float:
     one = torch.ones((), dtype=torch.float64)
-    norm = ranks.total(scale(gradients, one, [True] * len(gradients))).sqrt()
+    norm = ranks.sum_over_ranks(scale(gradients, one, [True] * len(gradients))).sqrt()
     assert norm.dtype == torch.float64 and norm.shape == ()
     return float(norm)
 

@@ -140,12 +140,14 @@ def test_ranks_that_share_rows_gather_keys_and_values_of_different_widths() -> N
 
     def attend(rank: int) -> Tensor:
         part = ThreadPart(exchange, rank)
-        mask = kernels.attention_mask(documents[:, part.places], 3, part)
-        return kernels.attention(q[:, part.places], k[:, part.places], v[:, part.places], mask, options, sinks)
+        mask = kernels.attention_mask(documents[:, part.token_indices], 3, part)
+        return kernels.attention(
+            q[:, part.token_indices], k[:, part.token_indices], v[:, part.token_indices], mask, options, sinks
+        )
 
     parts = run_threads(attend)
     whole = kernels.attention(q, k, v, kernels.attention_mask(documents, 3), options, sinks)
-    for part, places in zip(parts, exchange.places, strict=True):
+    for part, places in zip(parts, exchange.token_indices, strict=True):
         torch.testing.assert_close(part, whole[:, places])
 
 

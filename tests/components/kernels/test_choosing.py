@@ -24,7 +24,7 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
     implementation = load(operation, name)
     names = {
         "attention": ("mask", "attend"),
-        "moe_peers": ("publish", "choices", "limit", "rows", "stage", "sums"),
+        "moe_peers": ("publish_tokens", "localize_choices", "limit_routes", "read_rows", "stage_sums", "read_sums"),
         "linear_float8": ("quantize", "quantize_weights", "quantize_gradient", "swiglu", "multiply"),
     }
     functions = [getattr(implementation, part) for part in names.get(operation, ())] or [implementation]

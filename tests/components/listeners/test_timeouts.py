@@ -32,10 +32,10 @@ class FakeProcesses:
     def set_location(self, location: str) -> None:
         self.location = location
 
-    def diagnose(self) -> str:
+    def diagnose_hang(self) -> str:
         return "rank 7 does not answer"
 
-    def fail(self, text: str) -> None:
+    def fail_all_ranks(self, text: str) -> None:
         self.failures.append(text)
 
 
@@ -171,7 +171,7 @@ def test_a_log_that_hangs_does_not_prevent_the_exit(
     """The process exits even if writing the report hangs."""
     gate = threading.Event()
     monkeypatch.setattr("drawloom.components.listeners.timeouts.REPORT_TIMEOUT", 0.05)
-    monkeypatch.setattr(FakeProcesses, "fail", lambda *_: gate.wait(10))
+    monkeypatch.setattr(FakeProcesses, "fail_all_ranks", lambda *_: gate.wait(10))
     timeouts.first_step = 0.01
     timeouts.on_event(Event("run_started"))
     assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]

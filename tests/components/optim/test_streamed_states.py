@@ -107,8 +107,8 @@ class NoWaits(DelayedTransfers):
 class NoOrder(DelayedTransfers):
     """Transfers that fetch into a slot before its last piece has left."""
 
-    def fetch(self, copies: Any, after: Any = ()) -> Any:
-        return super().fetch(copies)
+    def copy_to_device(self, copies: Any, after: Any = ()) -> Any:
+        return super().copy_to_device(copies)
 
 
 @pytest.mark.parametrize("faulty", [NoWaits, NoOrder])

@@ -28,11 +28,11 @@ class Rank(SingleProcess):
 def test_each_token_is_on_one_rank_and_all_have_as_many_to_attend_to(length: int, size: int) -> None:
     """The parts make up the row; where rows divide into pieces for both ends, ranks see as many earlier tokens."""
     parts = [ContextPart.of(length, Rank(rank, size)) for rank in range(size)]
-    places = torch.cat([part.places for part in parts])
+    places = torch.cat([part.token_indices for part in parts])
     assert places.sort().values.tolist() == list(range(length))
     assert places[parts[0].order].tolist() == list(range(length))
     if length % (2 * size) == 0:
-        assert len({int(part.places.sum()) for part in parts}) == 1
+        assert len({int(part.token_indices.sum()) for part in parts}) == 1
 
 
 def test_a_row_that_does_not_divide_is_refused() -> None:
@@ -65,7 +65,7 @@ def _gather_rows() -> tuple[Any, Any]:
         mesh = RankMesh(processes=processes, context=processes.world_size, data_replicate=1)
         mesh.open()
         part = ContextPart.of(8, mesh.context_group)
-        mine: Tensor = part.places.double()[None, :, None].requires_grad_()
+        mine: Tensor = part.token_indices.double()[None, :, None].requires_grad_()
         rows = part.gather(mine)
         (rows.flatten() * torch.arange(8) * (1 + mesh.world.rank)).sum().backward()  # type: ignore[no-untyped-call]
         assert mine.grad is not None

@@ -10,7 +10,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import gradient_of
+from drawloom.components.ports.stages import gradient_or_zeros
 from support import pipelines
 from support.checkpoints import SingleRankMesh
 from support.processes import run_ranks
@@ -75,12 +75,12 @@ def test_handed_over_gradients_add_up_and_are_not_copied() -> None:
     module(inputs(1)[0]).sum().backward()
     where = {name: copy.grad.data_ptr() for name, copy in module.named_parameters() if copy.grad is not None}
     store.hand_over_gradients()
-    assert {name: gradient_of(master).data_ptr() for name, master in store.masters.items()} == where
-    once = {name: gradient_of(master).clone() for name, master in store.masters.items()}
+    assert {name: gradient_or_zeros(master).data_ptr() for name, master in store.masters.items()} == where
+    once = {name: gradient_or_zeros(master).clone() for name, master in store.masters.items()}
     module(inputs(1)[0]).sum().backward()
     store.hand_over_gradients()
     for name, master in store.masters.items():
-        torch.testing.assert_close(gradient_of(master), 2 * once[name], rtol=0, atol=0)
+        torch.testing.assert_close(gradient_or_zeros(master), 2 * once[name], rtol=0, atol=0)
 
 
 def test_weights_are_cast_in_place_and_follow_their_masters() -> None:
@@ -139,7 +139,7 @@ def test_tied_weights_stay_one() -> None:
     x = torch.ones(1, 4, dtype=torch.bfloat16)
     (first(x) + second(x)).sum().backward()
     store.hand_over_gradients()
-    torch.testing.assert_close(gradient_of(store.masters["weight"]), torch.full((4, 4), 2.0))
+    torch.testing.assert_close(gradient_or_zeros(store.masters["weight"]), torch.full((4, 4), 2.0))
 
 
 def test_50_steps_stay_close_to_autocast() -> None:

@@ -191,7 +191,7 @@ def test_a_late_step_is_written_once_with_the_next_or_before_a_checkpoint(one_ra
 class Rich(Recorder):
     """A tracker with every capability."""
 
-    def describe(self, properties: Mapping[str, Any]) -> None:
+    def store_properties(self, properties: Mapping[str, Any]) -> None:
         self.calls.append(("describe", dict(properties)))
 
     def track_in_context(self, step: int, values: Mapping[str, Value], context: Mapping[str, str]) -> None:

@@ -86,7 +86,7 @@ def rollout(mesh: Any, batches: list[Any], rewards: dict[str, Any], group_size: 
         data=fake(TrainingData, next_step=lambda: batches),
         rollouts=echo,
         tokenizer=Bytes(),
-        batching=fake(Batching, start=lambda step: 10, positions=lambda step: positions),
+        batching=fake(Batching, first_position=lambda step: 10, microbatch_positions=lambda step: positions),
         mesh=mesh,
         events=fake(Events, emit=lambda event: None),
         rewards=Ordered([*rewards.values()], [*rewards]),

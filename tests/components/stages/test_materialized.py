@@ -31,7 +31,7 @@ class Blueprint:
 
     num_hidden_layers: int = 4
     vocab_size: int = 3
-    longest_text: int | None = None
+    max_sequence_length: int | None = None
     built_on: list[str] = attrs.field(factory=list)
 
     def build(self, span: LayerRange) -> nn.Module:

@@ -50,7 +50,7 @@ def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
         values = {"folder": Folder(tmp_path), "mesh": one_rank, "job": job, "timeout": 60.0} | changes
         tracker = AimTracker(**values)
         tracker.open()
-        tracker.describe(PROPERTIES)
+        tracker.store_properties(PROPERTIES)
         return tracker
 
     return make
@@ -390,7 +390,7 @@ def track_on_server(folder: Path, address: str, done: int) -> tuple[list[float],
     job = fake(RunInfo, name="test", seed=0, path=folder)
     tracker = AimTracker(folder=Folder(folder), mesh=SingleRankMesh(), job=job, repository=address, timeout=60.0)
     tracker.open()
-    tracker.describe(PROPERTIES)
+    tracker.store_properties(PROPERTIES)
     tracker.rewind(done)
     for step in range(done + 1, 5 - done // 2):
         tracker.track(step, {"loss": float(step - 10 * done)})

@@ -24,7 +24,7 @@ def open_tracker(folder: Path, mesh: Any, job: Any, properties: dict[str, Any]) 
     """Return a tracker as in a run's process."""
     tracker = MlflowTracker(folder=Folder(folder), mesh=mesh, job=job, timeout=120)
     tracker.open()
-    tracker.describe(properties)
+    tracker.store_properties(properties)
     return tracker
 
 

@@ -61,7 +61,7 @@ def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
     from tensorboard.plugins.hparams import metadata
 
     tracker = make()
-    tracker.describe({"optimizer": {"lr": 0.5, "betas": [0.9, 0.95]}, "run": {"name": "one"}})
+    tracker.store_properties({"optimizer": {"lr": 0.5, "betas": [0.9, 0.95]}, "run": {"name": "one"}})
     tracker.rewind(0)
     tracker.track_distributions(4, {"weights/a.b": Histogram(-1.0, 3.0, (2.0, 0.0, 5.0, 1.0))})
     tracker.close()

@@ -25,7 +25,7 @@ def track_and_resume(folder: Path) -> tuple[list[dict[str, Any]], Any]:
         job = fake(RunInfo, name="one", seed=0, path=folder)
         tracker = TrackioTracker(mesh=SingleRankMesh(), job=job, timeout=60)
         tracker.open()
-        tracker.describe({"run": {"name": "test"}})
+        tracker.store_properties({"run": {"name": "test"}})
         tracker.rewind(done)
         for step, loss in enumerate(losses, done + 1):
             tracker.track(step, {"loss": loss})

@@ -24,7 +24,7 @@ def open_tracker(folder: Path, mesh: Any, job: Any) -> WandbTracker:
     """Return a tracker as in a run's process."""
     tracker = WandbTracker(folder=Folder(folder), mesh=mesh, job=job, mode="offline", timeout=60)
     tracker.open()
-    tracker.describe(PROPERTIES)
+    tracker.store_properties(PROPERTIES)
     return tracker
 
 

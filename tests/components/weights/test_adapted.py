@@ -10,8 +10,8 @@ from drawloom.components.weights.adapted import (
     build_adapted_model,
     fill_adapters,
     inject,
+    make_merge_mapper,
     measure_merge_loss,
-    merge_mapper,
 )
 from support.adapted import fill_from_seed, lora
 from support.qwen3 import dense, whole
@@ -39,9 +39,9 @@ def test_initial_values_follow_from_seed_and_name() -> None:
 def test_merging_keeps_the_names_of_all_but_the_adapters() -> None:
     """Merged weights have the frozen weights' names; a tied head becomes a separate weight."""
     module = build_adapted_model(dense(tie_word_embeddings=True), [lora("embed_tokens", "q_proj")])
-    mapper = merge_mapper(module, tied=True)
+    mapper = make_merge_mapper(module, tied=True)
     assert set(mapper.inputs) - set(mapper.outputs) == adapter_names(module)
-    assert "lm_head.weight" in mapper.outputs and "lm_head.weight" not in merge_mapper(module, tied=False).outputs
+    assert "lm_head.weight" in mapper.outputs and "lm_head.weight" not in make_merge_mapper(module, tied=False).outputs
 
 
 def test_the_error_of_merging_is_the_rounded_off_change() -> None:

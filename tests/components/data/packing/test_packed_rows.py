@@ -184,7 +184,7 @@ def test_texts_longer_than_the_models_positions_are_warned_of(
     length: int, longest: int | None, tokens: int | None, job: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A text as a row has it, whose positions begin anew: long rows of short texts are no mistake."""
-    model = fake(LanguageModel, vocab_size=257, longest_text=longest)
+    model = fake(LanguageModel, vocab_size=257, max_sequence_length=longest)
     rows = Concatenated(
         tokens=Texts(train=["ab", "abcdef", "c"]), job=job, length=length, models=Every({"model": model})
     )

@@ -172,7 +172,7 @@ def test_observers_see_each_microbatch_once() -> None:
     def observer(tokens: Tensor, scores: Tensor) -> None:
         seen.append((tokens, scores))
 
-    made.observe(observer)
+    made.add_routing_observer(observer)
     weights = torch.ones(2, 9)
     made(hidden)
     with torch.inference_mode():
@@ -190,7 +190,7 @@ def test_observers_see_each_microbatch_once() -> None:
     saved.value()  # as where the gradients of weights are computed, outside of torch's backward pass
     best.sum().backward()
     assert len(seen) == 2
-    made.ignore(observer)
+    made.remove_routing_observer(observer)
     made(hidden, weights)
     assert len(seen) == 2
 

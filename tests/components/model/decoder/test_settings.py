@@ -381,7 +381,7 @@ def test_the_longest_text_follows_from_scaling(scaling: dict[str, Any] | None, l
     """It is max_position_embeddings, or the original length times the factor if this is longer."""
     rope = None if scaling is None else RopeScaling(**scaling)
     sizes = SIZES | {"max_position_embeddings": 64, "rope_scaling": rope}
-    assert Qwen3Dense(kernels=cpu_kernels(), **sizes).longest_text == longest
+    assert Qwen3Dense(kernels=cpu_kernels(), **sizes).max_sequence_length == longest
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Runner:
     def unshard(self) -> None:
         self.told.append("unshard")
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_in_backward(self, final: bool) -> None:
         self.told.append(final)
 
     def forward(self, microbatch: int, inputs: Any, *_: Any) -> Any:

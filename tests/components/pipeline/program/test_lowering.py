@@ -18,7 +18,7 @@ from drawloom.components.pipeline.program.lowering import (
 )
 from drawloom.components.pipeline.program.notation import read_program
 from drawloom.components.ports.pipeline import PartialSchedule
-from drawloom.components.ports.program import OPS, RankProgram, flat
+from drawloom.components.ports.program import OPS, RankProgram, iterate_actions
 from drawloom.graph import UserError
 from support.schedules import NAMES, variants
 
@@ -123,8 +123,8 @@ def run_without_blocking(lines: Sequence[RankProgram]) -> list[str]:
     queues: dict[tuple[int, int], deque[str]] = defaultdict(deque)
     posted: dict[tuple[int, int], list[str]] = defaultdict(list)  # receives that wait, by sender and receiver
     arrived: set[str] = set()
-    left = [deque(flat(line)) for line in lines]
-    own = [{(action.stage, action.op, action.microbatch) for action in flat(line)} for line in lines]
+    left = [deque(iterate_actions(line)) for line in lines]
+    own = [{(action.stage, action.op, action.microbatch) for action in iterate_actions(line)} for line in lines]
     moved = True
     while moved:
         moved = False
@@ -168,8 +168,8 @@ def test_parts_of_a_program_fit_together(name: str) -> None:
         for rank in range(ranks):
             part = program_for(made, rank, ranks, microbatches)
             lines.append(lower(part, rank))
-            computes = [str(action) for action in flat(lines[-1]) if action.op in OPS]
-            assert computes == [str(action) for action in flat(whole.rank_program(rank))]
+            computes = [str(action) for action in iterate_actions(lines[-1]) if action.op in OPS]
+            assert computes == [str(action) for action in iterate_actions(whole.rank_program(rank))]
             if isinstance(made, PartialSchedule) and name != "v_min":
                 near = {
                     neighbour for hop in pairwise(made.stage_to_rank(ranks)) if rank in hop for neighbour in hop

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from drawloom.components.pipeline.program.recomputation import LiveMicrobatches, describe_policies, repeat_fraction
-from drawloom.components.ports.program import Program, flat
+from drawloom.components.ports.program import Program, iterate_actions
 from support.schedules import schedule
 
 
@@ -20,7 +20,7 @@ def test_policies_are_described_by_runs_of_stages() -> None:
 def counts(program: Program, rank: int, stages: list[int]) -> list[list[int]]:
     """Return microbatches between forward and input gradients, then until weight gradients, after every action."""
     now, counts_over_time = [0] * (2 * len(stages)), []
-    for action in flat(program.rank_program(rank)):
+    for action in iterate_actions(program.rank_program(rank)):
         stage_index, waits = stages.index(action.stage), len(stages) + stages.index(action.stage)
         now[stage_index] += {"F": 1, "B": -1, "I": -1, "W": 0}[str(action.op)]
         now[waits] += {"F": 0, "B": 0, "I": 1, "W": -1}[str(action.op)]

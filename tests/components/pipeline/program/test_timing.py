@@ -38,7 +38,7 @@ def test_a_deadlock_names_the_waiting_actions() -> None:
 def test_a_part_of_a_program_waits_for_nothing_of_other_ranks() -> None:
     """Without rank 1's actions, rank 0 starts a backward when it is free and the message has had its time."""
     whole = read_program("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n")
-    part = whole.select(whole.rank == 0)
+    part = whole.select_actions(whole.rank_by_action == 0)
     timing = time(part, Costs(comm=2.5))
     assert (timing.start.tolist(), timing.end.tolist()) == ([0.0, 1.0, 2.5, 4.5], [1.0, 2.0, 4.5, 6.5])
     assert timing.wave.tolist() == [0, 1, 2, 3]
@@ -48,7 +48,7 @@ def test_a_part_that_deadlocks_by_itself_is_refused() -> None:
     """A rank whose own stages wait for one another has no timing, whatever other ranks do."""
     whole = read_program("0: 0F0 2B0 2F0 0B0\n1: 1F0 1B0\n")
     with pytest.raises(DeadlockError, match="rank 0 waits to do 2B0"):
-        time(whole.select(whole.rank == 0), Costs())
+        time(whole.select_actions(whole.rank_by_action == 0), Costs())
 
 
 def test_stages_share_the_costs_of_a_rank_and_not_messages() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.pipeline import state_of_batches
+from drawloom.components.ports.pipeline import make_state_of_batches
 from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 from drawloom.kernels import recompute_policy
 from drawloom.kernels.recompute import rerun
@@ -33,7 +33,7 @@ class Again:
 
     def replay(self) -> None:
         """Run the recorded function, as a GPU does only here, and write its results."""
-        for there, here in zip(leaves(self.outputs), leaves(self.run()), strict=True):
+        for there, here in zip(list_leaves(self.outputs), list_leaves(self.run()), strict=True):
             if isinstance(there, Tensor):
                 there.data.copy_(here)
 
@@ -106,7 +106,7 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
         return rerun(*given, **named)
 
     def after_evaluation(executor: ProgramExecutor, state: StepState) -> None:
-        executor.evaluate(state_of_batches(state["batches"]))
+        executor.evaluate(make_state_of_batches(state["batches"]))
         train(executor, state)
 
     train = ProgramExecutor.train

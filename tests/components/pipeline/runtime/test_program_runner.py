@@ -91,7 +91,7 @@ class Spread:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         return self.boundaries.of(stage, inputs, shared)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
-from drawloom.components.ports.program import Action, flat
+from drawloom.components.ports.program import Action, iterate_actions
 from drawloom.components.ports.stages import Stage
 
 MAIN = "main"
@@ -84,7 +84,7 @@ def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) ->
         here.work.append(action)
         done[kind, action.stage, action.microbatch] = here, len(here.work)
 
-    for action in flat(DualPipeV().program(1, 6).rank_program(0)):
+    for action in iterate_actions(DualPipeV().program(1, 6).rank_program(0)):
         streams.run(carry_out, lambda _action: [handed], action)
     streams.end()
     assert free and handed.record_stream.call_count == 12  # forward and backward of six microbatches

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from support.clips import Clips, clips
 
 
@@ -61,7 +61,7 @@ def test_copies_have_a_stream_that_waits_for_nothing(seen: list[str]) -> None:
     batch = TokenBatch(*(torch.ones(2, 3) for _ in range(5)))
     for _ in range(2):
         there = uploads.start(batch)
-        assert all(leaf.device.type == "meta" for leaf in leaves(there) if isinstance(leaf, Tensor))
+        assert all(leaf.device.type == "meta" for leaf in list_leaves(there) if isinstance(leaf, Tensor))
         assert seen == [*["pin", "copy in copies"] * 5, "compute waits for copies", *["kept for compute"] * 5]
         seen.clear()
 

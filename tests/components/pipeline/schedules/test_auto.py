@@ -17,7 +17,7 @@ from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.pipeline.program.validity import violations
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.ports.program import Program, flat
+from drawloom.components.ports.program import Program, iterate_actions
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 
@@ -25,7 +25,7 @@ from drawloom.graph import UserError
 def _makespan(program: Program, lengths: Sequence[Sequence[float]], comm: float) -> float:
     """How long a program takes, action by action, if stages have these durations of F, B, I and W."""
     ends: dict[tuple[int, str, int], float] = {}
-    lines = [list(flat(program.rank_program(rank))) for rank in range(program.ranks)]
+    lines = [list(iterate_actions(program.rank_program(rank))) for rank in range(program.ranks)]
     free, last, rank = [0.0] * program.ranks, program.stages - 1, 0
     while any(lines):
         rank = (rank + 1) % program.ranks
@@ -50,7 +50,7 @@ def _peak(program: Program, activations: Sequence[float], pending: Sequence[floa
     peaks, pending = [], activations if pending is None else pending
     for rank in range(program.ranks):
         now = 0.0
-        for action in flat(program.rank_program(rank)):
+        for action in iterate_actions(program.rank_program(rank)):
             before, behind = activations[action.stage], pending[action.stage]
             now += {"F": before, "B": -before, "I": behind - before, "W": -behind}[str(action.op)]
             peaks.append(now)
