@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from drawloom.components.data.auto_tokenizer import CLASSES_OF_FILES, make_ids_agree, warn_of_other_ids
+from drawloom.components.data.auto_tokenizer import (
+    CLASSES_OF_FILES,
+    edit_config_to_match_ids,
+    warn_if_transformers_ids_differ,
+)
 from drawloom.components.data.chat.template import read_chat_template
 from drawloom.graph import UserError, component, setting
 
@@ -41,7 +45,7 @@ class HuggingFaceTokenizer:
         Logs a warning if the file is in a model folder, and transformers returns other ids for this folder.
         """
         self.check_machine()
-        warn_of_other_ids(self._file.parent, self)
+        warn_if_transformers_ids_differ(self._file.parent, self)
 
     def check_machine(self) -> None:
         """Read the file. Raises UserError if the package, the file or the end token is missing."""
@@ -58,7 +62,7 @@ class HuggingFaceTokenizer:
         token = self.end_token or read_eos_token(self._file.parent)
         if token is None:
             where = f"{self._file.parent / COMPANIONS[0]} has no eos_token"
-            raise UserError(f"end_token: it is not set, and {where}; {_suggest_tokens(self._tokenizer)}")
+            raise UserError(f"end_token: it is not set, and {where}; {_suggest_special_tokens(self._tokenizer)}")
         return token
 
     @property
@@ -77,7 +81,7 @@ class HuggingFaceTokenizer:
         tokenizer, token = self._tokenizer, self._end_token
         token_id = tokenizer.token_to_id(token)
         if token_id is None:
-            raise UserError(f'end_token: {self._file} has no token "{token}"; {_suggest_tokens(tokenizer)}')
+            raise UserError(f'end_token: {self._file} has no token "{token}"; {_suggest_special_tokens(tokenizer)}')
         return int(token_id)
 
     def encode(self, text: str) -> np.ndarray:
@@ -132,7 +136,7 @@ class HuggingFaceTokenizer:
             if token_id in added:
                 table[token_id] = 0 if added[token_id].special else len(added[token_id].content.encode())
             else:
-                table[token_id] = len(token) if is_byte_level else len(_unescape_token(token).encode())
+                table[token_id] = len(token) if is_byte_level else len(_replace_byte_escapes(token).encode())
         return table
 
     def files_read(self) -> dict[str, list[Path]]:
@@ -155,7 +159,7 @@ class HuggingFaceTokenizer:
             config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._end_token}
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if (folder / "config.json").is_file():
-            make_ids_agree(folder, self)
+            edit_config_to_match_ids(folder, self)
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -189,7 +193,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
     return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
-def _unescape_token(token: str) -> str:
+def _replace_byte_escapes(token: str) -> str:
     """
     Return a text with a token's byte count: `▁` becomes a space, and a byte fallback such as `<0x0A>` becomes `?`.
     """
@@ -206,7 +210,7 @@ def _import_tokenizers() -> Any:
     return tokenizers
 
 
-def _suggest_tokens(tokenizer: Any) -> str:
+def _suggest_special_tokens(tokenizer: Any) -> str:
     """Return a remedy for messages, with the special tokens to choose from."""
     special = [f'"{token.content}"' for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     return f"write one of {', '.join(special)}" if special else "write one of its tokens"

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.data.sources.documents import split_of
+from drawloom.components.data.sources.documents import choose_split
 from drawloom.components.distributed.rng import generator
 from drawloom.components.ports.corpus import Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, Example
@@ -38,7 +38,7 @@ class SortDigits:
         """Draw all numbers."""
         self._splits = {"train": [], "validation": []}
         for number in self._draw_numbers():
-            self._splits[split_of(number.encode(), self.validation_fraction)].append(self._make_example(number))
+            self._splits[choose_split(number.encode(), self.validation_fraction)].append(self._make_example(number))
 
     def close(self) -> None:
         """Free the examples."""

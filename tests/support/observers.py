@@ -420,7 +420,7 @@ def find_caches(use: str, values: Values, folder: Path) -> Any:
 
 def pack_documents(use: str, values: Values, _place: Path) -> Any:
     """Return the tokens of all rows."""
-    documents = TokenArrays.of([np.arange(9), np.arange(5), np.arange(3), np.arange(4)], np.uint16)
+    documents = TokenArrays.concatenate([np.arange(9), np.arange(5), np.arange(3), np.arange(4)], np.uint16)
     corpus = fake(TokenCorpus, documents=lambda split: documents, vocab_size=10, eos_id=0)
     packing = build(use, tokens=corpus, job=fake(RunInfo, **JOB), **values)
     packing.open()
@@ -485,7 +485,7 @@ def load_microbatches(use: str, values: Values, _place: Path) -> Any:
 def weights_of_sources(use: str, values: Values, _place: Path) -> Any:
     """Return the weights of two sources; the second has twice the tokens."""
     sources = {
-        name: fake(TokenCorpus, documents=TokenArrays.of([np.arange(size)], np.uint16), vocab_size=10)
+        name: fake(TokenCorpus, documents=TokenArrays.concatenate([np.arange(size)], np.uint16), vocab_size=10)
         for name, size in (("one", 5), ("other", 10))
     }
     mixture = build(use, sources=sources, **values)

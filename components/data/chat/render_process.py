@@ -21,7 +21,7 @@ MAX_TEXT = 2**24
 """Characters in one rendering."""
 
 
-def environment(date: str | None) -> Any:
+def create_sandboxed_environment(date: str | None) -> Any:
     """Return a sandboxed environment with transformers' globals and filters, and no loader."""
     import jinja2
     from jinja2 import nodes
@@ -84,11 +84,11 @@ def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str
     return {"text": text}
 
 
-def serve(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
+def serve_rendering_requests(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
     """Read the template and confirm it, or answer with its error; then answer rendering lists until the input ends."""
     opening = json.loads(read())
     try:
-        template = environment(opening["date"]).from_string(opening["template"])
+        template = create_sandboxed_environment(opening["date"]).from_string(opening["template"])
         answer: dict[str, Any] = {"ready": True}
     except Exception as error:  # a template can raise anything when it is parsed
         answer = {"error": f"{error}"[:500]}
@@ -109,4 +109,4 @@ if __name__ == "__main__":
         output.write(line)
         output.flush()
 
-    serve(sys.stdin.buffer.readline, send)
+    serve_rendering_requests(sys.stdin.buffer.readline, send)

@@ -62,7 +62,7 @@ def render_turns(
         return {"messages": list(part), "tools": tools, "add_generation_prompt": prompt}
 
     trained = [number for number, weight in enumerate(weights) if weight]
-    contents = [number for number, message in enumerate(messages) if _get_text(message)]
+    contents = [number for number, message in enumerate(messages) if _get_text_content(message)]
     nonces = [(secrets.token_hex(12), secrets.token_hex(12)) for _ in contents]
     requests = [request(messages)]
     for number in trained:
@@ -76,11 +76,13 @@ def render_turns(
     prefixes = list(zip(rest[: 2 * len(trained) : 2], rest[1 : 2 * len(trained) : 2], strict=True))
     others = rest[2 * len(trained) :]
     content_spans = {
-        number: _find_content(whole, others[2 * index : 2 * index + 2], nonces[index], _get_text(messages[number]))
+        number: _find_content_span(
+            whole, others[2 * index : 2 * index + 2], nonces[index], _get_text_content(messages[number])
+        )
         for index, number in enumerate(contents)
     }
     spans = [
-        _find_turn(whole, before, after, content_spans.get(number), number, weights[number])
+        _find_turn_span(whole, before, after, content_spans.get(number), number, weights[number])
         for number, (before, after) in zip(trained, prefixes, strict=True)
     ]
     if any(span.last > following.first for span, following in pairwise(spans)):
@@ -88,7 +90,7 @@ def render_turns(
     return Rendered(whole, tuple(spans), {number: span for number, span in content_spans.items() if span})
 
 
-def _find_turn(
+def _find_turn_span(
     whole: str, before: str, after: str, content: tuple[int, int] | None, number: int, weight: float
 ) -> Span:
     """Return a turn's span, given the text rendered up to its beginning and to its end. Raises AmbiguousTurnError."""
@@ -103,7 +105,7 @@ def _find_turn(
     return Span(first, end, weight)
 
 
-def _get_text(message: Message) -> str:
+def _get_text_content(message: Message) -> str:
     """Return a message's content if it is text, otherwise an empty string."""
     content = message.get("content")
     return content if isinstance(content, str) else ""
@@ -114,7 +116,9 @@ def _replace_content(messages: Sequence[Message], number: int, nonce: str) -> li
     return [*messages[:number], {**messages[number], "content": nonce}, *messages[number + 1 :]]
 
 
-def _find_content(whole: str, others: Sequence[str], nonces: Sequence[str], content: str) -> tuple[int, int] | None:
+def _find_content_span(
+    whole: str, others: Sequence[str], nonces: Sequence[str], content: str
+) -> tuple[int, int] | None:
     """
     Return a message's content span in `whole`, verbatim or stripped; None if it can't be located.
 

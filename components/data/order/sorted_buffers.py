@@ -30,10 +30,12 @@ class SortedBuffers:
         numbers = positions // self.buffer
         for number in np.unique(numbers).tolist():
             in_buffer = numbers == number
-            rows[in_buffer] = self._get_buffer(source, epoch, number)[positions[in_buffer] - number * self.buffer]
+            rows[in_buffer] = self._get_sorted_buffer(source, epoch, number)[
+                positions[in_buffer] - number * self.buffer
+            ]
         return rows
 
-    def _get_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
+    def _get_sorted_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
         """Return a buffer's rows in final order; caches each source's last buffer."""
         if (cached := self._last.get(source.name)) is None or cached[:2] != (epoch, number):
             self._last[source.name] = cached = (epoch, number, self._sort_buffer(source, epoch, number))

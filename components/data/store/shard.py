@@ -32,7 +32,7 @@ FLUSH_SIZE = 2**20  # bytes of ids per write
 _DAMAGED = "the token store is damaged; restore the file, or remove {} and make it anew"
 
 
-def id_dtype(vocab_size: int) -> type[np.generic]:
+def choose_id_dtype(vocab_size: int) -> type[np.generic]:
     """Return the smallest unsigned dtype for a vocabulary's ids, uint16 or uint32."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
@@ -90,7 +90,7 @@ class ShardWriter:
         }
         replace_file(self._files.path("json"), (json.dumps(summary, indent=1) + "\n").encode())
 
-    def add(self, ids: np.ndarray, source: str, offset: int, weights: np.ndarray | None = None) -> None:
+    def append_document(self, ids: np.ndarray, source: str, offset: int, weights: np.ndarray | None = None) -> None:
         """Append a document: ids, integers (tokens,), and for a store with weights, weights, float32 (tokens,)."""
         stored_ids = ids.astype(self._dtype)
         key = blake2b(stored_ids.data, digest_size=8)
@@ -196,11 +196,11 @@ class TokenShard:
         return self._map_file("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
 
     @cached_property
-    def ends(self) -> np.ndarray:
+    def document_ends(self) -> np.ndarray:
         """Document ends, uint64 (documents,)."""
-        return self.column("ends")
+        return self.document_column("ends")
 
-    def column(self, name: str) -> np.ndarray:
+    def document_column(self, name: str) -> np.ndarray:
         """Return a document column by its name in COLUMNS, (documents,)."""
         offset = 0
         for column, dtype in COLUMNS:
@@ -211,7 +211,8 @@ class TokenShard:
 
     def source(self, document: int) -> str:
         """Return a document's source and its offset there."""
-        return f"{self.summary['sources'][self.column('sources')[document]]}:{self.column('offsets')[document]}"
+        source = self.summary["sources"][self.document_column("sources")[document]]
+        return f"{source}:{self.document_column('offsets')[document]}"
 
     @cached_property
     def _file_cache(self) -> dict[str, MappedFile]:

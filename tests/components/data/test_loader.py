@@ -18,7 +18,7 @@ from drawloom.components.data.loader import Loader
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.order.shuffled import Shuffled
-from drawloom.components.data.record import row_digests
+from drawloom.components.data.record import compute_row_digests
 from drawloom.components.ports.data import RowOrder
 from drawloom.components.run.batch import GlobalBatch
 from drawloom.graph import UserError
@@ -138,7 +138,7 @@ def test_ranks_of_a_replica_have_the_same_batches(
         for _ in range(2):
             with loading(rows, mesh, job, order=orders[order], workers=workers) as loader:
                 loader.load_state_dict(state)
-                digests += [row_digests(batch) for _ in range(2) for batch in loader.next_step()]
+                digests += [compute_row_digests(batch) for _ in range(2) for batch in loader.next_step()]
                 state = loader.state_dict()
         digests_by_rank.append(digests)
     assert all(digests == digests_by_rank[0] for digests in digests_by_rank) and len(digests_by_rank[0]) == 4

@@ -76,7 +76,7 @@ def test_a_changed_bit_is_never_read(tmp_path: Path, name: str) -> None:
 
 def _read_all(folder: Path) -> None:
     store = Store.open(folder)
-    assert len(store.keys) == len(store.lengths)
+    assert len(store.document_hashes) == len(store.lengths)
     for document, length in enumerate(store.lengths.tolist()):
         store.read(document, 0, length)
         store.source(document)
