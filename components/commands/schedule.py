@@ -13,8 +13,8 @@ from drawloom.components.commands import _costs
 from drawloom.components.commands._options import integer, integers
 from drawloom.components.commands._recipes import Pipeline, add_overlays, mesh_sizes, require_microbatches
 from drawloom.components.parallel.data_shard import gathers_by_block
-from drawloom.components.pipeline.from_csv import read_file
-from drawloom.components.pipeline.program.builders import forward_only
+from drawloom.components.pipeline.from_csv import read_program_file
+from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.pipeline.program.timing import DeadlockError
@@ -233,7 +233,7 @@ def _suggest_schedule(name: str, project: Project) -> str | None:
 
 def _simulate_file(options: argparse.Namespace, project: Project) -> Summary:
     """Simulate a schedule from a CSV file. Raises UserError for options in conflict with the file."""
-    program, path = read_file(Path(options.recipe)), options.recipe
+    program, path = read_program_file(Path(options.recipe)), options.recipe
     for option, requested, actual in (
         ("--ranks", options.ranks, program.ranks),
         ("--microbatches", options.microbatches, program.microbatches),
@@ -399,7 +399,7 @@ def _simulate_program(
 ) -> Summary:
     """Simulate a program with the source's costs, and return the summary with its memory."""
     if options.forward_only:
-        program, sharding = forward_only(program.stage_to_rank, program.microbatches), None
+        program, sharding = build_forward_only_program(program.stage_to_rank, program.microbatches), None
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
         sharding = Sharding("unshard" in options.costs)  # without a recipe, parameters are gathered once per step
     try:

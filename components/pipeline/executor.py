@@ -12,7 +12,7 @@ from torch import Tensor
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.context import ContextPart
 from drawloom.components.parallel.pipeline import constraint_problems
-from drawloom.components.pipeline.program.builders import forward_only
+from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import (
     expect_same,
     lower,
@@ -56,9 +56,9 @@ def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
     return head.logits(hidden)
 
 
-def _select_hidden_states(both: Any, _head: Head) -> Any:
+def _get_requested_hidden_states(last_and_requested: Any, _head: Head) -> Any:
     """Return the requested hidden states by layer, given the last hidden states and these."""
-    return both[1]
+    return last_and_requested[1]
 
 
 @component(impact="safe")
@@ -87,16 +87,16 @@ class ProgramExecutor:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield conflicts between schedule, mesh, model and loss."""
-        yield from check_ends(node, cls.embeds_on_every_rank)
+        yield from check_embedding_and_head_ranks(node, cls.embeds_on_every_rank)
         mesh, schedule, stages, loss = map(node.neighbour, ("mesh", "schedule", "stages", "objective"))
         if not (mesh and schedule and stages and loss):
             return
         if model := stages.neighbour("model"):
             yield from constraint_problems(schedule, mesh, model)
-            yield from check_context(mesh, model, loss)
+            yield from check_whole_rows(mesh, model, loss)
         if node.settings["streams"]:
             yield from check_streams(node, stages)
-        yield from check_reference(loss, stages)
+        yield from check_reference_adapters(loss, stages)
         if (other := stages.neighbour("loss")) and other.name != loss.name:
             text = f"the stages contain the parameters of [{other.name}], but the executor computes [{loss.name}]"
             yield node.problem("objective", text, f'write objective = "@{other.name}"')
@@ -120,31 +120,31 @@ class ProgramExecutor:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._plan_training(state.microbatches)
         self.stages.cast_weights()
-        inputs = self._add_step_sums(self._add_references(state["batches"]))
-        if self._captures is not None:
-            inputs = self._captures.unify_rows(inputs)
+        inputs = self._add_step_sums(self._prepare_inputs_with_references(state["batches"]))
+        if self._cuda_graphs is not None:
+            inputs = self._cuda_graphs.unify_rows(inputs)
         runner = self._create_runner(inputs, state, training.stages, training.split)
         runner.streams = self._streams
-        if self._captures is None:
+        if self._cuda_graphs is None:
             runner.run(training.actions)
         else:
-            self._captures.begin(training.actions)
+            self._cuda_graphs.begin(training.actions)
             runner.run(training.actions)
-            self._captures.end()
+            self._cuda_graphs.end()
         self.stages.hand_over_gradients()
-        self._complete_losses(state)
+        self._fill_missing_losses(state)
 
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
-        inputs = self._add_step_sums(self._add_references(state["batches"]))
+        inputs = self._add_step_sums(self._prepare_inputs_with_references(state["batches"]))
         runner = self._create_runner(inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._build_forward_program(state.microbatches))
-        self._complete_losses(state)
+        self._fill_missing_losses(state)
 
-    def _complete_losses(self, state: StepState) -> None:
+    def _fill_missing_losses(self, state: StepState) -> None:
         """Write empty losses if this rank computed none: without the last stage, or in a step without microbatches."""
         if not state.microbatches_present(LOSSES):
             none = torch.zeros(0, device=self.device.device)
@@ -159,7 +159,7 @@ class ProgramExecutor:
     def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
         """Return the hidden states requested by `shared`, by layer, on the last stage's rank; None on others."""
         states: dict[int, dict[int, Tensor]] = {}
-        self.infer_each([(tokens, shared)], states.__setitem__, _select_hidden_states)
+        self.infer_each([(tokens, shared)], states.__setitem__, _get_requested_hidden_states)
         return states.get(0)
 
     def token_logps(self, batch: Batch) -> Tensor | None:
@@ -195,14 +195,14 @@ class ProgramExecutor:
         with torch.inference_mode():
             runner.run(self._build_forward_program(len(inputs)))
 
-    def _add_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
+    def _prepare_inputs_with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
         """Return the batches' inputs, on the last stage's rank with any reference log-probabilities for the loss."""
         inputs = [self._prepare_inputs(batch) for batch in microbatches]
         if not isinstance(self.objective, Referenced) or self.objective.reference != "adapters":
             return inputs
         references = self._compute_reference_logps(self.objective, inputs)
         return [
-            _add_reference(self.objective, microbatch, references.get(number))
+            _add_reference_logps(self.objective, microbatch, references.get(number))
             for number, microbatch in enumerate(inputs)
         ]
 
@@ -241,8 +241,8 @@ class ProgramExecutor:
         """Return a runner that writes microbatch losses into `state`."""
         new = (
             partial(StageRunner, objective=self.objective, offloads=self._offloads)
-            if self._captures is None
-            else self._captures.runner
+            if self._cuda_graphs is None
+            else self._cuda_graphs.runner
         )
         stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in local}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
@@ -266,7 +266,7 @@ class ProgramExecutor:
         return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
 
     @cached_property
-    def _captures(self) -> Captures | None:
+    def _cuda_graphs(self) -> Captures | None:
         """Return CUDA graphs if a stage captures its passes."""
         captured = any(stage.capture for stage in self.stages.local)
         return Captures.on(self.device.device, self.objective) if captured else None
@@ -296,22 +296,22 @@ class ProgramExecutor:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = program_for(self.schedule, rank, ranks, microbatches)
             expect_same(program, rank, self.mesh.pipeline_group)
-            actions, policies = self._lower_program(program), program.recompute
+            actions, policies = self._lower_to_actions(program), program.recompute
             local = [
                 attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
                 for stage in self.stages.local
             ]
-            self._training[microbatches] = _Training(actions, split_stages(actions), local)
+            self._training[microbatches] = _Training(actions, find_stages_with_split_backward(actions), local)
         return self._training[microbatches]
 
     def _build_forward_program(self, microbatches: int) -> list[Action]:
         """Return this rank's forward-only actions for this many microbatches; built once."""
         if microbatches not in self._forward:
-            program = forward_only(self._stage_to_rank, microbatches)
-            self._forward[microbatches] = self._lower_program(program)
+            program = build_forward_only_program(self._stage_to_rank, microbatches)
+            self._forward[microbatches] = self._lower_to_actions(program)
         return self._forward[microbatches]
 
-    def _lower_program(self, program: Program) -> list[Action]:
+    def _lower_to_actions(self, program: Program) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
         offloaded = {stage.index for stage in self.stages.local if stage.offload}
         line = with_offload_actions(lower(program, self.mesh.indices.pipeline), offloaded)
@@ -334,14 +334,14 @@ def _replace_loss(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> 
     return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)
 
 
-def _add_reference(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | None) -> MicrobatchInputs:
+def _add_reference_logps(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | None) -> MicrobatchInputs:
     """Add the log-probabilities (rows, length) to the batch, on the ranks with log-probabilities."""
     if inputs.batch is None or logps is None:
         return inputs
     return attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, logps))
 
 
-def check_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
+def check_reference_adapters(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
     """Yield a problem if the loss compares with the model without adapters, but adapters are missing or unsuitable."""
     if loss.settings.get("reference") != "adapters" and not issubclass(loss.component, MeasuresStep):
         return
@@ -368,7 +368,7 @@ def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
         yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
 
 
-def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
+def check_embedding_and_head_ranks(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
     """Yield a problem if schedule and executor place embedding and head differently; `everywhere`: on all ranks."""
     if (schedule := executor.neighbour("schedule")) is None:
         return
@@ -381,7 +381,7 @@ def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
         yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
 
 
-def check_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
+def check_whole_rows(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
     """Yield a problem if model or loss needs whole rows, but ranks along `context` partition rows."""
     if PerDimension.of_settings(mesh.settings).context == 1:
         return
@@ -393,6 +393,6 @@ def check_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[P
         yield mesh.problem("context", text, "write context = 1")
 
 
-def split_stages(actions: Iterable[Action]) -> frozenset[int]:
+def find_stages_with_split_backward(actions: Iterable[Action]) -> frozenset[int]:
     """Return the stages whose backward pass is split in a rank's actions."""
     return frozenset(action.stage for action in actions if action.op == "I")

@@ -33,7 +33,7 @@ class FromCsv:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield a problem if the file can't be read or its program is not valid."""
         try:
-            read_file(node.settings["path"])
+            read_program_file(node.settings["path"])
         except UserError as error:
             yield node.problem("path", str(error))
 
@@ -55,11 +55,11 @@ class FromCsv:
 
     def _read_once(self) -> Program:
         if self._program is None:
-            self._program = read_file(self.path)
+            self._program = read_program_file(self.path)
         return self._program
 
 
-def read_file(path: Path) -> Program:
+def read_program_file(path: Path) -> Program:
     """Return the program in a CSV file; UserError if it can't be read or is not valid."""
     try:
         content = regular_file.read_file(path.resolve(), MAX_TABLE_BYTES)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
-from drawloom.components.pipeline.program.builders import loop
-from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, list_schedule
+from drawloom.components.pipeline.program.builders import assign_stages_in_loop
+from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, build_list_schedule
 from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.partition import even
 from drawloom.components.pipeline.program.recomputation import repeat_fraction
@@ -130,7 +130,7 @@ class PlacedSchedule:
         """Return a program with forward passes as early as possible, with the given recompute policies."""
         activations = (1.0,) * len(self.placement)
         task = Task(self.placement, microbatches, Costs(), activations, microbatches * sum(activations))
-        return attrs.evolve(list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
+        return attrs.evolve(build_list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
 
 
 @attrs.frozen(eq=False)
@@ -167,7 +167,7 @@ class Planned:
         """Plan a pipeline with these layers and recompute policies by stage; by default, those in the recipe."""
         if sizes is None and not recompute:
             return self.plan(ranks, stages_per_rank)
-        placement = loop(ranks, stages_per_rank)
+        placement = assign_stages_in_loop(ranks, stages_per_rank)
         sizes = sizes or even(self.plan(ranks, 1).layers, len(placement))
         return self.plan(ranks, stages_per_rank, PlacedSchedule(placement, tuple(sizes), tuple(recompute)))
 

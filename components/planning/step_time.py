@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.builders import forward_only
+from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.timing import CostTable, time
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.ports.program import OPS, Program
@@ -125,4 +125,4 @@ def _sum_field(program: Program, costs: Mapping[int, StageCosts], rank: int, fie
 
 def _forward_seconds(program: Program, table: CostTable) -> float:
     """Return the seconds for one forward pass per microbatch, without backward passes."""
-    return time(forward_only(program.stage_to_rank, program.microbatches), table).makespan
+    return time(build_forward_only_program(program.stage_to_rank, program.microbatches), table).makespan

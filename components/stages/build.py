@@ -12,7 +12,7 @@ from drawloom.components.parallel.float8_layers import use_float8
 from drawloom.components.parallel.frozen_formats import use_frozen_format
 from drawloom.components.parallel.master_weights import compute_dtype
 from drawloom.components.parallel.pipeline import layer_ranges, partition_layers, split_off_embedding_and_head
-from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
@@ -64,7 +64,7 @@ class StageBuilder:
     def build_local(self) -> ParallelModules:
         """Build and split this rank's stage modules."""
         owners = self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
-        spans, local = self._partition_layers(len(owners)), stages_of(self.mesh.indices.pipeline, owners)
+        spans, local = self._partition_layers(len(owners)), list_stages_of_rank(self.mesh.indices.pipeline, owners)
         if embeds_on_every_rank(self.schedule):
             spans = split_off_embedding_and_head(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]

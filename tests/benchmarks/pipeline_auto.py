@@ -20,7 +20,7 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from drawloom.components.pipeline.program.list_scheduling import peak_activations
+from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.program.timing import time as time_program
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
@@ -89,7 +89,7 @@ class Cell:
         pending = [share * size for size in sizes]
         kept = self._fractions("kept", 1.0, program, sizes)
         kept_activations = [part * size for part, size in zip(kept, pending, strict=True)]
-        return max(peak_activations(program, kept_activations, pending)) <= self.memory + 1e-9
+        return max(compute_peak_activations(program, kept_activations, pending)) <= self.memory + 1e-9
 
     def _fractions(self, quantity: str, default: float, program: Program, sizes: Sequence[int]) -> list[float]:
         policies = zip(program.recompute or NOTHING * program.stages, sizes, strict=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.program.builders import forward_only
+from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.program.validity import violations
@@ -56,7 +56,7 @@ def test_every_stage_runs_every_microbatch_once_and_in_order(name: str) -> None:
 def test_evaluation_runs_only_forwards() -> None:
     """With the stages of any schedule, an evaluation runs one forward per stage and microbatch, and no other op."""
     for variant, ranks in product(variants("looped_bfs"), RANKS):
-        program = forward_only(variant.stage_to_rank(ranks), 7)
+        program = build_forward_only_program(variant.stage_to_rank(ranks), 7)
         assert [a.op for r in range(ranks) for a in parts(program.rank_program(r))] == ["F"] * program.stages * 7
         assert simulate(program, Costs()).peak_activations == [0] * ranks
 
@@ -65,7 +65,7 @@ def test_evaluation_runs_only_forwards() -> None:
 def test_evaluation_needs_no_order_of_stages(ranks: int, data: st.DataObject, microbatches: int) -> None:
     """For any assignment of stages to ranks, forward programs are valid and finish with blocking sends."""
     stages = data.draw(st.permutations([*range(ranks)] * data.draw(st.integers(1, 3))))
-    program = forward_only(stages, microbatches)
+    program = build_forward_only_program(stages, microbatches)
     assert violations(program) == []
     rendezvous(lower_all(program))
 

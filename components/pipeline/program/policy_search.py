@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Policy, Task, makespan
+from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Policy, Task, compute_makespan
 
 WAVE = Policy(down=(0.4, 0.25), up=(0.2, 0.4), turn=0.0, pace=1.2, spared=(0.0, 0.5), patience=0.25)
 """Policy with a period between microbatches."""
@@ -47,7 +47,7 @@ def select_promising(tasks: Sequence[Task]) -> list[Task]:
     def length(task: Task) -> float:
         while _count_actions(task) > MAX_DIRECT_ACTIONS and task.ranks >= 8:
             task = halve(task)
-        return min(makespan(task, policy) for policy in (FORWARDS_FIRST, WAVE))
+        return min(compute_makespan(task, policy) for policy in (FORWARDS_FIRST, WAVE))
 
     return sorted(tasks, key=length)[: BEAM if tasks and _count_actions(tasks[0]) <= MAX_DIRECT_ACTIONS else 1]
 
@@ -81,13 +81,13 @@ def halve(task: Task) -> Task:
 
 def _improve_policies(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
     """Improve policies by random changes, and return the best ones, the best first."""
-    best = sorted(((makespan(task, policy), policy) for policy in starts), key=_get_makespan)[:BEAM]
+    best = sorted(((compute_makespan(task, policy), policy) for policy in starts), key=_get_makespan)[:BEAM]
     trials, chance = trials - len(starts), random.Random(0)
     for trial in range(trials):
         # First all of the best policies are changed in turn, then only the best one.
         index = trial % len(best) if trial < trials // 3 else 0
         policy = _change_policy(best[index][1], chance)
-        length = makespan(task, policy)
+        length = compute_makespan(task, policy)
         if length <= best[index][0]:
             best[index] = length, policy
             best.sort(key=_get_makespan)

@@ -18,8 +18,8 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from drawloom.components.pipeline.program.builders import loop, vee
-from drawloom.components.pipeline.program.list_scheduling import ROUNDING, list_schedule
+from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
+from drawloom.components.pipeline.program.list_scheduling import ROUNDING, build_list_schedule
 from drawloom.components.pipeline.program.partition import Fit, Fitted, Sizes, Slices, even
 from drawloom.components.pipeline.program.policy_search import STARTS, TRIALS, best_policy, select_promising
 from drawloom.components.pipeline.program.recomputation import Recomputed
@@ -209,7 +209,10 @@ class Auto:
         self, ranks: int, microbatches: int, count: int, recomputes: bool, planned: Fitted | None
     ) -> Iterator[Fitted]:
         """Yield programs with `count` stages per rank, published or searched, with the best stage sizes."""
-        slices, placement = self._build_slices(ranks, count), vee(ranks) if count == 2 else loop(ranks, count)
+        slices, placement = (
+            self._build_slices(ranks, count),
+            assign_stages_in_vee(ranks) if count == 2 else assign_stages_in_loop(ranks, count),
+        )
         limit = self._get_limit(ranks)
         if planned:
             slices, placement = slices.join(planned.sizes), planned.program.stage_to_rank
@@ -233,13 +236,13 @@ class Auto:
         policy = None
         for number, task in enumerate(select_promising(tasks) if recomputes else tasks):
             policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
-            yield Fit(list_schedule(task, policy), slices, limit).best([*cuts, *starts])
+            yield Fit(build_list_schedule(task, policy), slices, limit).best([*cuts, *starts])
 
     def _get_limit(self, ranks: int) -> float:
         """Return `memory`, or the peak of 1F1B: a microbatch per rank in the largest stage, if ranks cost the same."""
         slices = self._build_slices(ranks, 1)
         most = attrs.evolve(slices, activations=np.maximum(slices.activations, slices.pending))
-        return self.memory or ranks * float(most.activations_of([slices.starts(loop(ranks))[1]]).max())
+        return self.memory or ranks * float(most.activations_of([slices.starts(assign_stages_in_loop(ranks))[1]]).max())
 
     def _stage_counts(self, ranks: int) -> list[int]:
         """Return the numbers of stages per rank for which there are enough slices."""

@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, vee
-from drawloom.components.pipeline.program.list_scheduling import Task, list_schedule, peak_activations
+from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, assign_stages_in_vee
+from drawloom.components.pipeline.program.list_scheduling import Task, build_list_schedule, compute_peak_activations
 from drawloom.components.pipeline.program.policy_search import best_policy
 from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.ports.program import Program
@@ -37,7 +37,7 @@ class VMin(RowSchedule):
     )
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return vee(ranks)
+        return assign_stages_in_vee(ranks)
 
     def row(self, rank: int, ranks: int, microbatches: int) -> Row:
         """Return the op codes of one rank, in order, for messages that take no time."""
@@ -49,8 +49,10 @@ class VMin(RowSchedule):
         if not self.comm:
             return published
         sizes, costs = (1.0,) * (2 * ranks), Costs(comm=self.comm)
-        task = Task(vee(ranks), microbatches, costs, sizes, max(peak_activations(published, sizes)))
-        other = list_schedule(task, best_policy(task))
+        task = Task(
+            assign_stages_in_vee(ranks), microbatches, costs, sizes, max(compute_peak_activations(published, sizes))
+        )
+        other = build_list_schedule(task, best_policy(task))
         return min(published, other, key=lambda program: time(program, costs).makespan)
 
 

@@ -5,7 +5,7 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6
 gradients cost the same and there are 2 p - 1 microbatches or more, no rank waits between its first action and its last.
 """
 
-from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, vee
+from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, assign_stages_in_vee
 from drawloom.graph import component
 
 
@@ -14,7 +14,7 @@ class ZeroBubbleV(RowSchedule):
     """ZBV: zero bubble on a V, in the memory of 1F1B."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return vee(ranks)
+        return assign_stages_in_vee(ranks)
 
     def row(self, rank: int, ranks: int, microbatches: int) -> Row:
         # The row below needs 2 p - 1 microbatches; build_program drops the surplus.

@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 import attrs
 
-from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
 
 Colour = tuple[int, int, int]
@@ -72,7 +72,7 @@ class _Picture:
         self.row = BAR + GAP + ((SHARD_BAR + 3) if self.simulation.shard_bars else 0)
         self.row += (BAR + GAP) * (self.measured is not None)
         owners = self.simulation.program.stage_to_rank
-        self.local_stage = {stage: stages_of(rank, owners).index(stage) for stage, rank in enumerate(owners)}
+        self.local_stage = {stage: list_stages_of_rank(rank, owners).index(stage) for stage, rank in enumerate(owners)}
         self.stages_per_rank = 1 + max(self.local_stage.values())
         lengths = self.simulation.end - self.simulation.start
         shortest = float(lengths[lengths > 0].min(initial=math.inf))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import Action
 
@@ -58,7 +58,7 @@ class _Labels:
         program = simulation.program
         self.brief = brief
         self.local_stage = {
-            stage: stages_of(rank, program.stage_to_rank).index(stage)
+            stage: list_stages_of_rank(rank, program.stage_to_rank).index(stage)
             for stage, rank in enumerate(program.stage_to_rank)
         }
         self.stages_per_rank = 1 + max(self.local_stage.values())

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.pipeline.program import partition
-from drawloom.components.pipeline.program.builders import loop, vee
-from drawloom.components.pipeline.program.list_scheduling import peak_activations
+from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
+from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
 from drawloom.components.pipeline.program.partition import Fit, Slices, even
 from drawloom.components.pipeline.program.timing import time
 from support.schedules import schedule
@@ -29,13 +29,13 @@ def test_the_best_of_few_partitions_is_found(costs: list[list[float]], name: str
     limit, makespans = len(costs) * 1.25, []
     for cuts in combinations(range(1, len(costs)), program.stages - 1):
         sizes = tuple(last - first for first, last in pairwise((0, *cuts, len(costs))))
-        if max(peak_activations(program, sizes)) <= limit:
+        if max(compute_peak_activations(program, sizes)) <= limit:
             makespans.append(time(program, slices.table(sizes)).makespan)
     best = Fit(program, slices, limit).best()
     assert best.makespan == pytest.approx(min(makespans, default=float("inf")))
     if makespans:
         assert best.makespan == pytest.approx(time(program, slices.table(best.sizes)).makespan)
-        assert max(peak_activations(program, best.sizes)) <= limit
+        assert max(compute_peak_activations(program, best.sizes)) <= limit
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_v"])
@@ -56,7 +56,7 @@ def test_where_partitions_are_many_descent_comes_close(name: str, monkeypatch: p
 def test_a_search_starts_from_ranks_of_equal_cost() -> None:
     """With a head that costs three layers, its stage has fewer, and in a V its rank has; even ones come first."""
     slices = slices_of([[1.0, 2, 1, 1]] * 15 + [[4.0, 8, 4, 4]])
-    assert slices.starts(loop(4)) == [(4, 4, 4, 4), (5, 5, 5, 1), (4, 4, 4, 4)]
-    first, second, third, last = slices.starts(vee(2))[1]
+    assert slices.starts(assign_stages_in_loop(4)) == [(4, 4, 4, 4), (5, 5, 5, 1), (4, 4, 4, 4)]
+    first, second, third, last = slices.starts(assign_stages_in_vee(2))[1]
     assert {first + last + 3, second + third} == {9, 10}
     assert even(11, 4) == (3, 3, 3, 2)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import attrs
 import pytest
 
-from drawloom.components.pipeline.program.list_scheduling import peak_activations
+from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
 from drawloom.components.pipeline.program.notation import write_program
 from drawloom.components.pipeline.program.timing import Costs, time
 from drawloom.components.pipeline.program.validity import violations
@@ -328,7 +328,7 @@ def test_default_memory_has_room_for_pending_weight_gradients(microbatches: int)
     """Even with more memory waiting for weight gradients than in activations, there is a program within the limit."""
     given: dict[str, Any] = {"slices": [1.0] * 4, "activations": [1.0] * 4, "pending": [1.0, 1.0, 1.0, 9.0]}
     program = Auto(**given, stages_per_rank=2, trials=3).program(2, microbatches)
-    peaks = peak_activations(program, given["activations"], given["pending"])
+    peaks = compute_peak_activations(program, given["activations"], given["pending"])
     assert max(peaks) <= 2 * (1.0 + 9.0)
 
 

@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.builders import forward_only
+from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import read_program
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
@@ -37,7 +37,7 @@ def test_peaks_are_counted_in_order() -> None:
 
 def test_bubbles_are_never_negative() -> None:
     """Sums rounded in another order make no bubble on a rank that never waits."""
-    forwards = forward_only((0, 1), 7)
+    forwards = build_forward_only_program((0, 1), 7)
     bubbles = [simulate(forwards, Costs(number / 97, comm=0.1)).span_bubble for number in range(1, 97)]
     assert all(0 <= bubble < 1e-9 for bubble in bubbles)
 
