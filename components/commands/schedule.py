@@ -16,7 +16,7 @@ from drawloom.components.parallel.data_shard import gathers_by_block
 from drawloom.components.pipeline.from_csv import read_program_file
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import Sharding
-from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.pipeline.program.timing import DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
@@ -135,7 +135,7 @@ class ScheduleResult(ScheduleData, Result):
         if format == "svg":
             return draw_svg(summary.simulation, summary.title, summary.caption, summary.measured).removesuffix("\n")
         if format == "csv":
-            return write_csv(summary.simulation.program).removesuffix("\r\n")
+            return format_program_csv(summary.simulation.program).removesuffix("\r\n")
         width = shutil.get_terminal_size((120, 0)).columns
         picture = draw_text(summary.simulation, width, summary.measured).removesuffix("\n")
         return f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n\n{picture}"

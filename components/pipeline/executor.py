@@ -14,11 +14,11 @@ from drawloom.components.parallel.context import ContextPart
 from drawloom.components.parallel.pipeline import constraint_problems
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import (
-    expect_same,
-    lower,
-    program_for,
-    with_offload_actions,
-    with_shard_actions,
+    build_program_for_lowering,
+    check_ranks_have_equal_programs,
+    insert_offload_actions,
+    insert_shard_actions,
+    lower_to_rank_program,
 )
 from drawloom.components.pipeline.runtime.capture import Captures
 from drawloom.components.pipeline.runtime.offloads import Offloads
@@ -294,8 +294,8 @@ class ProgramExecutor:
         # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
         if microbatches not in self._training:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
-            program = program_for(self.schedule, rank, ranks, microbatches)
-            expect_same(program, rank, self.mesh.pipeline_group)
+            program = build_program_for_lowering(self.schedule, rank, ranks, microbatches)
+            check_ranks_have_equal_programs(program, rank, self.mesh.pipeline_group)
             actions, policies = self._lower_to_actions(program), program.recompute
             local = [
                 attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
@@ -314,11 +314,11 @@ class ProgramExecutor:
     def _lower_to_actions(self, program: Program) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
         offloaded = {stage.index for stage in self.stages.local if stage.offload}
-        line = with_offload_actions(lower(program, self.mesh.indices.pipeline), offloaded)
+        line = insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), offloaded)
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.by_block}
         by_microbatch = {index for index, shard in shards.items() if shard.by_microbatch}
-        return [*flat(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
+        return [*flat(insert_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
 def _replace_loss(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> MicrobatchInputs:

@@ -12,9 +12,9 @@ from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop
 from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, build_list_schedule
-from drawloom.components.pipeline.program.lowering import with_whole_backwards
-from drawloom.components.pipeline.program.partition import even
-from drawloom.components.pipeline.program.recomputation import repeat_fraction
+from drawloom.components.pipeline.program.lowering import merge_split_backwards
+from drawloom.components.pipeline.program.partition import partition_evenly
+from drawloom.components.pipeline.program.recomputation import recomputed_fraction
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
@@ -69,10 +69,10 @@ class Units:
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage; recomputation adds a forward pass fraction to the backward pass."""
-        costs = self.given.divide(stages_per_rank)
+        costs = self.given.divide_by_stages(stages_per_rank)
         if not recompute:
             return costs
-        again = costs.forward * np.array([repeat_fraction(policy) for policy in recompute])
+        again = costs.forward * np.array([recomputed_fraction(policy) for policy in recompute])
         zeros = np.zeros_like(again)
         columns = [costs.forward + zeros, costs.backward + again, costs.backward_input + again]
         return CostTable(**attrs.asdict(costs), lengths=np.stack([*columns, costs.backward_weight + zeros], axis=1))
@@ -100,14 +100,14 @@ class Traced:
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage in seconds, including the traced run's recomputation."""
-        return self._op_table.resample(sizes or (1,) * (ranks * stages_per_rank))
+        return self._op_table.resample_to_sizes(sizes or (1,) * (ranks * stages_per_rank))
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
         """Return None: a trace has no bytes by stage."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
         """Return two slices per rank; a stage's costs besides its layers are not known."""
-        return slices_of(self._op_table.resample((1,) * (2 * ranks)))
+        return slices_of(self._op_table.resample_to_sizes((1,) * (2 * ranks)))
 
 
 @attrs.frozen
@@ -168,7 +168,7 @@ class Planned:
         if sizes is None and not recompute:
             return self.plan(ranks, stages_per_rank)
         placement = assign_stages_in_loop(ranks, stages_per_rank)
-        sizes = sizes or even(self.plan(ranks, 1).layers, len(placement))
+        sizes = sizes or partition_evenly(self.plan(ranks, 1).layers, len(placement))
         return self.plan(ranks, stages_per_rank, PlacedSchedule(placement, tuple(sizes), tuple(recompute)))
 
     def costs(
@@ -180,7 +180,7 @@ class Planned:
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> list[int]:
         """Return the peak activation bytes by rank, without gradients and persistent bytes."""
         costs = self._plan_partition(program.ranks, program.stages // program.ranks, sizes, program.recompute).costs
-        whole, none = with_whole_backwards(program), dict.fromkeys(costs, 0)
+        whole, none = merge_split_backwards(program), dict.fromkeys(costs, 0)
         return [peak_of(whole, rank, costs, none).bytes for rank in range(program.ranks)]
 
     def slices(self, ranks: int) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class Planned:
                         ),
                         "kept": _compute_ratios(_bytes_by_stage(again, "F"), activations),
                     }
-                    plans.append(self._plan_partition(ranks, 1, even(count, ranks), (policy,) * ranks))
+                    plans.append(self._plan_partition(ranks, 1, partition_evenly(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
             used = max(_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used

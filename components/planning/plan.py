@@ -13,7 +13,7 @@ from drawloom.components.distributed.device_model import DeviceModel, products_i
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import PipelineDimension
-from drawloom.components.pipeline.program.lowering import with_whole_backwards
+from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
 from drawloom.components.planning.nodes import Nodes
@@ -218,7 +218,7 @@ class Planner:
         if self.memory_limit and persistent > self.memory_limit:
             raise TooLargeError(persistent)
         costs = self._measure_stages(views, program, rows)
-        program = with_whole_backwards(program)
+        program = merge_split_backwards(program)
         memory = [self._rank_memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision]
         document_rows = self._describe_rows(rows)

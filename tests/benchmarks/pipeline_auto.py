@@ -22,7 +22,7 @@ import numpy as np
 
 from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
 from drawloom.components.pipeline.program.timing import CostTable
-from drawloom.components.pipeline.program.timing import time as time_program
+from drawloom.components.pipeline.program.timing import compute_timing as time_program
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.contention import Channels, run_events
 from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
@@ -90,7 +90,7 @@ def test_receives_are_posted_in_time(name: str, settings: dict[str, Any], one_st
     They cost little more if a rank's messages share one channel. (torch's order: 523, 297, 274, 224 and 334.)
     """
     program = schedule(name, **settings).program(8, 32)
-    lines = [lower(program, rank) for rank in range(8)]
+    lines = [lower_to_rank_program(program, rank) for rank in range(8)]
     ends = {
         channels: max(event.end for event in run_events(lines, LATE, channels).values())
         for channels in get_args(Channels)

@@ -28,7 +28,7 @@ from drawloom.components.gradients import synchronize
 from drawloom.components.gradients.norm import exact_norm
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
-from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
@@ -55,7 +55,7 @@ def program(use: str, values: Values, _place: Path) -> Any:
     """
     schedule = build(use, **values)
     actions, outer = schedule.program(4, 8), isinstance(schedule, OuterLayersSchedule)
-    return write_csv(actions), actions.recompute, schedule.layers_in_stages(4, 99) if outer else 99
+    return format_program_csv(actions), actions.recompute, schedule.layers_in_stages(4, 99) if outer else 99
 
 
 def model_of(use: str, values: Values, _place: Path) -> Any:

@@ -73,7 +73,7 @@ class RingExchange:
     _receiving: list[tuple[Pending, Tensor]] = attrs.field(init=False, factory=list)
 
     def begin(self, tensors: Sequence[Tensor], *, reversed_direction: bool) -> None:
-        """Post sends for tensors (any shapes), and receives, without waiting; a backward pass reverses the direction."""
+        """Post sends for tensors (any shapes), and receives, without waiting, in reverse in a backward pass."""
         to, sources = (self.sources, self.to) if reversed_direction else (self.to, self.sources)
         links, boxes = self.ring.links, [(source, meta.allocate_empty()) for source, meta in sources]
         # Receives are posted before sends, so that a transport that blocks in a send finds its receiver ready.

@@ -68,7 +68,7 @@ class Task:
         """Return the busiest rank's time for one microbatch."""
         busy = [0.0] * self.ranks
         for stage, owner in enumerate(self.stage_to_rank):
-            busy[owner] += sum(self.costs.length(op, stage) for op in "FIW")
+            busy[owner] += sum(self.costs.get_duration(op, stage) for op in "FIW")
         return max(busy)
 
 
@@ -228,7 +228,7 @@ def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
         position = local[owner].index(stage)
         size = task.activations[stage]
         limit, sum_limits = _compute_queue_limits(task, policy, local[owner], position)
-        forward, back, weights = (costs.length(op, stage) for op in "FIW")
+        forward, back, weights = (costs.get_duration(op, stage) for op in "FIW")
         new_queue = partial(
             _Queue,
             stage=stage,

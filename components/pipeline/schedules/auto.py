@@ -20,8 +20,13 @@ import numpy as np
 
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, build_list_schedule
-from drawloom.components.pipeline.program.partition import Fit, Fitted, Sizes, Slices, even
-from drawloom.components.pipeline.program.policy_search import STARTS, TRIALS, best_policy, select_promising
+from drawloom.components.pipeline.program.partition import Fit, Fitted, ModelSlices, Sizes, partition_evenly
+from drawloom.components.pipeline.program.policy_search import (
+    STARTS,
+    TRIALS,
+    search_best_policy,
+    select_promising_tasks,
+)
 from drawloom.components.pipeline.program.recomputation import Recomputed
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.pipeline.schedules.gpipe import GPipe
@@ -167,7 +172,7 @@ class Auto:
             raise UserError(f"{text}; write {layers} slices")
         sizes = self._find_plan(ranks).sizes
         if not self._slice_count:
-            return even(layers, len(sizes))
+            return partition_evenly(layers, len(sizes))
         if rest or not layers_per_slice:
             slices = f"{self._slice_count} slices"
             raise UserError(f"{layers} layers are not divisible into {slices}; write {layers} slices")
@@ -215,34 +220,36 @@ class Auto:
         )
         limit = self._get_limit(ranks)
         if planned:
-            slices, placement = slices.join(planned.sizes), planned.program.stage_to_rank
+            slices, placement = slices.merge_into_stages(planned.sizes), planned.program.stage_to_rank
         if not recomputes:
             slices = attrs.evolve(slices, recomputed=())
         comparable = []
         for schedule in list_published(count):
             if planned is None or schedule.stage_to_rank(ranks) == placement:
-                fitted = Fit(schedule.program(ranks, microbatches), slices, limit).best()
+                fitted = Fit(schedule.program(ranks, microbatches), slices, limit).search_best_partition()
                 comparable += [fitted] if fitted.program.stage_to_rank == placement else []
                 yield fitted
         # If no program fits, the search starts from the stages with the least memory.
         first = min(comparable, key=lambda fitted: (fitted.makespan, fitted.microbatch_peak)).sizes
-        starts = slices.starts(placement)
+        starts = slices.list_starting_partitions(placement)
         cuts = list(dict.fromkeys((first, starts[1])))
         # The first task of every cut recomputes nothing.
-        by_cut = [[*slices.tasks(placement, microbatches, limit, cut)] for cut in cuts]
+        by_cut = [[*slices.iterate_tasks(placement, microbatches, limit, cut)] for cut in cuts]
         tasks = [
             task for of_cut in by_cut for task in of_cut[recomputes:] if task.microbatch_peak <= limit * (1 + ROUNDING)
         ]
         policy = None
-        for number, task in enumerate(select_promising(tasks) if recomputes else tasks):
-            policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
-            yield Fit(build_list_schedule(task, policy), slices, limit).best([*cuts, *starts])
+        for number, task in enumerate(select_promising_tasks(tasks) if recomputes else tasks):
+            policy = search_best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
+            yield Fit(build_list_schedule(task, policy), slices, limit).search_best_partition([*cuts, *starts])
 
     def _get_limit(self, ranks: int) -> float:
         """Return `memory`, or the peak of 1F1B: a microbatch per rank in the largest stage, if ranks cost the same."""
         slices = self._build_slices(ranks, 1)
         most = attrs.evolve(slices, activations=np.maximum(slices.activations, slices.pending))
-        return self.memory or ranks * float(most.activations_of([slices.starts(assign_stages_in_loop(ranks))[1]]).max())
+        return self.memory or ranks * float(
+            most.sum_activations_by_stage([slices.list_starting_partitions(assign_stages_in_loop(ranks))[1]]).max()
+        )
 
     def _stage_counts(self, ranks: int) -> list[int]:
         """Return the numbers of stages per rank for which there are enough slices."""
@@ -266,13 +273,13 @@ class Auto:
                 raise UserError(f"{first} has {count} values, and {name} has {other}; write equally many")
         return count
 
-    def _build_slices(self, ranks: int, count: int) -> Slices:
+    def _build_slices(self, ranks: int, count: int) -> ModelSlices:
         """Return the settings' slices; without any, one slice of equal cost for every stage."""
         number = self._slice_count or ranks * count
         share = [ranks / number] * number
         costs = np.array([self._get_op_times(cost) for cost in self.slices or share])
         activations = np.array(self.activations or share, dtype=np.float64)
-        return Slices(
+        return ModelSlices(
             costs,
             activations,
             np.array(self._get_op_times(self.per_stage)),

@@ -11,7 +11,7 @@ import attrs
 
 from drawloom.components.pipeline.program.builders import assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, build_list_schedule
-from drawloom.components.pipeline.program.policy_search import STARTS, best_policy
+from drawloom.components.pipeline.program.policy_search import STARTS, search_best_policy
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
@@ -34,4 +34,4 @@ class VHalf:
         # The first rank's first stage may use all but one of the limit. This share falls to a half on the last rank,
         # like the lifetimes of its activations.
         even = attrs.evolve(FORWARDS_FIRST, spared=(1 / limit, 0.5))
-        return build_list_schedule(task, best_policy(task, (even, *STARTS)) if self.comm else even)
+        return build_list_schedule(task, search_best_policy(task, (even, *STARTS)) if self.comm else even)

@@ -19,8 +19,8 @@ import numpy as np
 
 from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import Task, build_list_schedule, compute_peak_activations
-from drawloom.components.pipeline.program.policy_search import best_policy
-from drawloom.components.pipeline.program.timing import Costs, time
+from drawloom.components.pipeline.program.policy_search import search_best_policy
+from drawloom.components.pipeline.program.timing import Costs, compute_timing
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
@@ -52,8 +52,8 @@ class VMin(RowSchedule):
         task = Task(
             assign_stages_in_vee(ranks), microbatches, costs, sizes, max(compute_peak_activations(published, sizes))
         )
-        other = build_list_schedule(task, best_policy(task))
-        return min(published, other, key=lambda program: time(program, costs).makespan)
+        other = build_list_schedule(task, search_best_policy(task))
+        return min(published, other, key=lambda program: compute_timing(program, costs).makespan)
 
 
 def _block(r: int, p: int) -> dict[int, int]:

@@ -68,7 +68,7 @@ def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels:
         if action.op == "RESHARD":
             continue  # it frees memory and takes no time
         key = event_key(action)
-        event = events.setdefault(key, TimedEvent(key, costs.length(action.op, action.stage)))
+        event = events.setdefault(key, TimedEvent(key, costs.get_duration(action.op, action.stage)))
         event.dependencies += [last[key] for key in _list_dependency_keys(action, channels) if key in last]
         last.update(dict.fromkeys(_list_updated_keys(action, channels), event))
         if action.op in REDUCTIONS:

@@ -6,8 +6,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.lowering import Sharding, dest_ranks, with_messages
-from drawloom.components.pipeline.program.timing import Costs, time
+from drawloom.components.pipeline.program.lowering import Sharding, find_consumer_ranks, insert_messages
+from drawloom.components.pipeline.program.timing import Costs, compute_timing
 from drawloom.components.pipeline.simulation.contention import SHARD_OPS, Channels, Events, event_key, run_events
 from drawloom.components.ports.program import (
     BACKWARD,
@@ -117,7 +117,7 @@ class Simulation:
     @property
     def messages(self) -> int:
         """Return the number of tensors sent between ranks."""
-        return int((dest_ranks(self.program) != self.program.rank).sum())
+        return int((find_consumer_ranks(self.program) != self.program.rank).sum())
 
     @property
     def actions(self) -> dict[str, int]:
@@ -131,7 +131,7 @@ def simulate(
     """Simulate a program, optionally with sharded parameters; raise DeadlockError if it can't finish."""
     # Without contention the vectorized timing suffices, which is far faster than simulating single events.
     if channels == "free" and sharding is None:
-        timing = time(program, costs)
+        timing = compute_timing(program, costs)
         return Simulation(program, costs, channels, timing.start, timing.end)
     rank_programs = _lower_all_ranks(program, costs, sharding)
     events = run_events(rank_programs, costs, channels)
@@ -147,9 +147,9 @@ def _lower_all_ranks(program: Program, costs: Costs, sharding: Sharding | None) 
 
     Actions are ordered by their times under these costs.
     """
-    timing = time(program, costs)
-    lines = [with_messages(program, timing, rank) for rank in range(program.ranks)]
-    return [sharding.apply(line) for line in lines] if sharding else lines
+    timing = compute_timing(program, costs)
+    lines = [insert_messages(program, timing, rank) for rank in range(program.ranks)]
+    return [sharding.insert_actions(line) for line in lines] if sharding else lines
 
 
 def _collect_shard_bars(line: RankProgram, events: Events) -> list[Bar]:

@@ -6,7 +6,7 @@ import pytest
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import DeviceModel, device_model
-from drawloom.components.pipeline.program.notation import read_program
+from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.cost_sources import PlacedSchedule, Planned, Traced, Units
 from drawloom.components.planning.plan import Plan, plan
@@ -33,13 +33,13 @@ def test_a_plan_costs_as_much_in_other_stages() -> None:
 
 def test_a_trace_gives_costs_for_any_stages() -> None:
     """A trace gives its own stages' costs, and shares of them."""
-    program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
+    program = parse_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
     traced = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3])))
     costs = traced.costs(2, 1)
     assert isinstance(costs, CostTable)
     assert costs.lengths[:, 0].tolist() == [1, 2]
-    assert [traced.costs(2, 2).length("B", stage) for stage in range(4)] == [1, 1, 1.5, 1.5]
+    assert [traced.costs(2, 2).get_duration("B", stage) for stage in range(4)] == [1, 1, 1.5, 1.5]
 
 
 def test_stages_share_the_units_of_a_rank() -> None:
@@ -129,13 +129,13 @@ def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
 def test_units_count_recomputed_work() -> None:
     """A stage that recomputes all or one of its two blocks has a longer backward by their share in the forward."""
     costs = Units(Costs(comm=1)).costs(2, 1, None, ("blocks", 2))
-    assert [[costs.length(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]
+    assert [[costs.get_duration(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]
     assert costs.comm == 1
 
 
 def test_slices_of_a_trace_are_shares_of_its_stages() -> None:
     """A rank has two slices, with their ops' times."""
-    program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
+    program = parse_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
     settings = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3]))).slices(2)
     assert settings["slices"] == [[0.5, 1.0, 0.5, 0.5]] * 2 + [[1.0, 1.5, 0.75, 0.75]] * 2

@@ -15,8 +15,8 @@ from drawloom.components.pipeline.program.list_scheduling import (
     compute_makespan,
     compute_peak_activations,
 )
-from drawloom.components.pipeline.program.timing import Costs, time
-from drawloom.components.pipeline.program.validity import violations
+from drawloom.components.pipeline.program.timing import Costs, compute_timing
+from drawloom.components.pipeline.program.validity import find_violations
 from drawloom.components.pipeline.simulation.simulator import simulate
 from support.schedules import schedule, texts
 
@@ -53,9 +53,12 @@ def tasks(draw: st.DrawFn) -> Task:
 def test_any_policy_gives_a_valid_program_within_memory(task: Task, policy: Policy) -> None:
     """For any task that fits and any policy, the program finishes, keeps the limit, and takes the reported time."""
     program = build_list_schedule(task, policy)
-    assert violations(program) == []
+    assert find_violations(program) == []
     assert max(compute_peak_activations(program, task.activations, task.pending)) <= task.limit * (1 + 1e-6)
-    assert abs(compute_makespan(task, policy) - time(program, task.costs).makespan) < 1e-6 * task.busiest_rank_time
+    assert (
+        abs(compute_makespan(task, policy) - compute_timing(program, task.costs).makespan)
+        < 1e-6 * task.busiest_rank_time
+    )
 
 
 def test_peaks_equal_those_of_the_simulation() -> None:

@@ -12,9 +12,9 @@ import attrs
 import pytest
 
 from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
-from drawloom.components.pipeline.program.notation import write_program
-from drawloom.components.pipeline.program.timing import Costs, time
-from drawloom.components.pipeline.program.validity import violations
+from drawloom.components.pipeline.program.notation import format_program
+from drawloom.components.pipeline.program.timing import Costs, compute_timing
+from drawloom.components.pipeline.program.validity import find_violations
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.program import Program, flat
@@ -178,7 +178,7 @@ def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: 
             )
     settings = {"stages_per_rank": 1, "trials": 20, "microbatches": microbatches}
     program, ours = model.auto(ranks, limit, recompute=AGAIN, **settings)
-    assert violations(program) == []
+    assert find_violations(program) == []
     assert ours <= best * (1 + 1e-9) < math.inf
     assert best < plain  # there is something to choose
 
@@ -229,15 +229,15 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
         slices = [0.5] * (2 * ranks - 1) + [last - 0.5]
         made = Auto(comm=latency, slices=slices, memory=limit, microbatches=microbatches)
         program = made.program(ranks, microbatches)
-        assert violations(program) == []
+        assert find_violations(program) == []
         stages = program.stages // ranks
         assert max(simulate(program, Costs()).peak_live_weights) <= limit * stages
-        ours = time(program, _costs(program, last, latency)).makespan
+        ours = compute_timing(program, _costs(program, last, latency)).makespan
         for other in (
             schedule.program(ranks, microbatches) for number in (1, 2) for schedule in list_published(number)
         ):
             if max(simulate(other, Costs()).peak_live_weights) <= limit * other.stages // ranks:
-                assert ours <= time(other, _costs(other, last, latency)).makespan + 1e-9
+                assert ours <= compute_timing(other, _costs(other, last, latency)).makespan + 1e-9
 
 
 def test_a_costly_last_stage_and_slow_messages_are_made_up_for() -> None:
@@ -249,8 +249,8 @@ def test_a_costly_last_stage_and_slow_messages_are_made_up_for() -> None:
         for schedule in others
         if max(simulate(schedule, Costs()).peak_live_weights) <= 8 * schedule.stages // 8
     ]
-    best = min(time(schedule, _costs(schedule, 1.3, 0.25)).makespan for schedule in fitting)
-    assert time(ours, _costs(ours, 1.3, 0.25)).makespan < 0.98 * best
+    best = min(compute_timing(schedule, _costs(schedule, 1.3, 0.25)).makespan for schedule in fitting)
+    assert compute_timing(ours, _costs(ours, 1.3, 0.25)).makespan < 0.98 * best
 
 
 def test_every_process_finds_the_same() -> None:
@@ -258,11 +258,11 @@ def test_every_process_finds_the_same() -> None:
     settings = "Auto(comm=0.3, memory=30.0, slices=[1.0] * 23 + [4.0])"
     path = "drawloom.components.pipeline"
     script = (
-        f"from {path}.schedules.auto import Auto; from {path}.program.notation import write_program;"
-        f"made = {settings}; print(write_program(made.program(4, 8)), made.layers_by_stage(4, 24), end='')"
+        f"from {path}.schedules.auto import Auto; from {path}.program.notation import format_program;"
+        f"made = {settings}; print(format_program(made.program(4, 8)), made.layers_by_stage(4, 24), end='')"
     )
     made = Auto(comm=0.3, memory=30.0, slices=[1.0] * 23 + [4.0])
-    ours = f"{write_program(made.program(4, 8))} {made.layers_by_stage(4, 24)}"
+    ours = f"{format_program(made.program(4, 8))} {made.layers_by_stage(4, 24)}"
     for seed in ("1", "2"):
         surroundings = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
         done = subprocess.run([sys.executable, "-c", script], env=surroundings, capture_output=True, check=True)
@@ -275,7 +275,7 @@ def test_stages_stay_where_they_are_for_other_numbers_of_microbatches() -> None:
     sizes = made.layers_by_stage(4, 12)
     for microbatches in (1, 3, 8, 20):
         program = made.program(4, microbatches)
-        assert program.stage_to_rank == made.stage_to_rank(4) and violations(program) == []
+        assert program.stage_to_rank == made.stage_to_rank(4) and find_violations(program) == []
         assert made.layers_by_stage(4, 12) == sizes
 
 

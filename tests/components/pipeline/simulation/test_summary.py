@@ -11,7 +11,7 @@ from support.schedules import schedule
 def summary(name: str, ranks: int = 4, microbatches: int = 8) -> Summary:
     """Return a schedule, simulated."""
     program = schedule(name).program(ranks, microbatches)
-    return Summary(name, simulate(program, Costs().divide(program.stages // ranks)))
+    return Summary(name, simulate(program, Costs().divide_by_stages(program.stages // ranks)))
 
 
 def test_json_has_the_figures_of_the_simulation() -> None:
