@@ -20,7 +20,7 @@ from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.pipeline.program.timing import DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, format_count
+from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, format_comparison, format_count
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.planning.cost_sources import CostSource, Traced, Units
@@ -138,7 +138,7 @@ class ScheduleResult(ScheduleData, Result):
             return format_program_csv(summary.simulation.program).removesuffix("\r\n")
         width = shutil.get_terminal_size((120, 0)).columns
         picture = draw_text(summary.simulation, width, summary.measured).removesuffix("\n")
-        return f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n\n{picture}"
+        return f"{summary.title}\n{summary.caption}\n\n{summary.format_peaks_by_rank()}\n\n{picture}"
 
 
 @output_class
@@ -259,7 +259,10 @@ def _compare_schedules(options: argparse.Namespace, project: Project) -> Compari
     microbatches = options.microbatches or [require_microbatches(pipeline.microbatches if pipeline else None)]
     sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
     tables = {size: list(_simulate_all(options, project, names, source, size)) for size in sizes}
-    titled = [f"{size}\n{compare(rows)}" if len(tables) > 1 else compare(rows) for size, rows in tables.items()]
+    titled = [
+        f"{size}\n{format_comparison(rows)}" if len(tables) > 1 else format_comparison(rows)
+        for size, rows in tables.items()
+    ]
     schedules = [ScheduleData(**_schedule_fields(summary)) for summaries in tables.values() for summary in summaries]
     return ComparisonResult(schedules, "\n\n".join([*titled, LEGEND]))
 

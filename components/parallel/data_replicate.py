@@ -78,9 +78,9 @@ class ReplicatedModule:
     def reshard(self) -> None:
         """Do nothing: all parameters stay on this rank."""
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_next(self, is_last_in_step: bool) -> None:
         """Start to send gradients block by block, as soon as the next backward pass has computed them."""
-        if not final:
+        if not is_last_in_step:
             raise ValueError("DDP replicas reduce gradients only after the last microbatch; call with final=True")
         self._reduces, self._unsent = True, dict.fromkeys(self._trained)
 

@@ -192,14 +192,14 @@ class ShardedModule:
                 group.wait_for_unshard()
             unit.reshard()
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_next(self, is_last_in_step: bool) -> None:
         """
         Reduce gradients block by block, as soon as the next backward pass has computed them.
 
-        The reduced gradients are added to the slices' gradients. Unless they are `final`, they are not summed over
-        replicas, and the stage's gathered parameters stay.
+        The reduced gradients are added to the slices' gradients. Before the step's last reduction (`is_last_in_step`),
+        they are not summed over replicas, and the stage's gathered parameters stay.
         """
-        self._set_reduction(True, final)
+        self._set_reduction(True, is_last_in_step)
 
     def end_reduction(self) -> None:
         """Accumulate gradients on this rank again, in case another pass follows in the step."""

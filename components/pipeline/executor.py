@@ -122,15 +122,15 @@ class ProgramExecutor:
         self.stages.cast_weights()
         inputs = self._add_step_sums(self._prepare_inputs_with_references(state["batches"]))
         if self._cuda_graphs is not None:
-            inputs = self._cuda_graphs.unify_rows(inputs)
+            inputs = self._cuda_graphs.unify_whole_rows_flags(inputs)
         runner = self._create_runner(inputs, state, training.stages, training.split)
         runner.streams = self._streams
         if self._cuda_graphs is None:
             runner.run(training.actions)
         else:
-            self._cuda_graphs.begin(training.actions)
+            self._cuda_graphs.begin_step(training.actions)
             runner.run(training.actions)
-            self._cuda_graphs.end()
+            self._cuda_graphs.end_step()
         self.stages.hand_over_gradients()
         self._fill_missing_losses(state)
 
@@ -184,7 +184,9 @@ class ProgramExecutor:
         `each_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or `finish` result.
         """
         self.stages.cast_weights(only_if_changed=True)
-        moved = [(self._uploads.start(tokens), self._uploads.start(shared)) for tokens, shared in microbatches]
+        moved = [
+            (self._uploads.start_upload(tokens), self._uploads.start_upload(shared)) for tokens, shared in microbatches
+        ]
         inputs = [MicrobatchInputs(tokens, shared, finish=finish) for tokens, shared in moved]
         self._infer_microbatches(inputs, each_output)
 
@@ -242,7 +244,7 @@ class ProgramExecutor:
         new = (
             partial(StageRunner, objective=self.objective, offloads=self._offloads)
             if self._cuda_graphs is None
-            else self._cuda_graphs.runner
+            else self._cuda_graphs.create_runner
         )
         stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in local}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
@@ -251,7 +253,7 @@ class ProgramExecutor:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
         group = self.mesh.context_group
         if group.size == 1:
-            moved: Batch = self._uploads.start(batch)
+            moved: Batch = self._uploads.start_upload(batch)
             inputs, shared = self.objective.inputs(moved)
             if batch.has_whole_rows():
                 shared = attrs.evolve(shared, whole_rows=True)
@@ -259,9 +261,9 @@ class ProgramExecutor:
         length = batch.length
         if length not in self._parts:  # cached: a copy to a GPU would wait
             part = ContextPart.of(length, group)
-            self._parts[length] = part, self._uploads.start(part)
+            self._parts[length] = part, self._uploads.start_upload(part)
         host_part, device_part = self._parts[length]
-        moved = self._uploads.start(host_part.cut(batch))
+        moved = self._uploads.start_upload(host_part.cut(batch))
         inputs, shared = self.objective.inputs(moved)
         return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
 
@@ -269,7 +271,7 @@ class ProgramExecutor:
     def _cuda_graphs(self) -> Captures | None:
         """Return CUDA graphs if a stage captures its passes."""
         captured = any(stage.capture for stage in self.stages.local)
-        return Captures.on(self.device.device, self.objective) if captured else None
+        return Captures.create_on_gpu(self.device.device, self.objective) if captured else None
 
     @cached_property
     def _offloads(self) -> Offloads | None:
@@ -283,7 +285,7 @@ class ProgramExecutor:
         """Return a CUDA stream per stage if `streams` is set, and the device is a GPU."""
         if not self.streams or self.device.device.type != "cuda":
             return None
-        return StageStreams.of(self.stages.local, partial(torch.cuda.Stream, self.device.device))
+        return StageStreams.create(self.stages.local, partial(torch.cuda.Stream, self.device.device))
 
     @cached_property
     def _uploads(self) -> Uploads:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextPart
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, start_stage_graph
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
 from drawloom.components.ports.distributed import Group
@@ -133,13 +133,15 @@ class StageMeter:
             for handle in self._label_modules(recorder, stage):
                 hooks.callback(handle.remove)
             with recorder.label("hidden states"):
-                inputs = first_inputs if stage.index == 0 else as_input(transform(_allocate_like, self._hidden))
+                inputs = (
+                    first_inputs if stage.index == 0 else start_stage_graph(transform(_allocate_like, self._hidden))
+                )
             recorder.begin()
             with recorder.label("head and loss" if stage.span.head else "hidden states"):
                 outputs = runner.forward(0, inputs, context, batch)
             if stage.index == 0 and not runner.last:
                 self._hidden = on_meta(outputs)
-            shapes = [on_meta(leaf) for leaf in floating(outputs)]
+            shapes = [on_meta(leaf) for leaf in list_floating_leaves(outputs)]
             del inputs, outputs
             passes["F"] = recorder.end()
             for op, run in self._backward_calls(runner, split):

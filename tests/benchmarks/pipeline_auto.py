@@ -23,7 +23,7 @@ import numpy as np
 from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.program.timing import compute_timing as time_program
-from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
+from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published_schedules
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
 
@@ -101,7 +101,7 @@ class Cell:
 
     def best_published(self, names: set[str] | None = None) -> tuple[float, str]:
         """Return the makespan and name of the shortest published program that fits, or infinity."""
-        schedules = [schedule for stages in (1, 2) for schedule in list_published(stages)]
+        schedules = [schedule for stages in (1, 2) for schedule in list_published_schedules(stages)]
         programs = [
             (type(schedule).__name__, schedule.program(self.ranks, self.microbatches)) for schedule in schedules
         ]

@@ -7,7 +7,7 @@ import pytest
 
 from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.pipeline.simulation.contention import Channels, run_events
+from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
 from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
 from support.schedules import schedule
 
@@ -92,7 +92,7 @@ def test_receives_are_posted_in_time(name: str, settings: dict[str, Any], one_st
     program = schedule(name, **settings).program(8, 32)
     lines = [lower_to_rank_program(program, rank) for rank in range(8)]
     ends = {
-        channels: max(event.end for event in run_events(lines, LATE, channels).values())
+        channels: max(event.end for event in simulate_events(lines, LATE, channels).values())
         for channels in get_args(Channels)
     }
     assert ends["direction"] == ends["free"] == simulate(program, LATE).makespan

@@ -12,7 +12,7 @@ from drawloom.components.pipeline.program.builders import build_forward_only_pro
 from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.program.validity import find_violations
-from drawloom.components.pipeline.simulation.contention import Channels, run_events
+from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Program, RankProgram
@@ -130,7 +130,9 @@ def test_sends_follow_producers_and_receives_precede_consumers(program: Program)
 def test_contention_does_not_deadlock(program: Program, channels: Channels, message: float) -> None:
     """Programs finish with any sharing of channels, no earlier than without contention."""
     costs = Costs(comm=message)
-    events = run_events([lower_to_rank_program(program, rank, costs) for rank in range(program.ranks)], costs, channels)
+    events = simulate_events(
+        [lower_to_rank_program(program, rank, costs) for rank in range(program.ranks)], costs, channels
+    )
     free = simulate(program, costs).makespan
     assert max(event.end for event in events.values()) >= free - 1e-9
 

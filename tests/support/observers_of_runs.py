@@ -151,7 +151,7 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
-        objects["stages"].local[0].shards.reduce_next(final=True)
+        objects["stages"].local[0].shards.reduce_next(is_last_in_step=True)
         objects["stages"].hand_over_gradients()
     return group.summed
 

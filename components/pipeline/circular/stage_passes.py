@@ -48,7 +48,7 @@ class StagePasses:
         runner = self.stages[stage]
         self._done[stage] -= 1
         if (shards := runner.stage.shards) is not None and (shards.by_microbatch or not self._done[stage]):
-            runner.reduce_next(final=not self._done[stage])
+            runner.reduce_next(is_last_in_step=not self._done[stage])
         grads = runner.backward(microbatch, None if runner.last else [grad])
         return grads[0] if grads else None
 

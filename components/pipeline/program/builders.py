@@ -106,7 +106,7 @@ class RowSchedule(ABC):
         """Return the stages' ranks."""
 
     @abstractmethod
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         """Return one rank's op codes, in order."""
 
     def program(self, ranks: int, microbatches: int) -> Program:
@@ -115,7 +115,7 @@ class RowSchedule(ABC):
 
     def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return the program with only the `wanted` ranks' actions."""
-        rows = [self.row(rank, ranks, microbatches) if rank in wanted else [] for rank in range(ranks)]
+        rows = [self.build_row(rank, ranks, microbatches) if rank in wanted else [] for rank in range(ranks)]
         return build_program(rows, self.stage_to_rank(ranks), microbatches, newest_first=self.newest_first)
 
 

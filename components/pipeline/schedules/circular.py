@@ -54,5 +54,5 @@ class Circular(RowSchedule):
             )
         return inside
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         return build_breadth_first_row(self.stages_per_rank, microbatches)

@@ -20,5 +20,5 @@ class GPipe(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         return [F0] * microbatches + [B0] * microbatches

@@ -25,5 +25,5 @@ class Interleaved1F1B(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         return build_interleaved_row(rank, ranks, self.stages_per_rank, microbatches, backward_code, lead=2)

@@ -26,5 +26,5 @@ class LoopedBreadthFirst(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         return build_breadth_first_row(self.stages_per_rank, microbatches)

@@ -20,7 +20,7 @@ class OneFOneB(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         lead = 2 if self.hide_latency else 1
         warmup = min(lead * (ranks - 1 - rank), microbatches)
         return [F0] * warmup + [F0, B0] * (microbatches - warmup) + [B0] * warmup

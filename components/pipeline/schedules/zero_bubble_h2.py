@@ -23,5 +23,5 @@ class ZeroBubbleH2(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         return build_interleaved_row(rank, ranks, 1, microbatches, backward_input_code, lead=2, lag=2 * rank)

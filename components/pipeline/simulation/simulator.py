@@ -8,7 +8,13 @@ from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.lowering import Sharding, find_consumer_ranks, insert_messages
 from drawloom.components.pipeline.program.timing import Costs, compute_timing
-from drawloom.components.pipeline.simulation.contention import SHARD_OPS, Channels, Events, event_key, run_events
+from drawloom.components.pipeline.simulation.contention import (
+    SHARD_OPS,
+    Channels,
+    Events,
+    get_event_key,
+    simulate_events,
+)
 from drawloom.components.ports.program import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -70,9 +76,12 @@ class Simulation:
     @property
     def span(self) -> float:
         """Return the longest time from a rank's first start to its last end: a step's time if steps overlap."""
-        return max((end - start for start, end in map(self._find_edges, range(self.program.ranks))), default=0.0)
+        return max(
+            (end - start for start, end in map(self._find_first_start_and_last_end, range(self.program.ranks))),
+            default=0.0,
+        )
 
-    def _find_edges(self, rank: int) -> tuple[float, float]:
+    def _find_first_start_and_last_end(self, rank: int) -> tuple[float, float]:
         """Return a rank's first start and last end, including actions on shards."""
         rows, shards = self.program.rows(rank), self.shard_bars[rank] if self.shard_bars else ()
         starts = [*self.start[rows].tolist(), *(bar.start for bar in shards)]
@@ -87,26 +96,26 @@ class Simulation:
     @property
     def peak_activations(self) -> list[int]:
         """Return by rank the peak number of activations (one per stage and microbatch), kept from F until B or I."""
-        return self._count_peaks(FORWARD, BACKWARD, BACKWARD_INPUT)
+        return self._count_peak_open_ops(FORWARD, BACKWARD, BACKWARD_INPUT)
 
     @property
     def peak_live_weights(self) -> list[int]:
         """Return by rank the peak number of stages' microbatches between F and their weight gradients (B or W)."""
-        return self._count_peaks(FORWARD, BACKWARD, BACKWARD_WEIGHT)
+        return self._count_peak_open_ops(FORWARD, BACKWARD, BACKWARD_WEIGHT)
 
     @property
     def peak_pending_weight_grads(self) -> list[int]:
         """Return the peak of pending weight gradients, by rank."""
-        return self._count_peaks(BACKWARD_INPUT, BACKWARD_WEIGHT)
+        return self._count_peak_open_ops(BACKWARD_INPUT, BACKWARD_WEIGHT)
 
     @property
     def peak_boundary(self) -> list[int]:
         """Return the peak of tensors in P2P buffers by rank: in flight, or received and not consumed yet."""
         rank_programs = _lower_all_ranks(self.program, self.costs, self.sharding)
-        events = run_events(rank_programs, self.costs, self.channels)
-        return [_count_peak_boundary(rank_program, events) for rank_program in rank_programs]
+        events = simulate_events(rank_programs, self.costs, self.channels)
+        return [_count_peak_p2p_tensors(rank_program, events) for rank_program in rank_programs]
 
-    def _count_peaks(self, opening: int, *closing: int) -> list[int]:
+    def _count_peak_open_ops(self, opening: int, *closing: int) -> list[int]:
         """Return by rank the peak number of `opening` ops not followed yet by one of the `closing` ops."""
         if not np.isin(self.program.op, closing).any():
             return [0] * self.program.ranks  # forward passes alone keep no activations
@@ -134,8 +143,8 @@ def simulate(
         timing = compute_timing(program, costs)
         return Simulation(program, costs, channels, timing.start, timing.end)
     rank_programs = _lower_all_ranks(program, costs, sharding)
-    events = run_events(rank_programs, costs, channels)
-    rows = [events[event_key(program.action(row))] for row in range(len(program.stage))]
+    events = simulate_events(rank_programs, costs, channels)
+    rows = [events[get_event_key(program.action(row))] for row in range(len(program.stage))]
     start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
     shard_bars = [_collect_shard_bars(line, events) for line in rank_programs] if sharding else ()
     return Simulation(program, costs, channels, start, end, sharding=sharding, shard_bars=shard_bars)
@@ -154,11 +163,11 @@ def _lower_all_ranks(program: Program, costs: Costs, sharding: Sharding | None) 
 
 def _collect_shard_bars(line: RankProgram, events: Events) -> list[Bar]:
     """Return bars for a rank's actions on shards: gathering parameters and reducing gradients."""
-    timed = [(action, events[event_key(action)]) for action in flat(line) if action.op in SHARD_OPS]
+    timed = [(action, events[get_event_key(action)]) for action in flat(line) if action.op in SHARD_OPS]
     return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
 
 
-def _count_peak_boundary(rank_program: RankProgram, events: Events) -> int:
+def _count_peak_p2p_tensors(rank_program: RankProgram, events: Events) -> int:
     """Return the peak number of tensors in one rank's P2P buffers."""
     peak, now = 0, 0.0
     sent: list[float] = []
@@ -167,11 +176,11 @@ def _count_peak_boundary(rank_program: RankProgram, events: Events) -> int:
         key = action.stage, action.op.endswith("F"), action.microbatch
         if action.op in OPS:
             received.discard(key)
-            now = events[event_key(action)].end
+            now = events[get_event_key(action)].end
         # A sent tensor stays alive until its transfer ends.
         sent = [end for end in sent if end > now]
         if action.op.startswith("SEND"):
-            sent.append(events[event_key(action)].end)
+            sent.append(events[get_event_key(action)].end)
         elif action.op.startswith("RECV_"):
             received.add(key)
         peak = max(peak, len(sent) + len(received))

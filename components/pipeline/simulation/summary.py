@@ -79,19 +79,19 @@ class Summary:
             ],
         }
 
-    def by_rank(self) -> str:
+    def format_peaks_by_rank(self) -> str:
         """Return a table with every rank's peak counts: activations, live and pending weights, messages."""
         run = self.simulation
         columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_boundary)
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
-        return table([("peak", "live", "until weights", "weights pending", "messages"), *rows])
+        return format_table([("peak", "live", "until weights", "weights pending", "messages"), *rows])
 
 
-def compare(summaries: Sequence[Summary]) -> str:
+def format_comparison(summaries: Sequence[Summary]) -> str:
     """Return a table of schedules with equal sizes, sorted by makespan, then by memory."""
     head = ["schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches"]
     head += ["messages", *(["GB"] if any(summary.memory for summary in summaries) else [])]
-    return table([head, *(_format_row(summary) for summary in sorted(summaries, key=_get_sort_key))])
+    return format_table([head, *(_format_row(summary) for summary in sorted(summaries, key=_get_sort_key))])
 
 
 LEGEND = """\
@@ -130,7 +130,7 @@ def _format_row(summary: Summary) -> tuple[str, ...]:
     )
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as text, with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]

@@ -72,7 +72,7 @@ class _Labels:
             self.stages_per_rank, "; stage before, microbatch behind"
         )
 
-    def of(self, action: Action) -> str:
+    def get_label(self, action: Action) -> str:
         """Return an action's label."""
         if self.stages_per_rank > 2 and not self.brief:
             return str(action)
@@ -85,7 +85,7 @@ def _draw_row(simulation: Simulation, rank: int, labels: _Labels, scale: float) 
     row, blank = "", "·" if labels.brief else " "
     for bar in simulation.bars(rank):
         row = row.ljust(round(bar.start * scale), blank)
-        length, label = round(bar.end * scale) - len(row), labels.of(bar.action)
+        length, label = round(bar.end * scale) - len(row), labels.get_label(bar.action)
         if labels.brief:
             row += label * length
         elif length:

@@ -122,7 +122,7 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
             sums[sync] = []
             for microbatch in range(3):
                 if sync or microbatch == 2:
-                    shards.reduce_next(final=microbatch == 2)
+                    shards.reduce_next(is_last_in_step=microbatch == 2)
                 context = TokenContext(tokens, torch.zeros_like(tokens))
                 stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
                 shards.end_reduction()
@@ -158,7 +158,7 @@ def _check_reduction_with_head() -> dict[str, list[bool]]:
         shards.blocks[-1][0].register_forward_hook(lambda _block, _inputs, hidden: hidden.register_hook(look) and None)
         tokens = torch.arange(6).view(1, 6)
         stages.cast_weights()
-        shards.reduce_next(final=True)
+        shards.reduce_next(is_last_in_step=True)
         context = TokenContext(tokens, torch.zeros_like(tokens))
         stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
         return is_reduced
@@ -195,7 +195,7 @@ def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
         tokens, context = stages.loss.inputs(batch)
         runner.forward(0, tokens, context, batch)
         runner.backward_input(0, None)
-        runner.reduce_next(final=True)
+        runner.reduce_next(is_last_in_step=True)
         runner.backward_weight(0)
         return reductions
 

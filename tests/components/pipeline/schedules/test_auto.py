@@ -15,7 +15,7 @@ from drawloom.components.pipeline.program.list_scheduling import compute_peak_ac
 from drawloom.components.pipeline.program.notation import format_program
 from drawloom.components.pipeline.program.timing import Costs, compute_timing
 from drawloom.components.pipeline.program.validity import find_violations
-from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
+from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published_schedules
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.program import Program, flat
 from drawloom.components.ports.stages import Recompute
@@ -85,7 +85,9 @@ def test_no_partition_of_any_published_schedule_that_fits_is_faster(seed: int) -
         )
 
     best = math.inf
-    for program in (schedule.program(ranks, microbatches) for count in (1, 2) for schedule in list_published(count)):
+    for program in (
+        schedule.program(ranks, microbatches) for count in (1, 2) for schedule in list_published_schedules(count)
+    ):
         for cuts in combinations(range(1, layers), program.stages - 1):
             sizes = [last - first for first, last in pairwise((0, *cuts, layers))]
             best = min(best, makespan_if_it_fits(program, sizes))
@@ -165,7 +167,7 @@ def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: 
     limit = sum(activations) * chance.choice([0.5, 0.6, 0.7])
     policies: list[Recompute] = ["none", "selective", "blocks", 2, 3, 4]
     best = plain = math.inf
-    for program in (schedule.program(ranks, microbatches) for schedule in list_published(1)):
+    for program in (schedule.program(ranks, microbatches) for schedule in list_published_schedules(1)):
         for cut in range(1, layers):
             sizes = [cut, layers - cut]
             plain = min(plain, model.makespan_if_it_fits(program, sizes, ["none"] * ranks, limit))
@@ -209,7 +211,7 @@ def test_the_stage_with_a_head_has_fewer_layers() -> None:
     assert sizes[-1] == min(sizes) < 3
     lengths = [_sum_per_stage(slices, layers) for layers in (sizes, (3, 3, 3, 3))]
     ours, other = ([[f, 2 * f, f, f] for f in stages] for stages in lengths)
-    best = min(_makespan(schedule.program(4, 16), other, 0.0) for schedule in list_published(1))
+    best = min(_makespan(schedule.program(4, 16), other, 0.0) for schedule in list_published_schedules(1))
     assert _makespan(made.program(4, 16), ours, 0.0) < 0.9 * best
 
 
@@ -234,7 +236,7 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
         assert max(simulate(program, Costs()).peak_live_weights) <= limit * stages
         ours = compute_timing(program, _costs(program, last, latency)).makespan
         for other in (
-            schedule.program(ranks, microbatches) for number in (1, 2) for schedule in list_published(number)
+            schedule.program(ranks, microbatches) for number in (1, 2) for schedule in list_published_schedules(number)
         ):
             if max(simulate(other, Costs()).peak_live_weights) <= limit * other.stages // ranks:
                 assert ours <= compute_timing(other, _costs(other, last, latency)).makespan + 1e-9
@@ -243,7 +245,7 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
 def test_a_costly_last_stage_and_slow_messages_are_made_up_for() -> None:
     """With 1.3 times the cost in the last share and a latency of 0.25, it is 2 % faster than every published one."""
     ours = Auto(comm=0.25, slices=[0.5] * 15 + [0.8], microbatches=32).program(8, 32)
-    others = [schedule.program(8, 32) for number in (1, 2) for schedule in list_published(number)]
+    others = [schedule.program(8, 32) for number in (1, 2) for schedule in list_published_schedules(number)]
     fitting = [
         schedule
         for schedule in others
