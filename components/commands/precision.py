@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, positive_number, writing
 from drawloom.components.commands._recipes import add_overlays, only
-from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.parallel.float8_layers import find_linear_layers
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import LinearLayer
 from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
@@ -137,7 +137,7 @@ def _measure_effects(recipe: Recipe, steps: int) -> Evidence:
         layers = {
             name: layer
             for stage in stages.local
-            for name, layer in linear_layers(stage.module).items()
+            for name, layer in find_linear_layers(stage.module).items()
             if layer.uses_float8
         }
         if not layers:

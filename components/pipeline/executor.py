@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.context import ContextPart
-from drawloom.components.parallel.pipeline import constraint_problems
+from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import (
     build_program_for_lowering,
@@ -92,7 +92,7 @@ class ProgramExecutor:
         if not (mesh and schedule and stages and loss):
             return
         if model := stages.neighbour("model"):
-            yield from constraint_problems(schedule, mesh, model)
+            yield from find_layer_conflicts(schedule, mesh, model)
             yield from check_whole_rows(mesh, model, loss)
         if node.settings["streams"]:
             yield from check_streams(node, stages)
@@ -260,10 +260,10 @@ class ProgramExecutor:
             return MicrobatchInputs(inputs, shared, moved)
         length = batch.length
         if length not in self._parts:  # cached: a copy to a GPU would wait
-            part = ContextPart.of(length, group)
+            part = ContextPart.for_rank(length, group)
             self._parts[length] = part, self._uploads.start_upload(part)
         host_part, device_part = self._parts[length]
-        moved = self._uploads.start_upload(host_part.cut(batch))
+        moved = self._uploads.start_upload(host_part.select_own_tokens(batch))
         inputs, shared = self.objective.inputs(moved)
         return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
 

@@ -25,7 +25,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import HasCostKey
 from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.stages import Recompute, Stage
-from drawloom.components.stages.activation_specs import on_meta
+from drawloom.components.stages.activation_specs import copy_tree_to_meta
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import leaves, transform
 from drawloom.graph import UserError
@@ -140,8 +140,8 @@ class StageMeter:
             with recorder.label("head and loss" if stage.span.head else "hidden states"):
                 outputs = runner.forward(0, inputs, context, batch)
             if stage.index == 0 and not runner.last:
-                self._hidden = on_meta(outputs)
-            shapes = [on_meta(leaf) for leaf in list_floating_leaves(outputs)]
+                self._hidden = copy_tree_to_meta(outputs)
+            shapes = [copy_tree_to_meta(leaf) for leaf in list_floating_leaves(outputs)]
             del inputs, outputs
             passes["F"] = recorder.end()
             for op, run in self._backward_calls(runner, split):
@@ -179,7 +179,7 @@ class StageMeter:
                 batch = self.loss.with_reference(batch, batch.weights)
             part: Any = None
             if self.context.size > 1:
-                part = on_meta(ContextPart.of(self.length, self.context))
+                part = copy_tree_to_meta(ContextPart.for_rank(self.length, self.context))
                 batch = part.cut(batch)
             inputs, context = self.loss.inputs(batch)
             self._inputs = inputs, attrs.evolve(context, part=part), batch

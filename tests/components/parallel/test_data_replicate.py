@@ -71,7 +71,7 @@ def test_the_sum_of_equal_replicas_is_twice_the_gradient(bucket_bytes: int) -> N
         expected = torch.zeros(3) if name == "unused" else 2 * other.grad  # type: ignore[operator]
         torch.testing.assert_close(parameter.grad, expected)
     assert sum(size for size, _ in group.calls) == sum(parameter.numel() for parameter in module.parameters())
-    assert store.summed == {name for name, _ in module.named_parameters()}
+    assert store.parameters_summed_in_backward == {name for name, _ in module.named_parameters()}
 
 
 def test_blocks_are_sent_while_others_are_computed() -> None:
@@ -104,7 +104,7 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
         ["layers.1.weight", "layers.2.weight"],
         ["layers.0.weight", "layers.1.weight", "layers.2.weight"],
     ]
-    shards.finish()
+    shards.finish_sums()
     assert [size for size, _ in group.calls[3:]] == [3, 4, 2]
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.parallel.sliced_store import GatheredBytes, SlicedStore, largest_unit
+from drawloom.components.parallel.sliced_store import GatheredBytes, SlicedStore, count_largest_reduction_unit
 
 
 def _module() -> nn.ModuleDict:
@@ -32,5 +32,5 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
 def test_the_largest_unit_is_reduced_by_itself() -> None:
     """The largest unit is a block, or the parameters outside all blocks."""
     module = _module()
-    assert largest_unit(module, [module["block"]]) == 30
-    assert largest_unit(module, []) == 50
+    assert count_largest_reduction_unit(module, [module["block"]]) == 30
+    assert count_largest_reduction_unit(module, []) == 50

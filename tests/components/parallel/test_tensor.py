@@ -11,7 +11,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.layers import Embedding, Linear
-from drawloom.components.parallel.tensor import ALONE, TensorRanks, split
+from drawloom.components.parallel.tensor import ALONE, TensorRanks, split_over_ranks
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
 from support.processes import run_ranks
@@ -91,7 +91,7 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
         splits = []
         for rank in range(2):
             module = whole(model).to("meta")
-            splits.append(split(module, TensorRanks(Rank(rank, 2))))
+            splits.append(split_over_ranks(module, TensorRanks(Rank(rank, 2))))
             for name, parameter_split in splits[-1].items():
                 assert tuple(module.get_parameter(name).shape) == parameter_split.tensor_slice.size, name
     assert {name for name in sizes if name not in splits[0]} == {name for name in sizes if "norm" in name}
@@ -112,7 +112,7 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
 def test_indivisible_sizes_are_refused(layer: Any, message: str) -> None:
     """The message has the ranks, the size and the name."""
     with pytest.raises(UserError, match=f"mesh.tensor = 2 ranks {message}"):
-        split(layer, TensorRanks(Rank(0, 2)))
+        split_over_ranks(layer, TensorRanks(Rank(0, 2)))
 
 
 def test_a_bias_of_partial_sums_is_added_once() -> None:
@@ -122,7 +122,7 @@ def test_a_bias_of_partial_sums_is_added_once() -> None:
     expected, parts = layer(x), list[Tensor]()
     for rank in range(2):
         part = Linear(4, 3, cpu_kernels(), True, "rowwise")
-        [weight_split] = split(part, TensorRanks(Rank(rank, 2))).values()
+        [weight_split] = split_over_ranks(part, TensorRanks(Rank(rank, 2))).values()
         with torch.no_grad():
             part.weight.copy_(layer.weight[weight_split.tensor_slice.index()])
             part.bias.copy_(layer.bias)
