@@ -25,7 +25,7 @@ from drawloom.components.checkpoint.restore import LoadedCheckpoint, check_fit, 
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_of
 from drawloom.components.checkpoint.threads import run_now, submit
-from drawloom.components.distributed.rank_errors import RankError, run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import RankError, run_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes, SurvivingProcesses
 from drawloom.components.ports.run import (
     Cadence,
@@ -209,7 +209,7 @@ class Checkpointer:
         if not steps or max(steps) < newest:
             return 0
         state = states[max(steps)]
-        run_on_all(self._world, lambda: self._load_held(state))
+        run_on_all_ranks(self._world, lambda: self._load_held(state))
         self._memory.keep(state)  # for another loss in the next step
         self._saved = state.step if state.step == newest else 0
         log.info("restored the state after step %d from memory", state.step)
@@ -225,10 +225,10 @@ class Checkpointer:
             return
         self._finish_pending_save()  # the pending save first: two copies of the state may not fit into memory
         plan, checkpoint = self._protocol.plan, self._checkpoints / f"step-{step.index}"
-        snapshot, sizes = run_on_all(
+        snapshot, sizes = run_on_all_ranks(
             self._world,
             lambda: plan.take_snapshot(self.states, step, self.staging),
-            share=lambda snapshot: snapshot.bytes,
+            to_json=lambda snapshot: snapshot.bytes,
         )
         run = submit if self._in_background else run_now
         done = run("checkpoint", lambda: self._write(checkpoint, snapshot))
@@ -321,14 +321,14 @@ class Checkpointer:
         is corrupt.
         """
         world = self._world
-        loaded, outcomes = run_on_all(
-            world, lambda: _try_read(checkpoint, self.states, world.rank), share=_encode_outcome
+        loaded, outcomes = run_on_all_ranks(
+            world, lambda: _try_read(checkpoint, self.states, world.rank), to_json=_encode_outcome
         )
         faults = [outcome["fault"] for outcome in outcomes]
         if isinstance(loaded, LoadedCheckpoint) and not any(faults):
             verified = [outcome["verified"] for outcome in outcomes]
             rest = partial(verify_rest, checkpoint, loaded.manifest, verified, world.rank, world.size)
-            _, faults = run_on_all(world, rest, share=str)
+            _, faults = run_on_all_ranks(world, rest, to_json=str)
         return (loaded if isinstance(loaded, LoadedCheckpoint) and not any(faults) else None), faults
 
     def _load(self, loaded: LoadedCheckpoint) -> None:
@@ -336,10 +336,10 @@ class Checkpointer:
         entries_by_rank = world.gather_json(
             {name: [*parts] for name, node in self.states.items() if (parts := slices_of(node))}
         )
-        run_on_all(
+        run_on_all_ranks(
             world, lambda: check_fit(loaded, self.states, entries_by_rank, self._find_changed_nodes(loaded.checkpoint))
         )
-        run_on_all(world, lambda: load_states(loaded, self.states))
+        run_on_all_ranks(world, lambda: load_states(loaded, self.states))
         log.info("restored %s", loaded.checkpoint)
 
     def _find_changed_nodes(self, checkpoint: Path) -> set[str]:

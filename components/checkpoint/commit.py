@@ -20,7 +20,7 @@ from torch import Tensor
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest, step_of
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.regular_file import make_folder
@@ -60,8 +60,8 @@ class CommitProtocol:
         rank = self.group.rank
         try:
             run_on_rank0(self.group, lambda: begin(temp))
-            _, written = run_on_all(
-                self.group, lambda: write_rank(temp, rank, snapshot.tree, snapshot.ready()), share=lambda files: files
+            _, written = run_on_all_ranks(
+                self.group, lambda: write_rank(temp, rank, snapshot.tree, snapshot.ready()), to_json=lambda files: files
             )
             run_on_rank0(self.group, lambda: self._commit(temp, checkpoint, snapshot, written))
         except UserError:

@@ -7,7 +7,7 @@ import re
 from drawloom.components.commands._options import output_file, writing
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.commands._recipes import add_overlays
-from drawloom.components.distributed.device_model import DeviceModel, device_model
+from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.calibrate import at_hand, calibrate, local_device
 from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
 from drawloom.components.planning.nodes import Nodes
@@ -54,7 +54,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
         print_text(calibration.render("text"))
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
-    device = device_model(options.device) if options.device else at_hand()
+    device = find_device_model(options.device) if options.device else at_hand()
     if options.search:
         return _search_plans(options, recipe, device)
     if options.to is not None:

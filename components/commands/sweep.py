@@ -18,7 +18,7 @@ from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.commands._slurm import array_script
 from drawloom.components.commands._sweep_points import Point, points_of
 from drawloom.components.commands.runs import as_text
-from drawloom.components.distributed.device_model import DeviceModel, device_model
+from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, read_rows, run_state, sort_rows
@@ -120,7 +120,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     runs = _load_runs(options, project)
     folder = runs[0].folder.parent
     if options.device:
-        _check_runs_fit(runs, device_model(options.device))
+        _check_runs_fit(runs, find_device_model(options.device))
     print_text(f"{len(runs)} runs in {folder}")
     points = [SweepPoint(run.point.name, run.words, run.state, None) for run in runs]
     unfinished = [number for number, point in enumerate(points) if point.state != "finished"]

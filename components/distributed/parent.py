@@ -17,10 +17,10 @@ REPORTER = "0"  # the LOCAL_RANK of the worker that prints the message, one for 
 def watch_parent(parent: int) -> None:
     """End this process, with exit code 1, soon after its parent process is gone. A second call does nothing."""
     if not any(thread.name == NAME for thread in threading.enumerate()):
-        threading.Thread(target=_exit_after_parent, args=(parent,), name=NAME, daemon=True).start()
+        threading.Thread(target=_poll_and_exit_after_parent, args=(parent,), name=NAME, daemon=True).start()
 
 
-def _exit_after_parent(parent: int) -> None:
+def _poll_and_exit_after_parent(parent: int) -> None:
     """Poll the parent's process id, and end this process when the parent is gone."""
     while os.getppid() == parent:
         time.sleep(TICK)

@@ -24,7 +24,7 @@ class Survivors:
     ranks: Sequence[int]
     meeting: str
 
-    def renumber(self, rank: int) -> None:
+    def set_rank_variables(self, rank: int) -> None:
         """Set the new RANK and WORLD_SIZE in the environment, as torchrun would; LOCAL_RANK keeps its device."""
         os.environ["RANK"] = str(self.ranks.index(rank))
         os.environ["WORLD_SIZE"] = str(len(self.ranks))

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
 from drawloom.components.export.joined_adapters import PREFIX, find_joined_layers
 from drawloom.components.export.shard_writer import own_share
@@ -78,7 +78,7 @@ class AdapterExport:
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
         with with_averages(self.average):
             share = own_share(self.stages, mapper, group, workspace, only_inputs=True)
-            tensors, _ = run_on_all(group, share.tensors)
+            tensors, _ = run_on_all_ranks(group, share.tensors)
             with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
                 merged = {name: tensor for part in parts for name, tensor in part.items()}
                 run_on_rank0(group, lambda: _write_adapter(self._target, merged, config, step))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from drawloom.components.distributed.device_model import DeviceModel, products_in
+from drawloom.components.distributed.device_model import DeviceModel, get_product_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import PipelineDimension
@@ -169,7 +169,7 @@ def plan(
     do not fit.
     """
     nodes = Nodes.of(recipe)
-    mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.least_ranks)
+    mesh = PlannedMesh.from_settings(nodes.mesh_settings, ranks or nodes.least_ranks)
     with open_planner(nodes, device, mesh, schedule) as planner:
         if cache is None:
             return planner.plan()
@@ -240,7 +240,7 @@ class Planner:
             time=estimate_step_time(program, table, costs, exchanges, self._has_reference),
             tokens=tokens,
             flops=_training_flops(self._forward_flops, tokens, document_rows, frozen),
-            peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
+            peak_flops=self.device.peaks.get(get_product_key(precision.compute), math.nan),
             steps=self.nodes.steps,
         )
 
@@ -291,7 +291,7 @@ class Planner:
 
     def _build_rank_view(self, index: int, program: Program) -> "RankView":
         """Build a pipeline rank's stages on the meta device, and sum its memory by kind."""
-        mesh = self.mesh.at(index)
+        mesh = self.mesh.seen_from_pipeline_rank(index)
         replacements = {**self.objects, self.nodes.mesh: mesh}
         container = self.nodes.recipe.project.container(
             self.nodes.recipe.graph, self.nodes.stages, *self.nodes.memory_users, replacements=replacements
@@ -317,7 +317,7 @@ class Planner:
             length=self.nodes.length,
             context=self.mesh.context_group,
             gradient=self.objects[self.nodes.precision].gradient,
-            device=self.device.without_host() if stages.get("capture") else self.device,
+            device=self.device.without_host_time() if stages.get("capture") else self.device,
             links=lambda dimension: link_bandwidth(self.mesh, self.device, dimension),
             fractions=self._estimate_attention(self._describe_rows(rows)),
             cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),

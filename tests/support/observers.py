@@ -25,7 +25,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.symmetric_memory import HostMemory
 from drawloom.components.gradients import synchronize
-from drawloom.components.gradients.norm import exact_norm
+from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import format_program_csv
@@ -290,7 +290,7 @@ def divide_gradients(use: str, values: Values, _place: Path) -> Any:
     parameters.differentiate(1.0)
     reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
     step = step_of([1.0], [1.0], batches=[])
-    with mock.patch.object(synchronize, "exact_norm", side_effect=exact_norm) as exact:
+    with mock.patch.object(synchronize, "compute_exact_norm", side_effect=compute_exact_norm) as exact:
         build(use, parameters=parameters, mesh=SingleRankMesh(), reduce=reduce, **values).run_phase(step)
     return exact.call_count
 

@@ -21,7 +21,7 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
@@ -142,7 +142,7 @@ def planned_gather(use: str, values: Values, folder: Path) -> float:
     """Return the seconds for gathering weights that a plan for two H100s expects."""
     sharded = {"mesh": {"data_shard": 2}, "stages": {"reshard_after_forward": False}, "batch": {"micro_size": 8}}
     recipe = _recipe(folder, precision=dict(values), **sharded)
-    return plan(recipe, device_model("h100"), 2).time.gather
+    return plan(recipe, find_device_model("h100"), 2).time.gather
 
 
 def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
@@ -418,7 +418,7 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
         for kind in ("step_started", "saving_started", "saving_ended", "step_ended"):
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
-    with mock.patch.object(guard, "allow") as allow, node.stage_context("open", "corpus"):
+    with mock.patch.object(guard, "set_time_limit") as allow, node.stage_context("open", "corpus"):
         return [call.arguments for call in timed.calls], allow.call_args.args[0]
 
 

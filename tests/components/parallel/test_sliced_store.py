@@ -16,7 +16,7 @@ def _module() -> nn.ModuleDict:
 def test_a_rank_has_its_part_of_the_first_dimension() -> None:
     """All parts but the last have the same size; layers compute with whole parameters in the compute dtype."""
     module = _module()
-    ranks = PlannedMesh.of({"data_shard": 2}, 2).group("data_shard")
+    ranks = PlannedMesh.from_settings({"data_shard": 2}, 2).group("data_shard")
     store = SlicedStore.slice_parameters(
         [module], lambda _: [module["block"]], ranks, DtypePolicy(compute="bfloat16"), by_block=True
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.calibrate import Sizes, at_hand, calibrate, calibration_path, local_device
 from drawloom.graph import UserError
 
@@ -17,7 +17,7 @@ def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert local_device() == CPU
-    assert at_hand() == device_model("cpu")
+    assert at_hand() == find_device_model("cpu")
     path = calibrate(CPU, Sizes(256, 2**20, 64), seconds=0.05)
     assert path == calibration_path(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
     device = at_hand()
@@ -40,7 +40,7 @@ def test_an_unknown_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert at_hand() == device_model("h200")
+    assert at_hand() == find_device_model("h200")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Other 1")
     with pytest.raises(Exception, match="--calibrate"):
         at_hand()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.distributed.device_model import DeviceModel, device_model
+from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.cost_sources import PlacedSchedule, Planned, Traced, Units
@@ -19,7 +19,7 @@ from support.schedules import schedule
 
 def test_a_plan_costs_as_much_in_other_stages() -> None:
     """One stage on a rank or two: the forward passes of all stages take as long, and more live at once in GPipe."""
-    planned = Planned(RECIPE.with_values({"model": {"num_hidden_layers": 4}}), device_model("cpu"))
+    planned = Planned(RECIPE.with_values({"model": {"num_hidden_layers": 4}}), find_device_model("cpu"))
     one, two = (planned.costs(2, stages) for stages in (1, 2))
     assert isinstance(one, CostTable)
     assert isinstance(two, CostTable)
@@ -53,7 +53,9 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
     vocabulary makes the last slice, with the head, the costliest; the host is not the limit.
     """
     words = ("model.num_hidden_layers=6", "model.vocab_size=30000", "model.hidden_size=768", "vars.length=2048")
-    planned = Planned(Recipe.load("first_run", *words, "batch.micro_size=4"), device_model("h100").without_host())
+    planned = Planned(
+        Recipe.load("first_run", *words, "batch.micro_size=4"), find_device_model("h100").without_host_time()
+    )
     settings = planned.slices(2)
     slices, per_stage = np.array(settings["slices"]), np.array(settings["per_stage"])
     assert slices[-1].sum() > 2 * slices[2].sum() and settings["memory"] > 1e9
@@ -72,7 +74,7 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     choose.
     """
     recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
-    planned = Planned(recipe, device_model("h100").without_host())
+    planned = Planned(recipe, find_device_model("h100").without_host_time())
     settings = planned.slices(2)
     forward, activations = np.array(settings["slices"])[:, 0], np.array(settings["activations"])
     cases: list[tuple[tuple[Recompute, ...], list[list[int]]]] = [
@@ -94,7 +96,7 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
             assert cut.costs[stage].passes["I"].total_kept_bytes == pytest.approx(
                 plain.costs[stage].passes["I"].total_kept_bytes, rel=0.05
             )
-    other = Planned(recipe.with_values({"stages": {"recompute": "selective"}}), device_model("h100"))
+    other = Planned(recipe.with_values({"stages": {"recompute": "selective"}}), find_device_model("h100"))
     assert "recompute" not in other.slices(2)
 
 
@@ -102,7 +104,7 @@ def short_of_memory(part: float, shards: int, *words: str) -> tuple[Recipe, Devi
     """Return a recipe, a device with a part of the needed memory, and `auto`'s plan."""
     ranks = f"mesh.data_shard={shards}", "mesh.data_replicate=1", "mesh.pipeline=2"
     recipe = Recipe.load("first_run", *ranks, "model.num_hidden_layers=8", "batch.global_size=32", *words)
-    device = device_model("h100").without_host()
+    device = find_device_model("h100").without_host_time()
     most = max(plan(recipe, device, 2 * shards).peak_memory_bytes)
     small = attrs.evolve(device, memory=int(part * most))
     schedule = {"use": "pipeline.schedules.auto", "microbatches": 8, **Planned(recipe, small).slices(2)}

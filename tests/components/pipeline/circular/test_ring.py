@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.p2p_links import p2p_links, ring
+from drawloom.components.distributed.p2p_links import connect_p2p_links, list_ring_edges
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.circular.ring import (
     PendingSends,
@@ -27,7 +27,9 @@ def _open_ring() -> tuple[TorchProcesses, Ring]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     size = processes.world_size
-    return processes, Ring(processes.rank, size, p2p_links(processes, "ring", [list(range(size))], ring(size)))
+    return processes, Ring(
+        processes.rank, size, connect_p2p_links(processes, "ring", [list(range(size))], list_ring_edges(size))
+    )
 
 
 def _hand_over(used: bool) -> list[float] | None:
