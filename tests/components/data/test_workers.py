@@ -141,7 +141,7 @@ from drawloom.components.data.workers import Workers
 
 documents = TokenArrays.concatenate([np.arange(1, 100_000)], np.uint32)
 rows = Concatenated(tokens=None, job=None, length=4)
-rows._splits["train"] = PackedSplit(documents, JoinedIndexes((rows.index_of(documents.lengths, None),), (0,)))
+rows._splits["train"] = PackedSplit(documents, JoinedIndexes((rows.build_row_index(documents.lengths, None),), (0,)))
 workers = Workers(rows, "train", 3)
 next(workers.batches((list(range(20_000)) for _ in count()), 1, 30))
 print(*(member.child.process.pid for member in workers.members), flush=True)
