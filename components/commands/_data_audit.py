@@ -58,7 +58,7 @@ class _DigestCache:
 
     def digest(self, row: int, step: int) -> str:
         """Return a row's digest at a step."""
-        key = (row, self.loader.length_at(step))
+        key = (row, self.loader.max_document_length_at(step))
         if key not in self.digests:
             [self.digests[key]] = compute_row_digests(
                 self.loader.split_documents_for_step(self.rows.batch("train", [row]), step)

@@ -42,7 +42,7 @@ class Conversations(ChatCorpus):
             for part, part_weights in self._split_into_trained_conversations(messages, weights)
         ]
 
-    def nothing_trained_message(self) -> str:
+    def format_nothing_trained_error(self) -> str:
         return f"no line has a turn to train; roles has {', '.join(self.roles) or 'none'}"
 
     def _read_messages_and_weights(self, row: Mapping[str, Any]) -> tuple[list[Message], list[float]]:

@@ -37,7 +37,7 @@ class Feedback(ChatCorpus):
             raise ValueError(f"its label is {label!r}; write {FORMS}")
         return [attrs.evolve(encode_answer(self.tokenizer, row, template), label=1.0 if label else -1.0)]
 
-    def nothing_trained_message(self) -> str:
+    def format_nothing_trained_error(self) -> str:
         return f"no line has an answer; write {FORMS}"
 
     def complete_split_documents(self, documents: list[Encoded], split: Split) -> list[Encoded]:

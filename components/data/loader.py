@@ -137,10 +137,10 @@ class Loader:
 
     def split_documents_for_step(self, batch: Batch, step: int) -> Batch:
         """Cut a batch's documents to the step's maximum length."""
-        length = self.length_at(step)
+        length = self.max_document_length_at(step)
         return batch if length is None else split_long_documents(token_batch(batch, "lengths"), length)
 
-    def length_at(self, step: int) -> int | None:
+    def max_document_length_at(self, step: int) -> int | None:
         """Return the step's maximum document length; None if documents are not cut."""
         tokens = self._compute_start_position(step) * self.rows.length
         return next((stage.length for stage in self.lengths if stage.starts_before_end(step, tokens)), None)

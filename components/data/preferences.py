@@ -54,7 +54,7 @@ class Preferences(ChatCorpus):
         tools = row.get("tools")
         return _set_pair_weights([self._encode_conversation(side, shared, tools, template) for side in sides], row)
 
-    def nothing_trained_message(self) -> str:
+    def format_nothing_trained_error(self) -> str:
         return f"no line has two different answers to compare; write {FORMS}"
 
     def _encode_conversation(

@@ -253,8 +253,8 @@ class TorchProcesses:
                 monitor.store,
                 self.rank,
                 self.replicas,
-                fits=lambda count: all(limit.fits_replicas(count) for limit in self.limits.values()),
-                lost=lambda: monitor.lost_ranks,
+                is_valid_replica_count=lambda count: all(limit.fits_replicas(count) for limit in self.limits.values()),
+                get_lost_ranks=lambda: monitor.lost_ranks,
                 is_over=lambda: monitor.failure is not None or monitor.is_lost or time.monotonic() > end,
             )
         except RuntimeError:  # the store was in a lost process

@@ -29,7 +29,7 @@ class DataReplicateDimension(Dimension):
 
     name: ClassVar[str] = "data_replicate"
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         """
         If one copy of the experts spans several replicas, return the dense parameters on all but the first of these.
         """
@@ -62,7 +62,7 @@ class ReplicatedModule:
     _trained: list[nn.Parameter] = attrs.field(factory=list)
     _reduces: bool = False
 
-    def add(self, trained: Iterable[nn.Parameter], module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def register_module(self, trained: Iterable[nn.Parameter], module: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Register a module's trained parameters, whose gradients are summed block by block."""
         self._trained = list(trained)
         # The gradient of a weight with several names, shared by layers, is final only at the end of the pass.
@@ -160,7 +160,7 @@ class ReplicatedStore(ParameterStore):
             trained = ((name, param) for name, param in module.named_parameters() if param.requires_grad)
             own = {name: param for name, param in trained if stage_counts[name] == 1 and name not in excluded}
             store.modules[module] = ReplicatedModule(BucketedSums(group, precision.reduce, bucket_bytes))
-            store.modules[module].add(own.values(), module, blocks(module))
+            store.modules[module].register_module(own.values(), module, blocks(module))
             store.parameters_summed_in_backward |= own.keys()
         return store
 

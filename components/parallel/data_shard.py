@@ -63,17 +63,17 @@ class DataShardDimension(Dimension):
             frequency = "by layer" if by_block else "once a step"
             yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {frequency}"
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         """Return the unsharded parameters, such as the loss's, without experts; none on the first rank, their owner."""
         if not self.mesh.shard_group.rank:
             return frozenset()
         return parameters.trained.keys() - parameters.sharded - parameters.experts
 
 
-def gathers_by_block(setting: bool | None, pipeline: int) -> bool:
+def gathers_by_block(setting: bool | None, pipeline_ranks: int) -> bool:
     """Return whether layers are gathered when they are used, by the setting and the number of pipeline ranks."""
     # In a pipeline, each microbatch would gather each block anew; so the whole stage is gathered once a step.
-    return pipeline == 1 if setting is None else setting
+    return pipeline_ranks == 1 if setting is None else setting
 
 
 @attrs.frozen(eq=False)
@@ -234,15 +234,15 @@ class ShardedModule:
             if is_dtensor(parameter):
                 yield name, parameter
 
-    def _set_gradient_reduction(self, now: bool, final: bool = True) -> None:
-        """
-        Set whether the next backward passes reduce gradients (`now`), and also finish the step's reduction (`final`).
-        """
-        self.root.set_is_last_backward(now and final)
+    def _set_gradient_reduction(self, reduces_now: bool, is_last_in_step: bool = True) -> None:
+        """Set whether the next backward passes reduce gradients, and whether they end the step's reduction."""
+        self.root.set_is_last_backward(reduces_now and is_last_in_step)
         for unit in self.units:  # without `recurse`, which walks through all modules
-            unit.set_requires_gradient_sync(now, recurse=False)
-            unit.set_requires_all_reduce(now and final, recurse=False)
-            frees = (now and final) or (self.by_block and unit is not self.root and unit not in self.heads)
+            unit.set_requires_gradient_sync(reduces_now, recurse=False)
+            unit.set_requires_all_reduce(reduces_now and is_last_in_step, recurse=False)
+            frees = (reduces_now and is_last_in_step) or (
+                self.by_block and unit is not self.root and unit not in self.heads
+            )
             unit.set_reshard_after_backward(frees, recurse=False)
 
 

@@ -107,7 +107,7 @@ class Dimension:
     def open(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Determine which other ranks have this rank's parameters; a collective over the dimension's ranks."""
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         """Return the names of the parameters owned by another rank along this dimension."""
         return frozenset()
 

@@ -40,7 +40,7 @@ class PipelineDimension(Dimension):
         self._copies = {name: shape_by_name[name] for name in sorted(copy_counts) if copy_counts[name] > 1}
         self._on_earlier_ranks = {name for by_name in shapes[: group.rank] for name in by_name}
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         return self._on_earlier_ranks
 
     def sum_gradients(self, parameters: SharedParameters) -> None:

@@ -72,28 +72,28 @@ class TensorRanks:
             tokens = nn.functional.pad(tokens, (0, 0, 0, padding))
         return _apply_collective(tokens, self.group, _reduce_scatter, _gather)
 
-    def copy(self, tensor: Tensor) -> Tensor:
+    def copy_to_ranks(self, tensor: Tensor) -> Tensor:
         """
         Return the tensor itself (any shape), for different computations by rank; the backward pass sums gradients over
         the ranks.
         """
         return tensor if self.size == 1 else _apply_collective(tensor, self.group, _alias_tensor, _all_reduce)
 
-    def sum(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum a tensor (any shape) over the ranks, for the same computation on all ranks."""
         return partial if self.size == 1 else _apply_collective(partial, self.group, _all_reduce, _alias_tensor)
 
-    def share(self, length: int) -> range:
+    def get_share(self, length: int) -> range:
         """Return this rank's share among `length` elements."""
         return rank_shares(length, self.size)[self.group.rank]
 
-    def gather_last(self, share: Tensor, length: int) -> Tensor:
+    def gather_last_dimension(self, share: Tensor, length: int) -> Tensor:
         """Gather the last dimension's shares, (..., length), for the same computation on all ranks."""
         if self.size == 1:
             return share
         return _apply_collective(share, self.group, partial(_gather_last, length=length), _select_last_share)
 
-    def rows_of(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    def find_local_rows(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """
         Return the tokens' row numbers in this rank's share of a table (vocab_size, width), and a mask (..., 1) of its
         tokens.
@@ -103,14 +103,14 @@ class TensorRanks:
         """
         if self.size == 1:
             return tokens, None
-        share = self.share(vocab_size)
+        share = self.get_share(vocab_size)
         local = tokens - share.start
         is_local = (local >= 0) & (local < len(share))
         return local.where(is_local, 0), is_local.unsqueeze(-1)
 
-    def vocabulary_part(self, vocab_size: int) -> VocabularyPart | None:
+    def get_vocabulary_part(self, vocab_size: int) -> VocabularyPart | None:
         """Return the vocabulary part in this rank's share of the output weight; None with one rank."""
-        return None if self.size == 1 else VocabularyPart(self.share(vocab_size).start, self.group)
+        return None if self.size == 1 else VocabularyPart(self.get_share(vocab_size).start, self.group)
 
 
 ALONE = TensorRanks(SingleProcess())
@@ -176,7 +176,7 @@ class TensorDimension(Dimension):
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_over_ranks(module, TensorRanks(self.mesh.tensor_group))
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         return parameters.trained.keys() - parameters.split if self.mesh.indices.tensor else frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:

@@ -93,7 +93,7 @@ class ProgramExecutor:
             return
         if model := stages.neighbour("model"):
             yield from find_layer_conflicts(schedule, mesh, model)
-            yield from check_whole_rows(mesh, model, loss)
+            yield from check_whole_row_conflicts(mesh, model, loss)
         if node.settings["streams"]:
             yield from check_streams(node, stages)
         yield from check_reference_adapters(loss, stages)
@@ -237,8 +237,8 @@ class ProgramExecutor:
         self,
         inputs: Sequence[MicrobatchInputs],
         state: StepState,
-        local: Sequence[Stage],
-        split: Set[int] = frozenset(),
+        local_stages: Sequence[Stage],
+        split_stages: Set[int] = frozenset(),
     ) -> ProgramRunner:
         """Return a runner that writes microbatch losses into `state`."""
         new = (
@@ -246,7 +246,7 @@ class ProgramExecutor:
             if self._cuda_graphs is None
             else self._cuda_graphs.create_runner
         )
-        stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in local}
+        stages = {stage.index: new(stage, state=state, split=stage.index in split_stages) for stage in local_stages}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
     def _prepare_inputs(self, batch: Batch) -> MicrobatchInputs:
@@ -370,20 +370,20 @@ def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
         yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
 
 
-def check_embedding_and_head_ranks(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
-    """Yield a problem if schedule and executor place embedding and head differently; `everywhere`: on all ranks."""
+def check_embedding_and_head_ranks(executor: NodeView, on_all_ranks: bool) -> Iterator[Problem]:
+    """Yield a problem if schedule and executor place embedding and head differently; `on_all_ranks`: on all ranks."""
     if (schedule := executor.neighbour("schedule")) is None:
         return
     schedule_is_everywhere = embeds_on_every_rank(schedule.component)
-    if schedule_is_everywhere and not everywhere:
+    if schedule_is_everywhere and not on_all_ranks:
         text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
         yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
-    elif everywhere and not schedule_is_everywhere:
+    elif on_all_ranks and not schedule_is_everywhere:
         text = f"[{executor.name}] runs the circular pipeline's own program, not the program of [{schedule.name}]"
         yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
 
 
-def check_whole_rows(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
+def check_whole_row_conflicts(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
     """Yield a problem if model or loss needs whole rows, but ranks along `context` partition rows."""
     if PerDimension.of_settings(mesh.settings).context == 1:
         return

@@ -67,10 +67,12 @@ def test_figures_equal_other_implementations(
     """With costs of 1 for F, I and W, figures equal the programs of torch, d9d and zero-bubble."""
     program = schedule(name, **settings).program(*size)
     run = simulate(program, Costs())
-    assert (run.makespan, run.ideal, run.span) == (makespan, ideal, span)
-    assert run.bubble == pytest.approx(1 - ideal / makespan) and run.span_bubble == pytest.approx(1 - ideal / span)
+    assert (run.makespan, run.ideal_makespan, run.longest_rank_span) == (makespan, ideal, span)
+    assert run.bubble_fraction == pytest.approx(1 - ideal / makespan) and run.span_bubble_fraction == pytest.approx(
+        1 - ideal / span
+    )
     assert (max(run.peak_activations), max(run.peak_live_weights)) == (live, weights)
-    assert late is None or simulate(program, LATE).bubble == pytest.approx(late, abs=6e-4)
+    assert late is None or simulate(program, LATE).bubble_fraction == pytest.approx(late, abs=6e-4)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_makespans_of_single_stages_follow_their_formulas() -> None:
     for p, m, run in [*simulate_sizes("gpipe"), *simulate_sizes("one_f_one_b")]:
         assert run.makespan == 3 * (m + p - 1)
     for p, m, run in simulate_sizes("zero_bubble_h2", least=2):
-        assert (run.makespan, run.span) == (3 * m + p - 1, 3 * m)
+        assert (run.makespan, run.longest_rank_span) == (3 * m + p - 1, 3 * m)
 
 
 def test_makespans_of_v_schedules_follow_their_formulas() -> None:
@@ -133,7 +135,7 @@ def test_makespans_of_v_schedules_follow_their_formulas() -> None:
     for p, m, run in simulate_sizes("v_min", least=2):
         assert p < 2 or run.makespan == 6 * m + 4 * p - 5 + (p % 3 == 0)
     for _, m, run in simulate_sizes("zero_bubble_v", least=2):
-        assert run.span == 6 * m
+        assert run.longest_rank_span == 6 * m
 
 
 def test_bubbles_of_other_costs_follow_their_formulas() -> None:

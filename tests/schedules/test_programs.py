@@ -78,7 +78,7 @@ def test_times_equal_a_fixed_point_iteration(
     costs = Costs(forward, inputs, weights, comm=message)
     run, end_times = simulate(program, costs), ends(program, costs.get_duration, message)
     for rank in range(program.ranks):
-        for bar in run.bars(rank):
+        for bar in run.iterate_bars(rank):
             action = bar.action.stage, bar.action.op, bar.action.microbatch
             assert bar.end == pytest.approx(end_times[action], rel=1e-9)
 

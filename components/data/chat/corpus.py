@@ -54,7 +54,7 @@ class ChatCorpus:
         """
 
     @abstractmethod
-    def nothing_trained_message(self) -> str:
+    def format_nothing_trained_error(self) -> str:
         """Return the error message for a corpus in which no token is trained."""
 
     def complete_split_documents(self, documents: list[Encoded], split: Split) -> list[Encoded]:
@@ -77,7 +77,7 @@ class ChatCorpus:
             self._untrained += not kept
             rows[choose_split(line.key, self.validation_fraction)] += kept
         if not any(rows.values()):
-            raise UserError(f"paths: {self.nothing_trained_message()}")
+            raise UserError(f"paths: {self.format_nothing_trained_error()}")
         self._splits = {
             split: self._join_documents(self.complete_split_documents(documents, split), split)
             for split, documents in rows.items()

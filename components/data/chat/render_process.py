@@ -71,7 +71,7 @@ def create_sandboxed_environment(date: str | None) -> Any:
     return sandbox
 
 
-def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str]) -> dict[str, str]:
+def render_request(template: Any, request: dict[str, Any], special_tokens: dict[str, str]) -> dict[str, str]:
     """Render a request. Return {"text": ...}, or {"error": ...} with the reason for a failure."""
     try:
         text = template.render(**special_tokens, **request)
@@ -94,7 +94,7 @@ def serve_rendering_requests(read: Callable[[], bytes], write: Callable[[bytes],
         answer = {"error": f"{error}"[:500]}
     write(json.dumps(answer).encode() + b"\n")
     while line := read():
-        answers = [render(template, request, opening["special_tokens"]) for request in json.loads(line)]
+        answers = [render_request(template, request, opening["special_tokens"]) for request in json.loads(line)]
         write(json.dumps(answers).encode() + b"\n")
 
 

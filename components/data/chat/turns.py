@@ -91,17 +91,24 @@ def render_turns(
 
 
 def _find_turn_span(
-    whole: str, before: str, after: str, content: tuple[int, int] | None, number: int, weight: float
+    whole_text: str,
+    text_before_turn: str,
+    text_through_turn: str,
+    content_span: tuple[int, int] | None,
+    turn_index: int,
+    weight: float,
 ) -> Span:
     """Return a turn's span, given the text rendered up to its beginning and to its end. Raises AmbiguousTurnError."""
-    if not (after.startswith(before) and whole.startswith(after)):
+    if not (text_through_turn.startswith(text_before_turn) and whole_text.startswith(text_through_turn)):
         why = "differently when other turns follow, or after a generation prompt"
-        raise AmbiguousTurnError(f"turn {number + 1}: the template renders it {why}; {REMEDY}")
-    first, last = len(before), len(after)
-    if content is not None and not first <= content[0] <= content[1] <= last:
-        raise AmbiguousTurnError(f"turn {number + 1}: its rendered content is not inside the rendered turn; {REMEDY}")
+        raise AmbiguousTurnError(f"turn {turn_index + 1}: the template renders it {why}; {REMEDY}")
+    first, last = len(text_before_turn), len(text_through_turn)
+    if content_span is not None and not first <= content_span[0] <= content_span[1] <= last:
+        raise AmbiguousTurnError(
+            f"turn {turn_index + 1}: its rendered content is not inside the rendered turn; {REMEDY}"
+        )
     # Exclude text of the template between turns, such as a line end.
-    end = max(first + len(whole[first:last].rstrip()), content[1] if content else first)
+    end = max(first + len(whole_text[first:last].rstrip()), content_span[1] if content_span else first)
     return Span(first, end, weight)
 
 
@@ -111,23 +118,23 @@ def _get_text_content(message: Message) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _replace_content(messages: Sequence[Message], number: int, nonce: str) -> list[Message]:
+def _replace_content(messages: Sequence[Message], turn_index: int, nonce: str) -> list[Message]:
     """Return the messages, with a nonce as the content in one."""
-    return [*messages[:number], {**messages[number], "content": nonce}, *messages[number + 1 :]]
+    return [*messages[:turn_index], {**messages[turn_index], "content": nonce}, *messages[turn_index + 1 :]]
 
 
 def _find_content_span(
-    whole: str, others: Sequence[str], nonces: Sequence[str], content: str
+    whole_text: str, texts_with_nonce: Sequence[str], nonces: Sequence[str], content: str
 ) -> tuple[int, int] | None:
     """
-    Return a message's content span in `whole`, verbatim or stripped; None if it can't be located.
+    Return a message's content span in `whole_text`, verbatim or stripped; None if it can't be located.
 
-    `others`: the conversation rendered with a nonce in place of this content, once per nonce.
+    `texts_with_nonce`: the conversation rendered with a nonce in place of this content, once per nonce.
     """
-    sides = [other.split(nonce) for other, nonce in zip(others, nonces, strict=True)]
+    sides = [other.split(nonce) for other, nonce in zip(texts_with_nonce, nonces, strict=True)]
     if any(len(side) != 2 for side in sides) or sides[0] != sides[1]:
         return None
     before, after = sides[0]
-    first, last = len(before), len(whole) - len(after)
-    fits = first <= last and whole.startswith(before) and whole.endswith(after)
-    return (first, last) if fits and whole[first:last] in (content, content.strip()) else None
+    first, last = len(before), len(whole_text) - len(after)
+    fits = first <= last and whole_text.startswith(before) and whole_text.endswith(after)
+    return (first, last) if fits and whole_text[first:last] in (content, content.strip()) else None

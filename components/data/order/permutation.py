@@ -32,7 +32,7 @@ class Permutation:
     epoch: int
     count: int
 
-    def all(self) -> np.ndarray:
+    def permute_all(self) -> np.ndarray:
         """
         Return all items in permuted order: int64 (count,), or int32 for more than MAX_SORTED items if it suffices.
         """
@@ -44,7 +44,7 @@ class Permutation:
             items[start:end] = self._permute_positions(np.arange(start, end, dtype=np.uint64))
         return items
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
+    def get_items_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the items at these positions, int64 (positions,)."""
         return (
             self._items_in_order[positions]
@@ -52,7 +52,7 @@ class Permutation:
             else self._permute_positions(positions.astype(np.uint64))
         )
 
-    def keys(self, items: np.ndarray) -> np.ndarray:
+    def compute_random_keys(self, items: np.ndarray) -> np.ndarray:
         """Return distinct pseudo-random numbers for the items, uint64 (items,)."""
         keys = items.astype(np.uint64)
         keys += np.uint64(1)
@@ -71,7 +71,7 @@ class Permutation:
     def _items_in_order(self) -> np.ndarray:
         """All items in permuted order, int64 (count,); only for few items."""
         # all keys differ, so every sorting algorithm returns the same order
-        return np.argsort(self.keys(np.arange(self.count))).astype(np.int64)
+        return np.argsort(self.compute_random_keys(np.arange(self.count))).astype(np.int64)
 
     def _permute_positions(self, positions: np.ndarray) -> np.ndarray:
         """Return the items at positions x, uint64, by applying the network until every result is in range."""

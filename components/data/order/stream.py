@@ -60,15 +60,15 @@ class Segment:
         bounds = slice(first_position - int(begin.sum()), end_position - int(begin.sum()))
         return source[bounds], row[bounds]
 
-    def count_rows(self, position: int) -> dict[str, int]:
+    def count_rows_up_to(self, position: int) -> dict[str, int]:
         """Count the rows per source among the segment's first `position` rows."""
         begin, source, _ = self._list_due_rows(position, position)
         counts = begin + np.bincount(source[: position - int(begin.sum())], minlength=len(begin))
         return dict(zip(self.shares, counts.tolist(), strict=True))
 
-    def _list_due_rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _list_due_rows(self, first_position: int, end_position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """
-        Return the rows due at positions from slightly before `first` to slightly after `last`, ordered by due time.
+        List the rows due in a range, and slightly before and after it, ordered by due time.
 
         Returns the row count per source before these rows, int64 (sources,), and the rows' sources and numbers, both
         int64 (rows,).
@@ -76,8 +76,8 @@ class Segment:
         shares = np.array([*self.shares.values()], np.float64)
         # with k sources, t - k / 2 to t + k / 2 rows are due before time t
         begin, end = (
-            _count_due_rows(shares, first - len(shares) - 1.0),
-            _count_due_rows(shares, last + len(shares) + 1.0),
+            _count_due_rows(shares, first_position - len(shares) - 1.0),
+            _count_due_rows(shares, end_position + len(shares) + 1.0),
         )
         source = np.repeat(np.arange(len(shares)), end - begin)
         row = np.concatenate([np.arange(*bounds) for bounds in zip(begin.tolist(), end.tolist(), strict=True)])
@@ -115,7 +115,7 @@ class RowStream:
         """Count the rows per source before each segment."""
         self._before = [{}]
         for segment, following in pairwise(self.segments):
-            counts = segment.count_rows(following.start - segment.start)
+            counts = segment.count_rows_up_to(following.start - segment.start)
             self._before.append(_add_row_counts(self._before[-1], counts))
 
     def rows(self, positions: Sequence[int]) -> list[int]:
@@ -139,17 +139,19 @@ class RowStream:
         """Count the rows per source before a position, including sources that later segments lack."""
         number = self._find_segment_index(position)
         segment = self.segments[number]
-        return _add_row_counts(self._before[number], segment.count_rows(position - segment.start))
+        return _add_row_counts(self._before[number], segment.count_rows_up_to(position - segment.start))
 
-    def _compute_rows(self, first: int, last: int) -> np.ndarray:
+    def _compute_rows(self, first_position: int, end_position: int) -> np.ndarray:
         """
-        Return the rows at positions `first` to before `last`, int64 (last - first,); MISSING_ROW if a source is gone.
+        Compute the rows at a range's positions, int64 (positions,); MISSING_ROW if a source is gone.
         """
         parts = []
-        for number in range(self._find_segment_index(first), self._find_segment_index(last - 1) + 1):
+        for number in range(self._find_segment_index(first_position), self._find_segment_index(end_position - 1) + 1):
             segment = self.segments[number]
-            end = self.segments[number + 1].start if number + 1 < len(self.segments) else last
-            source, row = segment.locate_rows(max(first, segment.start) - segment.start, min(last, end) - segment.start)
+            end = self.segments[number + 1].start if number + 1 < len(self.segments) else end_position
+            source, row = segment.locate_rows(
+                max(first_position, segment.start) - segment.start, min(end_position, end) - segment.start
+            )
             rows = np.empty(len(row), np.int64)
             for index, name in enumerate(segment.shares):
                 is_from_source = source == index

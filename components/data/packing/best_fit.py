@@ -32,7 +32,7 @@ class BestFit(PackedRows):
         count = -(-len(lengths) // groups.BLOCK)
         # Strided blocks sample the whole corpus; documents of equal length are in random order.
         blocks = (np.arange(number, len(lengths), count) for number in range(count))
-        return groups.group_documents(lengths, blocks, self.length, partial(pack_best_fit, order=order))
+        return groups.build_rows_from_documents(lengths, blocks, self.length, partial(pack_best_fit, order=order))
 
 
 def pack_best_fit(
@@ -56,7 +56,7 @@ def _sort_by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order
     for begin in range(0, len(keys), CHUNK_ITEMS):
         part = slice(begin, begin + CHUNK_ITEMS)
         if order is not None:
-            keys[part] = order.keys(documents[part]) >> (high + low) << low
+            keys[part] = order.compute_random_keys(documents[part]) >> (high + low) << low
         keys[part] |= documents[part].astype(np.uint64)
         keys[part] |= (capacity - sizes[part]).astype(np.uint64) << (np.uint64(64) - high)
     keys.sort()

@@ -8,7 +8,7 @@ import numpy as np
 
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import (
-    group_documents,
+    build_rows_from_documents,
     group_items_by_row,
     select_trainable_documents,
     split_into_blocks,
@@ -32,7 +32,7 @@ class FirstFit(PackedRows):
 
     def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group documents by first-fit; lengths: (documents,)."""
-        return group_documents(
+        return build_rows_from_documents(
             lengths, split_into_blocks(select_trainable_documents(lengths, order)), self.length, pack_by_first_fit
         )
 

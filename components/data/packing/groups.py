@@ -70,7 +70,9 @@ class Groups:
         return np.concatenate([np.full(self._full_row_count, self.length), groups])
 
 
-def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], row_length: int, pack: Group) -> Groups:
+def build_rows_from_documents(
+    lengths: np.ndarray, blocks: Iterable[np.ndarray], row_length: int, pack: Group
+) -> Groups:
     """
     Build rows from documents; lengths: (documents,), for all documents; blocks: document numbers, every block grouped
     by itself.
@@ -112,7 +114,7 @@ def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], row_lengt
 
 def select_trainable_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:
     """Return the documents with at least two tokens, in order, int (selected,); without an order, sorted by number."""
-    documents = np.arange(len(lengths)) if order is None else order.all()
+    documents = np.arange(len(lengths)) if order is None else order.permute_all()
     return documents if (lengths >= 2).all() else documents[lengths[documents] >= 2]
 
 

@@ -3,7 +3,11 @@
 import numpy as np
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.groups import group_documents, select_trainable_documents, split_into_blocks
+from drawloom.components.data.packing.groups import (
+    build_rows_from_documents,
+    select_trainable_documents,
+    split_into_blocks,
+)
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.graph import component
@@ -15,7 +19,7 @@ class Padded(PackedRows):
 
     def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group every document alone; lengths: (documents,)."""
-        return group_documents(
+        return build_rows_from_documents(
             lengths, split_into_blocks(select_trainable_documents(lengths, order)), self.length, assign_own_rows
         )
 

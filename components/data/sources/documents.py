@@ -52,7 +52,7 @@ def select_split_parts(parts: Sequence[Part], split: Split, validation_fraction:
     In a corpus so small that a split would be empty, documents are divided instead: the last characters,
     `validation_fraction` of all, are in the validation split. With a fraction of 0 or 1, one split is empty.
     """
-    within = 0 < validation_fraction < 1 and not _has_both_splits(parts, validation_fraction)
+    within = 0 < validation_fraction < 1 and not _do_both_splits_have_text(parts, validation_fraction)
     return [SplitPart(part, split, validation_fraction, within) for part in parts]
 
 
@@ -89,12 +89,12 @@ class SplitPart:
         return text[:cut] if self.split == "train" else text[cut:]
 
 
-def _has_both_splits(parts: Iterable[Part], fraction: float) -> bool:
+def _do_both_splits_have_text(parts: Iterable[Part], validation_fraction: float) -> bool:
     """Return whether both splits have a non-empty text; in a large corpus, the first few documents suffice."""
     missing = set(get_args(Split))
     for document in (document for part in parts for document in part.documents()):
         if document.text:
-            missing.discard(choose_split(document.key, fraction))
+            missing.discard(choose_split(document.key, validation_fraction))
         if not missing:
             return True
     return False

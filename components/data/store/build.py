@@ -189,7 +189,7 @@ def _is_complete_shard(folder: Path, number: int, plan: dict[str, Any]) -> bool:
     if not ShardFiles(folder, number).path("json").is_file():
         return False
     try:
-        _open_shard(folder, number, plan).check_header()
+        _open_shard(folder, number, plan).check_file_sizes()
     except UserError:
         return False
     return True

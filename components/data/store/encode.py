@@ -45,7 +45,7 @@ def group_into_batches(documents: Iterator[Document]) -> Iterator[list[Document]
         yield batch
 
 
-def split_text(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
+def split_text_for_encoding(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
     """
     Cut a long text into pieces, so that the pieces' ids in succession are the whole text's; `encode` returns ids
     (tokens,).
@@ -83,7 +83,11 @@ def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
     """Tokenize a batch's documents. Raises UserError with the batch's first and last position."""
     try:
         if len(batch) == 1 and len(batch[0].text) > BATCH:
-            return [np.concatenate([tokenizer.encode(piece) for piece in split_text(batch[0].text, tokenizer.encode)])]
+            return [
+                np.concatenate(
+                    [tokenizer.encode(piece) for piece in split_text_for_encoding(batch[0].text, tokenizer.encode)]
+                )
+            ]
         return tokenizer.encode_batch([document.text for document in batch])
     except UserError as error:
         first, last = batch[0], batch[-1]
@@ -91,7 +95,7 @@ def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
         raise UserError(f"{where}: can't be tokenized: {error}") from error
 
 
-def copy_tokenizer_unopened(tokenizer: Tokenizer) -> Tokenizer:
+def make_unopened_copy(tokenizer: Tokenizer) -> Tokenizer:
     """
     Return an unopened copy of a tokenizer for another process, because some open tokenizers can't be pickled, or lose
     settings.

@@ -17,7 +17,7 @@ import attrs
 
 from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.encode import copy_tokenizer_unopened, write_shard
+from drawloom.components.data.store.encode import make_unopened_copy, write_shard
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph import UserError
@@ -99,19 +99,20 @@ def tokenize_parts(
         return
     waiting = deque(parts.items())
     processes = [
-        _start_tokenizing_process(folder, copy_tokenizer_unopened(tokenizer), lock)
-        for _ in range(min(workers, len(parts)))
+        _start_tokenizing_process(folder, make_unopened_copy(tokenizer), lock) for _ in range(min(workers, len(parts)))
     ]
     try:
         for child in processes:
             child.pipe.send(waiting.popleft())
-        _assign_parts(processes, waiting, progress)
+        _distribute_parts(processes, waiting, progress)
     finally:
         for child in processes:
             child.stop()
 
 
-def _assign_parts(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress) -> None:
+def _distribute_parts(
+    processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress
+) -> None:
     """Receive the processes' reports, and send waiting parts to idle processes, until all parts are complete."""
     busy = {child.pipe: child for child in processes}
     while busy:

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_regular
+from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_regular_file
 from drawloom.components.storage.durable_files import FileWriter, new_file, replace_file
 from drawloom.graph import UserError
 
@@ -156,7 +156,7 @@ class TokenShard:
         """All file paths."""
         return [self.files.path(kind) for kind in (*self.sizes, "json")]
 
-    def check_header(self) -> None:
+    def check_file_sizes(self) -> None:
         """Raise UserError with the path to a file that is missing, has another size, or is a changed JSON file."""
         for kind, size in self.sizes.items():
             path = self.files.path(kind)
@@ -166,11 +166,11 @@ class TokenShard:
                 raise UserError(f"{path} {state}: {_DAMAGED.format(path.parent)}")
         self._read_verified("json", self.digest)
 
-    def check_content(self) -> None:
+    def check_file_contents(self) -> None:
         """Verify the shard's files. Raises UserError with the path to a file with changed content."""
-        self.check_header()
+        self.check_file_sizes()
         for file in (self._map_file(kind) for kind in self.sizes if kind != "digests"):
-            file.verify_all()
+            file.verify_all_blocks()
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class TokenShard:
 def _read_store_file(path: Path) -> bytes:
     """Read a small file. Raises UserError if it is missing or unreadable."""
     try:
-        return read_regular(path)
+        return read_regular_file(path)
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}): {_DAMAGED.format(path.parent)}") from error
 

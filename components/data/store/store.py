@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.blocks import read_regular
+from drawloom.components.data.store.blocks import read_regular_file
 from drawloom.components.data.store.shard import ShardFiles, TokenShard
 from drawloom.components.ports.corpus import DocumentPart
 from drawloom.components.storage.strict_json import parse
@@ -42,7 +42,7 @@ class Store:
         """Open a complete store. Raises UserError if the folder is not a store, or a file is missing or truncated."""
         store = cls.open_unchecked(folder)
         for shard in store.shards:
-            shard.check_header()
+            shard.check_file_sizes()
         return store
 
     @classmethod
@@ -136,7 +136,7 @@ def read_index(path: Path) -> dict[str, Any]:
     """Return the index in `store.json`. Raises UserError if it is missing, changed, or has another format."""
     remedy = f"restore it, or remove {path.parent} and make the store anew"
     try:
-        text = read_regular(path)
+        text = read_regular_file(path)
         index: dict[str, Any] = parse(text, most=MAX_PARTS)
     except FileNotFoundError as error:
         hint = "create it with `drawloom tokenize`, which also completes an unfinished store"
@@ -155,7 +155,7 @@ def read_index(path: Path) -> dict[str, Any]:
 def _describe_shard_fault(shard: TokenShard) -> str:
     """Verify a shard's files, and describe the first fault; empty if there is none."""
     try:
-        shard.check_content()
+        shard.check_file_contents()
     except UserError as error:
         return str(error)
     return ""

@@ -195,7 +195,7 @@ def _simulate_ranks(task: Task, policy: Policy) -> list[_Rank]:
         rank = ranks[number]
         if now < rank.free:
             continue
-        queue, soon = _find_most_urgent(rank, now + grain, pace)
+        queue, soon = _find_most_urgent_queue(rank, now + grain, pace)
         if queue is not None:
             end = now + queue.cost
             _run_queue_head(rank, queue)
@@ -263,7 +263,7 @@ def _compute_queue_limits(
     return stage_limit, [limit - sum(sizes[later:]) for later in range(position + 1, len(own_stages) + 1)]
 
 
-def _find_most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
+def _find_most_urgent_queue(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
     """Return the queue with the most urgent ready head, and when the next fitting head will be ready."""
     urgent, first, soon = None, NEVER, NEVER
     for queue in rank.queues:

@@ -62,7 +62,7 @@ class Slot:
 
     def forward(self, inputs_context_batch: Any) -> tuple[Any, Any]:
         """Return copies of the stage's output and, on the last stage, the losses; None on others."""
-        _copy_into(self._given, inputs_context_batch)
+        _copy_tree_into(self._given, inputs_context_batch)
         output, losses = self._replay_pass("forward")
         return output, losses
 
@@ -82,7 +82,7 @@ class Slot:
     def _replay_backward(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
         """Launch a backward graph by name with output gradients (any shapes), and return the input gradients."""
         if grads is not None:
-            _copy_into(self._grads, grads)
+            _copy_tree_into(self._grads, grads)
         input_grads: list[Tensor] = self._replay_pass(name)
         return input_grads
 
@@ -267,7 +267,7 @@ class Captures:
         if self._whole_rows and not all(microbatch.shared.whole_rows for microbatch in inputs):
             self._whole_rows = False
             self._graphs.clear()
-        return inputs if self._whole_rows else [microbatch.without_whole_rows() for microbatch in inputs]
+        return inputs if self._whole_rows else [microbatch.without_whole_rows_flag() for microbatch in inputs]
 
     def begin_step(self, actions: Iterable[Action]) -> None:
         """
@@ -276,7 +276,7 @@ class Captures:
         No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
         for this rank's message.
         """
-        most = count_most_in_flight(actions)
+        most = count_peak_microbatches_in_flight(actions)
         if any(graphs.lacks_slots(most[index]) for index, graphs in self._graphs.items()):
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
         self._sums.attach_to_parameters()
@@ -293,7 +293,7 @@ class Captures:
             self._sums.adopt_gradients(graphs.stage.module.parameters())
 
 
-def count_most_in_flight(actions: Iterable[Action]) -> Counter[int]:
+def count_peak_microbatches_in_flight(actions: Iterable[Action]) -> Counter[int]:
     """Return the maximum microbatch count between forward pass and weight gradients, by stage."""
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
@@ -311,7 +311,7 @@ def _describe_capture_error(stage: int, error: RuntimeError) -> str:
     )
 
 
-def _copy_into(targets: Any, values: Any) -> None:
+def _copy_tree_into(targets: Any, values: Any) -> None:
     """Copy a tree's tensors into a tree with the same structure."""
     pairs = zip(leaves(targets), leaves(values), strict=True)
     tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]

@@ -37,7 +37,7 @@ class MicrobatchInputs:
     batch: Batch | None = None
     finish: Finish | None = None
 
-    def without_whole_rows(self) -> "MicrobatchInputs":
+    def without_whole_rows_flag(self) -> "MicrobatchInputs":
         """Return the microbatch with `whole_rows` false: rows may contain several documents."""
         return attrs.evolve(self, shared=attrs.evolve(self.shared, whole_rows=False))
 
@@ -85,7 +85,7 @@ class ProgramRunner:
             operations = {
                 name: partial(run, operation, self._find_local_inputs) for name, operation in operations.items()
             }
-            streams.begin()
+            streams.wait_for_current_stream()
         for action in actions:
             if self._leaving and action.op in OPS:
                 self._free_offloaded()
@@ -103,7 +103,7 @@ class ProgramRunner:
                 raise
         self.p2p.wait_for_sends()
         if self.streams is not None:
-            self.streams.end()
+            self.streams.join_current_stream()
 
     def _free_offloaded(self) -> None:
         """Free the device memory for activations whose offload began before the last compute action."""

@@ -38,12 +38,12 @@ class StageStreams:
             return cls({stage.index: stream for stage in stages})
         return cls({stage.index: create_stream() for stage in stages})
 
-    def begin(self) -> None:
+    def wait_for_current_stream(self) -> None:
         """Let all streams wait for the current stream."""
         for stream in self._distinct_streams():
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
-    def end(self) -> None:
+    def join_current_stream(self) -> None:
         """Let the current stream wait for all streams."""
         for stream in self._distinct_streams():
             torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -51,7 +51,7 @@ class Simulation:
     shard_bars: Sequence[Sequence[Bar]] = ()
     """Actions that gather parameters and reduce gradients by rank, in order; empty without shards."""
 
-    def bars(self, rank: int) -> Iterator[Bar]:
+    def iterate_bars(self, rank: int) -> Iterator[Bar]:
         """Yield a rank's actions with their times, in order."""
         for row in range(*self.program.bounds[rank : rank + 2]):
             action, overlaps_previous = self.program.action(row), bool(self.program.overlaps_previous[row])
@@ -63,18 +63,18 @@ class Simulation:
         return max(float(self.end.max(initial=0.0)), *(bar.end for bars in self.shard_bars for bar in bars), 0.0)
 
     @property
-    def ideal(self) -> float:
+    def ideal_makespan(self) -> float:
         """Return the busiest rank's compute time, a lower bound for the makespan."""
         length = self.end - self.start
         return max(float(length[self.program.rows(rank)].sum()) for rank in range(self.program.ranks))
 
     @property
-    def bubble(self) -> float:
+    def bubble_fraction(self) -> float:
         """Return the idle fraction of the makespan."""
-        return _compute_idle_fraction(self.ideal, self.makespan)
+        return _compute_idle_fraction(self.ideal_makespan, self.makespan)
 
     @property
-    def span(self) -> float:
+    def longest_rank_span(self) -> float:
         """Return the longest time from a rank's first start to its last end: a step's time if steps overlap."""
         return max(
             (end - start for start, end in map(self._find_first_start_and_last_end, range(self.program.ranks))),
@@ -89,9 +89,9 @@ class Simulation:
         return min(starts, default=0.0), max(ends, default=0.0)
 
     @property
-    def span_bubble(self) -> float:
+    def span_bubble_fraction(self) -> float:
         """Return the idle fraction of the span."""
-        return _compute_idle_fraction(self.ideal, self.span)
+        return _compute_idle_fraction(self.ideal_makespan, self.longest_rank_span)
 
     @property
     def peak_activations(self) -> list[int]:
@@ -109,7 +109,7 @@ class Simulation:
         return self._count_peak_open_ops(BACKWARD_INPUT, BACKWARD_WEIGHT)
 
     @property
-    def peak_boundary(self) -> list[int]:
+    def peak_p2p_tensors(self) -> list[int]:
         """Return the peak of tensors in P2P buffers by rank: in flight, or received and not consumed yet."""
         rank_programs = _lower_all_ranks(self.program, self.costs, self.sharding)
         events = simulate_events(rank_programs, self.costs, self.channels)
@@ -124,12 +124,12 @@ class Simulation:
         return [int(rank_program.cumsum().max(initial=0)) for rank_program in rank_programs]
 
     @property
-    def messages(self) -> int:
+    def message_count(self) -> int:
         """Return the number of tensors sent between ranks."""
         return int((find_consumer_ranks(self.program) != self.program.rank).sum())
 
     @property
-    def actions(self) -> dict[str, int]:
+    def action_counts(self) -> dict[str, int]:
         """Return the number of actions by op."""
         return {work: int((self.program.op == number).sum()) for number, work in enumerate(OPS)}
 

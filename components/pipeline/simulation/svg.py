@@ -115,7 +115,7 @@ class _Picture:
 
     def _draw_row(self, rank: int, live: int) -> Iterator[str]:
         y = TOP + rank * self.row
-        bars = list(self.simulation.bars(rank))
+        bars = list(self.simulation.iterate_bars(rank))
         yield _format_text(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, anchor="end")
         yield f'<rect x="{LEFT}" y="{y}" width="{_n(self.right_x - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
         for bar in bars:
@@ -132,7 +132,7 @@ class _Picture:
         if self.measured is not None:
             y += self.row - BAR - GAP
             yield _format_text(LEFT - 10, y + BAR / 2 - 1, "measured", 10, PALE, anchor="end")
-            for bar in self.measured.bars(rank):
+            for bar in self.measured.iterate_bars(rank):
                 yield from self._draw_bar(bar, y - GAP)
 
     def _draw_bar(self, bar: Bar, y: float) -> Iterator[str]:
@@ -164,7 +164,7 @@ class _Picture:
     def _draw_axis(self) -> Iterator[str]:
         y = self.bottom_y + 3
         yield f'<path d="M{LEFT} {_n(y)}H{_n(self.right_x)}" stroke="{PALE}" stroke-width="0.8"/>'
-        step = _round_step(70 / self.unit)
+        step = _round_up_axis_step(70 / self.unit)
         for number in range(math.floor(self.longest_makespan / step + 1e-9) + 1):
             x = LEFT + number * step * self.unit
             yield f'<path d="M{_n(x)} {_n(y)}v4" stroke="{PALE}" stroke-width="0.8"/>'
@@ -173,7 +173,7 @@ class _Picture:
 
     def _draw_legend(self) -> Iterator[str]:
         x, y = float(LEFT), self.bottom_y + 40
-        done = {work for work, count in self.simulation.actions.items() if count}
+        done = {work for work, count in self.simulation.action_counts.items() if count}
         done |= {bar.action.op for bars in self.simulation.shard_bars for bar in bars}
         for work in filter(done.__contains__, NAMES):
             for local_stage in range(self.stages_per_rank):
@@ -194,7 +194,7 @@ def _find_overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
             yield bars[first], bar
 
 
-def _round_step(least: float) -> float:
+def _round_up_axis_step(least: float) -> float:
     """Return an axis step: the smallest 1, 2 or 5 times a power of ten not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))

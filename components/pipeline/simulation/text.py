@@ -83,7 +83,7 @@ class _Labels:
 def _draw_row(simulation: Simulation, rank: int, labels: _Labels, scale: float) -> str:
     """Return a rank's timeline on one line, with `scale` columns per unit of time."""
     row, blank = "", "·" if labels.brief else " "
-    for bar in simulation.bars(rank):
+    for bar in simulation.iterate_bars(rank):
         row = row.ljust(round(bar.start * scale), blank)
         length, label = round(bar.end * scale) - len(row), labels.get_label(bar.action)
         if labels.brief:

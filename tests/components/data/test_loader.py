@@ -49,7 +49,7 @@ def steps(loader: Loader, names: Any, number: int) -> list[list[list[int]]]:
 def reference_steps(seed: int, first: int, last: int) -> list[list[list[int]]]:
     """Return one rank's steps, from the epochs' concatenated permutations."""
     epochs = range(last * STEP // ROWS + 1)
-    endless = list(chain(*(Permutation(seed, "rows", epoch, ROWS).all().tolist() for epoch in epochs)))
+    endless = list(chain(*(Permutation(seed, "rows", epoch, ROWS).permute_all().tolist() for epoch in epochs)))
     taken = [endless[step * STEP : (step + 1) * STEP] for step in range(first, last)]
     return [[step[start : start + MICRO] for start in range(0, STEP, MICRO)] for step in taken]
 
@@ -153,7 +153,7 @@ def test_steps_of_another_size_continue_the_order(rows_of: RowsOf, one_rank: Any
             taken += [list(chain(*step)) for step in steps(loader, names, 2)]
             state = loader.state_dict()
             assert [loader.rows_of(step) for step in (state["step"] - 1, state["step"])] == taken[-2:]
-    assert [*chain(*taken)] == Permutation(job.seed, "rows", 0, 40).all().tolist()[:28]
+    assert [*chain(*taken)] == Permutation(job.seed, "rows", 0, 40).permute_all().tolist()[:28]
     assert state == {"step": 8, "position": 28, "since": 4, "offset": 12}
 
 

@@ -104,7 +104,7 @@ WIDE = SIZES | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
 FLOAT8 = {"parameter": "bfloat16", "linear": "float8"}
 
 
-def _count_messages(case: Case, by_block: bool) -> tuple[Any, list[int]]:
+def _message_count(case: Case, by_block: bool) -> tuple[Any, list[int]]:
     """Return the results of a rank's steps, and the bytes of its messages with weights."""
     sizes: list[int] = []
 
@@ -121,7 +121,7 @@ def _count_messages(case: Case, by_block: bool) -> tuple[Any, list[int]]:
 def test_weights_in_float8_halve_messages_and_change_no_result(by_block: bool) -> None:
     """Layers in float8 compute the same logits from weights gathered in float8."""
     [whole] = run_ranks(alone, 1, Case(WIDE, FLOAT8, steps=2), 2)
-    results = run_ranks(_count_messages, 2, Case(WIDE, FLOAT8 | {"gather": "float8"}, steps=2), by_block)
+    results = run_ranks(_message_count, 2, Case(WIDE, FLOAT8 | {"gather": "float8"}, steps=2), by_block)
     assert_same([outputs for outputs, _ in results], whole, atol=2e-2, rtol=2e-2)
     weights = 3 * 32 * 48 + 2 * (32 * 32 + 16 * 32)  # of a block
     for outputs, sizes in results:

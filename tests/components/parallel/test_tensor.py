@@ -39,10 +39,10 @@ def _exchange_rows() -> list[dict[str, Any]]:
             (torch.arange(3.0)[None, :, None] * factor, ranks.reduce_scatter_tokens),
             (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens(x, (1, 3)) * factor),
             (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens_for_all(x, (1, 3))),
-            (torch.arange(2.0) * factor, lambda x: ranks.copy(x) * factor),
-            (torch.arange(2.0) * factor, ranks.sum),
-            (torch.arange(2.0)[None] * factor, lambda x: ranks.gather_last(x, 4)),
-            (torch.tensor([[7.0, 8.0]] if first else [[9.0]]), lambda x: ranks.gather_last(x, 3)),
+            (torch.arange(2.0) * factor, lambda x: ranks.copy_to_ranks(x) * factor),
+            (torch.arange(2.0) * factor, ranks.all_reduce),
+            (torch.arange(2.0)[None] * factor, lambda x: ranks.gather_last_dimension(x, 4)),
+            (torch.tensor([[7.0, 8.0]] if first else [[9.0]]), lambda x: ranks.gather_last_dimension(x, 3)),
         ):
             given.requires_grad_()
             result = exchange(given)
@@ -79,8 +79,11 @@ def test_one_rank_exchanges_nothing() -> None:
     """Alone, each exchange gives its argument, not a copy."""
     x = torch.ones(2, 3)
     same = (ALONE.gather_tokens(x, (2,)), ALONE.gather_tokens_for_all(x, (2,)), ALONE.reduce_scatter_tokens(x))
-    assert all(output is x for output in (*same, ALONE.copy(x), ALONE.sum(x), ALONE.gather_last(x, 3)))
-    assert ALONE.rows_of(torch.ones(1), 2) == (torch.ones(1), None) and ALONE.vocabulary_part(2) is None
+    assert all(
+        output is x
+        for output in (*same, ALONE.copy_to_ranks(x), ALONE.all_reduce(x), ALONE.gather_last_dimension(x, 3))
+    )
+    assert ALONE.find_local_rows(torch.ones(1), 2) == (torch.ones(1), None) and ALONE.get_vocabulary_part(2) is None
 
 
 def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:

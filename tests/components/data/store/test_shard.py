@@ -32,7 +32,7 @@ def test_documents_come_back(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     assert write(other, weighted=True).document_column("keys").tolist() == shard.document_column("keys").tolist()
-    shard.check_content()
+    shard.check_file_contents()
 
 
 def test_the_files_are_as_documented(tmp_path: Path) -> None:
@@ -53,15 +53,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     shard = write(tmp_path, weighted=True)
     path = tmp_path / f"00003.{kind}"
     damage(path)
-    shard.check_header()
+    shard.check_file_sizes()
     with pytest.raises(UserError, match=f"00003.{kind} has other content"):
-        shard.check_content()
+        shard.check_file_contents()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match=f"00003.{kind} has .* bytes instead of"):
-        shard.check_header()
+        shard.check_file_sizes()
     path.unlink()
     with pytest.raises(UserError, match=f"00003.{kind} is missing"):
-        shard.check_header()
+        shard.check_file_sizes()
 
 
 def test_a_failure_leaves_no_complete_shard(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_failure_leaves_no_complete_shard(tmp_path: Path) -> None:
         shard.append_document(np.array([1]), "a", 0)
         raise KeyError
     assert not (tmp_path / "00003.json").exists()
-    write(tmp_path).check_content()
+    write(tmp_path).check_file_contents()
 
 
 def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, 0, DTYPE, False):
         pass
     shard = TokenShard.open_complete(ShardFiles(tmp_path, 0), DTYPE, False)
-    shard.check_content()
+    shard.check_file_contents()
     assert shard.ids.tolist() == shard.document_ends.tolist() == []
 
 

@@ -45,14 +45,14 @@ def test_opening_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Opening a store reads no tokens, and reading a document verifies only its blocks, once."""
     store_of(tmp_path / "store", [["a" * 300_000, "b" * 300_000]])
     blocks: list[int] = []
-    verify = MappedFile.verify
+    verify = MappedFile.verify_blocks
 
     def record(self: MappedFile, first: int, last: int) -> None:
         if self.path.suffix == ".tokens":
             blocks.extend(range(first, last))
         verify(self, first, last)
 
-    monkeypatch.setattr(MappedFile, "verify", record)
+    monkeypatch.setattr(MappedFile, "verify_blocks", record)
     store = Store.open(tmp_path / "store")
     assert store.lengths.tolist() == [300_001, 300_001] and not blocks
     for _ in range(2):

@@ -83,7 +83,7 @@ def test_no_rank_idles_with_pending_weight_gradients() -> None:
         build_list_schedule(Task(assign_stages_in_vee(4), 12, Costs(), (1.0,) * 8, 8.0), FORWARDS_FIRST), Costs()
     )
     for rank in range(4):
-        bars = list(run.bars(rank))
+        bars = list(run.iterate_bars(rank))
         for number, (one, other) in enumerate(pairwise(bars), 1):
             works = "".join(bar.action.op for bar in bars[:number])
             assert other.start == one.end or works.count("I") == works.count("W")

@@ -68,7 +68,7 @@ def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) ->
     some overlapping forward and backward passes do not wait for one another.
     """
     streams = StageStreams.create(stages(nn.Linear(1, 1), nn.Linear(1, 1)), Stream)
-    streams.begin()
+    streams.wait_for_current_stream()
     done: dict[tuple[str, int, int], tuple[Stream, int]] = {}
     free, handed = 0, mock.Mock(spec=Tensor)
 
@@ -86,7 +86,7 @@ def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) ->
 
     for action in flat(DualPipeV().program(1, 6).rank_program(0)):
         streams.run_in_stream(carry_out, lambda _action: [handed], action)
-    streams.end()
+    streams.join_current_stream()
     assert free and handed.record_stream.call_count == 12  # forward and backward of six microbatches
     assert all(current[0].seen[id(stage_stream)] == len(stage_stream.work) for stage_stream in streams.streams.values())
 
