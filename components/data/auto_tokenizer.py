@@ -61,7 +61,7 @@ def warn_if_transformers_ids_differ(folder: Path, tokenizer: Tokenizer) -> None:
 
 def edit_config_to_match_ids(folder: Path, tokenizer: Tokenizer) -> None:
     """
-    Change a model folder's configuration, if necessary, to make transformers return the tokenizer's ids.
+    Edit a model folder's configuration files until transformers returns the tokenizer's ids; nothing if it does.
 
     A declared family class stays if it returns the same ids. Logs a warning if the ids still differ.
     """

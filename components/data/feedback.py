@@ -84,7 +84,7 @@ def _replace_answer(document: Encoded, answer_document: Encoded) -> Encoded:
 
 
 def _equalize_token_weights(*sides: Encoded) -> list[Encoded]:
-    """Return both documents with equal weights for all trained tokens, which sum to 1 over both."""
+    """Return the documents with equal weights for all trained tokens; the weights sum to 1 over all documents."""
     targets = [np.append(False, side.weights[1:] > 0) for side in sides]
     weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))
     return [attrs.evolve(side, weights=weight * is_target) for side, is_target in zip(sides, targets, strict=True)]

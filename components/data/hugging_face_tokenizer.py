@@ -197,7 +197,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 def _replace_byte_escapes(token: str) -> str:
     """
-    Return a text with a token's byte count: `▁` becomes a space, and a byte fallback such as `<0x0A>` becomes `?`.
+    Replace `▁` by a space, and a byte fallback such as `<0x0A>` by `?`, so the text has the token's byte count.
     """
     return "?" if BYTE.fullmatch(token) else token.replace("▁", " ")
 

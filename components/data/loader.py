@@ -205,7 +205,7 @@ class Loader:
         return self.batching.start(step) + self._offset
 
     def _build_row_stream(self, segments: list[Segment]) -> None:
-        """Lay out the row stream: earlier segments, plus a new one if the shares have changed."""
+        """Build `_rows` from earlier segments, plus one from the next step on if the source shares have changed."""
         sources = {source.name: source for source in list_row_sources(self.rows)}
         shares = compute_row_shares([*sources.values()])
         if segments and segments[-1].shares != shares:

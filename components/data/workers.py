@@ -160,7 +160,7 @@ def _start_worker(number: int, rows: PackedDataset, split: Split) -> Worker:
 
 
 def _answer_requests(rows: PackedDataset, split: Split, pipe: Connection) -> None:
-    """Answer a worker's requests until the pipe closes."""
+    """Run in the worker process: send a batch, or an error, for every request until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the run ends its workers
     torch.set_num_threads(1)  # the cores belong to training
     requests: queue.SimpleQueue[list[int]] = queue.SimpleQueue()

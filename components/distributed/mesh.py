@@ -95,7 +95,7 @@ class RankMesh(MeshView):
             )
 
     def hand_over(self) -> bool:
-        """Return True, so the reopened mesh expects fewer replicas than its settings: ranks are lost."""
+        """Return True for `take_over`: after a loss, the reopened mesh has fewer replicas than its settings."""
         return True
 
     def take_over(self, values: bool) -> None:

@@ -185,7 +185,7 @@ class TorchGroup:
         self._copy_result_back(reduced, tensor)
 
     def _copy_result_back(self, changed: Tensor, tensor: Tensor) -> None:
-        """Copy the result into the original tensor, unless they share memory."""
+        """Copy a collective's result `changed` into the original `tensor`, unless they share memory."""
         if changed.data_ptr() != tensor.data_ptr() or changed.device != tensor.device:
             tensor.copy_(changed)
 

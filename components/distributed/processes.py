@@ -138,7 +138,7 @@ class TorchProcesses:
         return self._on_failure == "continue"
 
     def hand_over(self) -> Survivors | None:
-        """Return the ranks agreed on after a loss, for the reopened node; None without an agreement."""
+        """Return the ranks that continue after a loss, for `take_over`; None if ranks have agreed on none."""
         return self._survivors
 
     def take_over(self, values: Survivors) -> None:

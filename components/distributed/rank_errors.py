@@ -55,7 +55,7 @@ def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
 
 def _get_rank_error_arguments(error: Exception, group: Group) -> dict[str, Any]:
     """
-    Return an error as the arguments of RankError; the message of any error but a UserError is prefixed with its rank.
+    Convert an error to RankError's arguments; messages other than a UserError's begin with the rank.
     """
     if isinstance(error, UserError):
         return {

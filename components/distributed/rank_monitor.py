@@ -241,7 +241,7 @@ class RankMonitor:
         return f"rank {rank}{process} is gone: it was killed, or it crashed"
 
     def _publish_lost_ranks(self, dead_ranks: set[int]) -> None:
-        """Publish dead ranks, read the other ranks' findings, and call `on_loss` if there is a new one."""
+        """Publish dead ranks in the store, read lost ranks that others published, and call `on_loss` if one is new."""
         for rank in dead_ranks - self.lost_ranks:
             self.store.set(f"lost/{rank}", b"1")
             self.store.set("lost", b"1")

@@ -108,7 +108,7 @@ class Dimension:
         """Determine which other ranks have this rank's parameters; a collective over the dimension's ranks."""
 
     def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
-        """Return the names of the parameters owned by another rank along this dimension."""
+        """List this rank's parameters that another rank along this dimension owns, such as replicas."""
         return frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:

@@ -93,7 +93,7 @@ class KeptFloat8:
 
 
 def _iterate_groups_by_operation(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
-    """Yield groups of layers in float8; one operation multiplies an input by all weights in a group."""
+    """Yield float8 layers in groups: one operation multiplies an input by all weights in a group."""
     layers = find_float8_layers(module, precision)
     joint = [group for part in module.modules() if isinstance(part, JointLayers) for group in part.joint_layers()]
     yield from joint

@@ -28,7 +28,7 @@ as a message of a quarter of a megabyte.
 
 def choose_message_dtype(precision: Precision, replicas: bool) -> torch.dtype:
     """
-    Return the dtype of gradients in messages to the rank with their slice.
+    Choose the dtype in which ranks send gradients to the rank with their slice.
 
     If `replicas` sum gradients, too, the wide dtype is sent: a rank's shard sums would otherwise be rounded in between.
     """
@@ -214,7 +214,7 @@ class _Message:
     sums: Sequence[Tensor]
 
     def split_per_sum(self, row: Tensor) -> Sequence[Tensor]:
-        """Split a row (n,), or rows (any, n), into one tensor per sum."""
+        """Split a message's row (n,), or rows (any, n), into its gradients' parts, one per output in `sums`."""
         return torch.split(row, [len(out) for out in self.sums], dim=-1)
 
 

@@ -109,7 +109,7 @@ class TensorRanks:
         return local.where(is_local, 0), is_local.unsqueeze(-1)
 
     def get_vocabulary_part(self, vocab_size: int) -> VocabularyPart | None:
-        """Return the vocabulary part in this rank's share of the output weight; None with one rank."""
+        """Return which vocabulary entries this rank's share of the output weight has; None with one rank."""
         return None if self.size == 1 else VocabularyPart(self.get_share(vocab_size).start, self.group)
 
 

@@ -57,7 +57,7 @@ def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
 
 
 def _get_requested_hidden_states(last_and_requested: Any, _head: Head) -> Any:
-    """Return the requested hidden states by layer, given the last hidden states and these."""
+    """Select the requested hidden states by layer from a pair: the last hidden states, and the requested ones."""
     return last_and_requested[1]
 
 
@@ -145,7 +145,7 @@ class ProgramExecutor:
         self._fill_missing_losses(state)
 
     def _fill_missing_losses(self, state: StepState) -> None:
-        """Write empty losses if this rank computed none: without the last stage, or in a step without microbatches."""
+        """Write empty losses if this rank computed none: it lacks the last stage, or the step has no microbatches."""
         if not state.microbatches_present(LOSSES):
             none = torch.zeros(0, device=self.device.device)
             state[LOSSES] = {"loss": none, "weight": none, "sums": {}}

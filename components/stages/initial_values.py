@@ -78,7 +78,7 @@ class InitialValues:
             fill_adapters(module, self.device, self._fill_slice_with_normal)
 
     def fingerprint_frozen_source(self, parameters: Iterable[nn.Parameter]) -> str:
-        """Return a fingerprint of the frozen parameters' source, or "" if all parameters are trained."""
+        """Fingerprint the weights that the frozen parameters come from; "" if all parameters are trained."""
         if all(parameter.requires_grad for parameter in parameters):
             return ""
         return f"seed {self.seed}" if self.folder is None else folder_fingerprint(self.folder)
@@ -91,7 +91,7 @@ class InitialValues:
         return tensors[name].to(self.device, dtype)
 
     def format_changed_source_error(self) -> str:
-        """Return the error message for a resumed run with another `fingerprint_frozen_source` for frozen parameters."""
+        """Return the error message for a resumed run whose frozen parameters come from other weights."""
         weights = f"the weights in {self.folder}" if self.folder else "the random weights of this seed"
         return f"{weights} are not the weights that the run started from; name the run's folder in stages.weights"
 

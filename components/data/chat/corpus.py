@@ -58,7 +58,7 @@ class ChatCorpus:
         """Return the error message for a corpus in which no token is trained."""
 
     def complete_split_documents(self, documents: list[Encoded], split: Split) -> list[Encoded]:
-        """Return a split's final documents, given its lines' documents; subclasses may add documents."""
+        """Return a split's documents, given its lines' documents: unchanged here, while subclasses may add some."""
         return documents
 
     def check_machine(self) -> None:

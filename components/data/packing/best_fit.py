@@ -66,7 +66,7 @@ def _sort_by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order
 
 def _assign_rows_best_fit(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
     """
-    Assign rows to items by decreasing size. Return the items' rows and their slots there, (items,), and the row count.
+    Assign a row to every item, by decreasing size. Return rows and slots in the rows, both (items,), and the row count.
 
     counts: (capacity + 1,), items per size.
     """

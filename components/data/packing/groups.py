@@ -45,7 +45,7 @@ class Groups:
 
     @property
     def _full_row_count(self) -> int:
-        """Number of rows filled by one long document."""
+        """Number of rows filled by a piece of one long document."""
         return int(self.full[-1]) if len(self.full) else 0
 
     def pieces(self, row: int) -> list[RowPiece]:

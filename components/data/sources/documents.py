@@ -47,7 +47,7 @@ def choose_split(document_key: bytes, validation_fraction: float) -> Split:
 
 def select_split_parts(parts: Sequence[Part], split: Split, validation_fraction: float) -> list["SplitPart"]:
     """
-    Return parts with only one split's documents.
+    Wrap parts, to read only one split's documents.
 
     In a corpus so small that a split would be empty, documents are divided instead: the last characters,
     `validation_fraction` of all, are in the validation split. With a fraction of 0 or 1, one split is empty.
@@ -84,7 +84,7 @@ class SplitPart:
                 yield document
 
     def _cut_text_to_split(self, text: str) -> str:
-        """Return the training split's beginning, or the validation split's end, in a document."""
+        """Cut a divided document: return its beginning for training, or its end for validation."""
         cut = int(len(text) * (1 - self.fraction))
         return text[:cut] if self.split == "train" else text[cut:]
 

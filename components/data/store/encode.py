@@ -74,7 +74,7 @@ def _iterate_cut_candidates(text: str) -> Iterator[int]:
 
 
 def _keeps_ids_if_cut(text: str, cut: int, encode: Callable[[str], np.ndarray]) -> bool:
-    """Return whether the text around a cut has the same ids with and without the cut."""
+    """Return whether encoding both sides of a cut separately gives the same ids as encoding them together."""
     left, right = text[max(cut - MARGIN, 0) : cut], text[cut : cut + MARGIN]
     return np.array_equal(encode(left + right), np.concatenate([encode(left), encode(right)]))
 

@@ -52,7 +52,7 @@ class Progress:
         self.report_if_due()
 
     def finish_part(self, part: int) -> None:
-        """Count a whole part as read."""
+        """Count a whole part as read, whatever its batches counted."""
         self._read[part] = self.sizes[part]
 
     def report_if_due(self) -> None:

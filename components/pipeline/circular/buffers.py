@@ -101,7 +101,7 @@ class Buffers:
         return self.shift.pop(stage)
 
     def take_moved_tensor(self, move: Move, *, late: bool) -> Tensor:
-        """Read a move's tensor (any shape) from a local stage."""
+        """Return the tensor (any shape) that a move takes from a local stage; `late`: from this iteration's outputs."""
         if move.buffer == "state_io":
             return self._pop_state_io(move.source, move.column)
         return (self.outputs if late else self.before)[move.source]

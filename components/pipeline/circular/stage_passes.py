@@ -36,7 +36,7 @@ class StagePasses:
         return _Pass.apply(self, stage, microbatch, self.token, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
     def run(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
-        """Run a stage forward with its own graph, and return its output (any shape)."""
+        """Run a stage's forward pass, keep its autograd graph for `run_backward`, and return its output (any shape)."""
         inputs, runner = self.microbatches[microbatch], self.stages[stage]
         with torch.enable_grad():
             own = tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

@@ -59,7 +59,7 @@ class Task:
         return max(size + self.input_grad_memory(rank) for rank, size in enumerate(memory))
 
     def input_grad_memory(self, rank: int) -> float:
-        """Return the most memory a single stage's input gradients add on a rank, at least 0."""
+        """Return the most memory that computing a single stage's input gradients adds on a rank, at least 0."""
         sizes = zip(self.stage_to_rank, self.activations, self.pending, strict=True)
         return max(0.0, *(pending - size for owner, size, pending in sizes if owner == rank))
 

@@ -254,7 +254,7 @@ def _list_neighbouring_partitions(sizes: Sizes) -> list[Sizes]:
 
 
 def _add_repeated_time(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return `lengths` (..., stages, ops) with `again` (..., stages) added to the backward passes."""
+    """Add recomputation time `again` (..., stages) to the backward durations in `lengths` (..., stages, ops)."""
     lengths = lengths.copy()
     lengths[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]
     return lengths

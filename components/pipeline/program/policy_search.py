@@ -127,7 +127,7 @@ def _change_one_number_randomly(numbers: tuple[float, float], chance: random.Ran
 
 
 def _change_number_randomly(number: float, chance: random.Random) -> float:
-    """Return a similar number: somewhat larger or smaller, or with the opposite sign."""
+    """Return a random number near a number, or near its negative."""
     return chance.choice((number / 2, number * 0.8, number * 1.25, number * 2, -number)) + chance.uniform(-0.2, 0.2)
 
 

@@ -99,7 +99,7 @@ class Options:
         return chosen, fits
 
     def _compute_peaks(self, rank: "LiveMicrobatches", tried: Ints, partitions: Ints) -> Floats:
-        """Return a rank's peak activations (ways, partitions) for the choices `tried` (ways, stages)."""
+        """Compute a rank's peak activations (ways, partitions) for recompute choices `tried` (ways, stages)."""
         kept = self.kept[tried[..., None], partitions, rank.stages[:, None]]
         waiting = rank.pending @ self.pending[partitions[:, None], rank.stages].T
         peaks: Floats = (np.einsum("ts,wsp->twp", rank.kept, kept) + waiting[:, None]).max(0)

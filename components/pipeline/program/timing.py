@@ -82,7 +82,7 @@ class CostTable(Costs):
         return attrs.evolve(self, lengths=self.lengths[list(stages)])
 
     def resample_to_sizes(self, sizes: Sequence[int]) -> "CostTable":
-        """Return the same model's costs for stages with relative `sizes`, if costs are even within old stages."""
+        """Return the model's costs for other stages with relative `sizes`; costs count as even within an old stage."""
         whole = np.concatenate([np.zeros((1, len(OPS))), self.lengths.cumsum(0)])
         cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))
         columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, sums)) for sums in whole.T]

@@ -117,7 +117,7 @@ class WeightSums:
     _left: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum, the gradient that it replaced
 
     def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep the current gradients as sums; a parameter without a gradient gets no sum."""
+        """Take the parameters' current gradients, if any, as the sums to reuse in all later steps."""
         for parameter in parameters:
             if parameter.grad is not None and parameter not in self._sums:
                 self._sums[parameter] = parameter.grad.contiguous()  # kernels only add to contiguous tensors
@@ -168,7 +168,7 @@ class StageGraphs:
         self._free = list(self._slots)
 
     def take_slot(self, inputs_context_batch: Any, stage: Stage, split: bool) -> Slot | None:
-        """Take a free slot, or None if the microbatch must run kernel by kernel. The first one sets the shape."""
+        """Take a free slot; None if there is none, or if the microbatch has other shapes than the first one."""
         if self._first is None:
             self._first, self.stage = (transform(_copy_leaf, inputs_context_batch), split), stage
         if _get_graph_key((inputs_context_batch, split)) != _get_graph_key(self._first):
@@ -288,7 +288,7 @@ class Captures:
         self._sums.reset()
 
     def end_step(self) -> None:
-        """Keep the gradients' memory for later steps, after a step's last microbatch, before they are handed over."""
+        """Reuse the step's gradient tensors in later steps; call this before `hand_over_gradients`."""
         for graphs in self._graphs.values():
             self._sums.adopt_gradients(graphs.stage.module.parameters())
 

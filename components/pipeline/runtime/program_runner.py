@@ -114,7 +114,7 @@ class ProgramRunner:
         self._leaving = [(actions, tensors) for actions, tensors in waiting if actions]
 
     def _find_local_inputs(self, action: Action) -> list[Tensor]:
-        """Return a pass's input tensors from another stage of this rank."""
+        """Return the tensors that a pass consumes from another stage on this rank; [] if they come as a message."""
         buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
         return [leaf for leaf in leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)]
 

@@ -220,7 +220,7 @@ def detach_leaf(leaf: Any) -> Any:
 
 
 def start_stage_graph(tree: Any) -> Any:
-    """Return the previous stage's output as the start of this stage's own autograd graph."""
+    """Make the previous stage's output the leaves of this stage's own autograd graph: they require gradients."""
     if isinstance(tree, Tensor):
         return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree
     return transform(lambda leaf: leaf.requires_grad_() if _has_gradient(leaf) else leaf, tree)

@@ -220,7 +220,7 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
 
 
 def _get_weight_with_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
-    """Return a weight's transpose or cast with its graph, or None if it would have to be recomputed."""
+    """Return the saved weight, transposed or cast, with its autograd graph; None if it would have to be recomputed."""
     variable = getattr(node, edges.raw[side])
     if variable.unpack_hook is not None and not isinstance(wrapper_of(variable), Kept):
         return None

@@ -149,7 +149,7 @@ def _group_by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReducedPart
 
 
 def _drop_kept_tensors(deferred: Iterable[DeferredGrad]) -> None:
-    """Drop the tensors kept for deferred gradients."""
+    """Drop the tensors from which deferred gradients would be computed."""
     for gradient in deferred:
         gradient.clear()
 
