@@ -81,7 +81,9 @@ class ReplicatedModule:
     def reduce_next(self, is_last_in_step: bool) -> None:
         """Start to send gradients block by block, as soon as the next backward pass has computed them."""
         if not is_last_in_step:
-            raise ValueError("DDP replicas reduce gradients only after the last microbatch; call with final=True")
+            raise ValueError(
+                "DDP replicas reduce gradients only after the last microbatch; call with is_last_in_step=True"
+            )
         self._reduces, self._unsent = True, dict.fromkeys(self._trained)
 
     def end_reduction(self) -> None:

@@ -50,9 +50,10 @@ def _compute_rank_slice(
     units = shape[dim] // unit
     if units < ranks.size if split_dim.uneven else units % ranks.size:
         part = f"{units} heads of {unit} channels" if unit > 1 else f"dimension {dim} of size {units}"
-        fault = "" if split_dim.uneven else " evenly"
+        fault, remedy = ("", f"at most {units}") if split_dim.uneven else (" evenly", f"a divisor of {units}")
         raise UserError(
-            f"mesh.{mesh_dimension} = {ranks.size} ranks can't partition {part} of {name}{fault}", exit_code=2
+            f"mesh.{mesh_dimension} = {ranks.size} ranks can't partition {part} of {name}{fault}; write {remedy}",
+            exit_code=2,
         )
     local_units = rank_shares(units, ranks.size)[ranks.rank]
     offsets = [0] * len(shape)

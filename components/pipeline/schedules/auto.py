@@ -273,7 +273,7 @@ class Auto:
         first, count = next(iter(counts.items()), ("slices", 0))
         for name, other in counts.items():
             if other != count:
-                raise UserError(f"{first} has {count} values, and {name} has {other}; write equally many")
+                raise UserError(f"{first} has {count} values, and {name} has {other}; write as many values in both")
         return count
 
     def _build_slices(self, ranks: int, count: int) -> ModelSlices:

@@ -305,7 +305,7 @@ def test_impossible_settings_are_refused() -> None:
         UserError, match=r"3 slices are too few for 4 stages; write 4 or more in every setting that lists slices"
     ):
         Auto(slices=[1.0] * 3).stage_to_rank(4)
-    with pytest.raises(UserError, match=r"slices has 4 values, and activations has 5; write equally many"):
+    with pytest.raises(UserError, match=r"slices has 4 values, and activations has 5; write as many values in both"):
         Auto(slices=[1.0] * 4, activations=[1.0] * 5).stage_to_rank(4)
     with pytest.raises(UserError, match=r"6 layers are not divisible into 4 slices; write 6 slices"):
         Auto(slices=[1.0] * 4).layers_by_stage(2, 6)
