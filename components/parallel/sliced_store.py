@@ -70,7 +70,7 @@ class SlicedStore(ParameterStore):
                 parameter.data = parameter.data.to(precision.compute)
                 if parameter.requires_grad:
                     parameter.grad_dtype = precision.gradient
-        # `of` casts whole parameters as without shards; sharded ones already have the dtype of layers.
+        # `take_over` casts whole parameters as without shards; sharded ones already have the dtype of layers.
         store = cls.take_over(modules, precision)
         store.masters = {**store.masters, **masters}
         store.slices, store.by_block, store._local_bytes = slices, by_block, local_bytes

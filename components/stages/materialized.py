@@ -283,8 +283,8 @@ class MaterializedStages:
         return data_parallel.create_store(modules, sharded)
 
     def _set_stages(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
-        """Set this rank's stages from the modules, with parameters in `create_store`."""
-        self.create_store = store
+        """Set this rank's stages from the modules, with parameters in `store`."""
+        self.store = store
         self._float8 = KeptFloat8.allocate(parallel.modules.values(), self.precision)
         self.local = [
             Stage(
@@ -341,11 +341,11 @@ class MaterializedStages:
         return self._parameters.owned_parameters()
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
-        self.create_store.cast_masters_to_copies(only_if_changed)
+        self.store.cast_masters_to_copies(only_if_changed)
         self._float8.round_weights(only_if_changed)
 
     def hand_over_gradients(self) -> None:
-        self.create_store.hand_over_gradients()
+        self.store.hand_over_gradients()
         self._float8.mark_all_changed()
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
