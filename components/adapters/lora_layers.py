@@ -131,7 +131,7 @@ class LoraLinear(Linear, AdaptedLayer):
                 weight = self.dense_weight(ModelParameter(self.weight).whole())
                 # In float64, so that the sum over ranks rounds to the same number as the sum on one rank.
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
-                self.lora_magnitude.copy_(self._row_ranks.sum(squares).sqrt())
+                self.lora_magnitude.copy_(self._row_ranks.all_reduce(squares).sqrt())
 
     def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to W + scale * B A, with DoRA scaled to the rows' magnitudes."""
@@ -327,6 +327,6 @@ def dora_scale(
         a, b = first.to(dtype), second.to(dtype)
         cross = ((weight @ first.to(weight.dtype).T).to(dtype) * b).sum(1)
         square = square + 2 * scale * cross + scale**2 * ((b @ (a @ a.T)) * b).sum(1)
-        norm = ranks.sum(square).clamp_min(0).sqrt()
+        norm = ranks.all_reduce(square).clamp_min(0).sqrt()
     factor: Tensor = magnitude.to(dtype) / norm
     return factor

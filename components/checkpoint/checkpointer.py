@@ -31,7 +31,7 @@ from drawloom.components.checkpoint.restore import (
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_by_sharded_entry
 from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
-from drawloom.components.distributed.rank_errors import RankError, run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import RankError, run_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes, SurvivingProcesses
 from drawloom.components.ports.run import (
     Cadence,
@@ -217,7 +217,7 @@ class Checkpointer:
         if not steps or max(steps) < newest:
             return 0
         state = states[max(steps)]
-        run_on_all(self._world, lambda: self._load_state_from_memory(state))
+        run_on_all_ranks(self._world, lambda: self._load_state_from_memory(state))
         self._memory.keep(state)  # for another loss in the next step
         self._saved = state.step if state.step == newest else 0
         log.info("restored the state after step %d from memory", state.step)
@@ -233,10 +233,10 @@ class Checkpointer:
             return
         self._finish_pending_save()  # the pending save first: two copies of the state may not fit into memory
         plan, checkpoint = self._make_commit_protocol.plan, self._checkpoints_folder / f"step-{step.index}"
-        snapshot, sizes = run_on_all(
+        snapshot, sizes = run_on_all_ranks(
             self._world,
             lambda: plan.take_snapshot(self.states, step, self.staging),
-            share=lambda snapshot: snapshot.bytes,
+            to_json=lambda snapshot: snapshot.bytes,
         )
         run = submit_in_new_thread if self._saves_in_background else run_in_current_thread
         done = run("checkpoint", lambda: self._write_and_commit(checkpoint, snapshot))
@@ -331,14 +331,14 @@ class Checkpointer:
         is corrupt.
         """
         world = self._world
-        loaded, outcomes = run_on_all(
-            world, lambda: _read_states_or_error(checkpoint, self.states, world.rank), share=_encode_read_outcome
+        loaded, outcomes = run_on_all_ranks(
+            world, lambda: _read_states_or_error(checkpoint, self.states, world.rank), to_json=_encode_read_outcome
         )
         faults = [outcome["fault"] for outcome in outcomes]
         if isinstance(loaded, LoadedCheckpoint) and not any(faults):
             verified = [outcome["verified"] for outcome in outcomes]
             rest = partial(verify_share_of_unread_blocks, checkpoint, loaded.manifest, verified, world.rank, world.size)
-            _, faults = run_on_all(world, rest, share=str)
+            _, faults = run_on_all_ranks(world, rest, to_json=str)
         return (loaded if isinstance(loaded, LoadedCheckpoint) and not any(faults) else None), faults
 
     def _load_into_nodes(self, loaded: LoadedCheckpoint) -> None:
@@ -346,13 +346,13 @@ class Checkpointer:
         entries_by_rank = world.gather_json(
             {name: [*parts] for name, node in self.states.items() if (parts := slices_by_sharded_entry(node))}
         )
-        run_on_all(
+        run_on_all_ranks(
             world,
             lambda: check_checkpoint_fits_nodes(
                 loaded, self.states, entries_by_rank, self._find_nodes_with_changed_settings(loaded.checkpoint)
             ),
         )
-        run_on_all(world, lambda: load_states_into_nodes(loaded, self.states))
+        run_on_all_ranks(world, lambda: load_states_into_nodes(loaded, self.states))
         log.info("restored %s", loaded.checkpoint)
 
     def _find_nodes_with_changed_settings(self, checkpoint: Path) -> set[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.regular_file import create_folder
@@ -60,10 +60,10 @@ class CommitProtocol:
         rank = self.group.rank
         try:
             run_on_rank0(self.group, lambda: begin_temporary_folder(temp))
-            _, written = run_on_all(
+            _, written = run_on_all_ranks(
                 self.group,
                 lambda: write_files_of_rank(temp, rank, snapshot.tree, snapshot.wait_for_tensors()),
-                share=lambda files: files,
+                to_json=lambda files: files,
             )
             run_on_rank0(self.group, lambda: self._merge_and_commit(temp, checkpoint, snapshot, written))
         except UserError:

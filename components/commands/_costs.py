@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.cost_sources import CostSource, Planned, Traced, Units
@@ -51,7 +51,7 @@ def make_cost_source(options: argparse.Namespace, project: Project, recipe: Reci
         return Traced(read_run_trace(options.costs, project))
     if recipe is None:
         raise UserError("--costs plan needs a recipe to plan; write a recipe, or costs such as F=1,I=1,W=1", 2)
-    return Planned(recipe, device_model(options.device) if options.device else load_local_device_model())
+    return Planned(recipe, find_device_model(options.device) if options.device else load_local_device_model())
 
 
 def read_run_trace(folder: Path, project: Project) -> TracedStep:

@@ -9,8 +9,8 @@ import attrs
 from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.loader import Loader
-from drawloom.components.data.order.stream import row_sources
-from drawloom.components.data.record import FOLDER, row_digests
+from drawloom.components.data.order.stream import list_row_sources
+from drawloom.components.data.record import FOLDER, compute_row_digests
 from drawloom.components.ports.data import PackedDataset, RowSource, TrainingData
 from drawloom.components.ports.distributed import Mesh, PerDimension
 from drawloom.components.storage.step_log import read_steps
@@ -58,9 +58,11 @@ class _DigestCache:
 
     def compute_row_digest(self, row: int, step: int) -> str:
         """Return a row's digest at a step."""
-        key = (row, self.loader.length_at(step))
+        key = (row, self.loader.max_document_length_at(step))
         if key not in self.digests:
-            [self.digests[key]] = row_digests(self.loader.shorten(self.rows.batch("train", [row]), step))
+            [self.digests[key]] = compute_row_digests(
+                self.loader.split_documents_for_step(self.rows.batch("train", [row]), step)
+            )
         return self.digests[key]
 
     def find_row_name(self, digest: str) -> str:
@@ -83,7 +85,7 @@ def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: L
         faults += [f"step {step}: {expected.find_row_name(digest)} is there too often" for digest in actual - digests]
     more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
     verdict = "differs from what it should be" if faults else "is what it should be"
-    counts = "; ".join(_describe_repetitions(source, seen) for source in row_sources(rows))
+    counts = "; ".join(_describe_repetitions(source, seen) for source in list_row_sources(rows))
     before = (
         f" (the first {loader.last_resized_step} had other batch sizes and are not compared)"
         if loader.last_resized_step

@@ -7,8 +7,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from drawloom.components.data.mixture import document_sources
-from drawloom.components.data.order.stream import row_shares, row_sources
+from drawloom.components.data.mixture import list_document_sources
+from drawloom.components.data.order.stream import compute_row_shares, list_row_sources
 from drawloom.components.ports.corpus import ChatTokenizer, Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, RowsOfTokens, TracedRows, token_batch
 from drawloom.graph.cli.result import output, output_class
@@ -27,7 +27,7 @@ def format_statistics(rows: PackedDataset) -> str:
     Mixtures add a line per source; training lines include the source's share of tokens and rows.
     """
     head = f"{'split':<12} {'rows':<11} {'fill rate':<11} {'documents':<11} {'tokens':<15} {LENGTHS:<33}"
-    mixed = any(source.name for source in row_sources(rows))
+    mixed = any(source.name for source in list_row_sources(rows))
     lines = [head + (" share of tokens, of rows" if mixed else "")]
     for split in SPLITS:
         lines.append(_format_rows_line(split, rows.count(split), rows.fill_rate(split), _document_lengths(rows, split)))
@@ -103,8 +103,8 @@ def _document_lengths(rows: PackedDataset, split: Split) -> np.ndarray | None:
 def _format_source_lines(rows: Any, split: Split) -> Iterator[str]:
     """Yield a mixture's lines, one per source."""
     weights = sum(source.weight for source in rows.row_sources(split))
-    shares = row_shares(rows.row_sources("train"))
-    documents = document_sources(rows.tokens.documents(split))
+    shares = compute_row_shares(rows.row_sources("train"))
+    documents = list_document_sources(rows.tokens.documents(split))
     for source, own in zip(rows.row_sources(split), documents, strict=True):
         rate = source.tokens / (source.rows * rows.length) if source.rows else 1.0
         line = _format_rows_line(f"  {source.name}", source.rows, rate, own.documents.lengths)

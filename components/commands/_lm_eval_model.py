@@ -8,7 +8,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from drawloom.components.distributed.rng import generator
+from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import TokenContext
@@ -109,7 +109,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         sampler = Sampler(
             model=self.predictor,
             pipeline=self.pipeline,
-            generator=generator(self.seed, "sample"),
+            generator=create_generator(self.seed, "sample"),
             end=self.eot_token_id,
             context=self.context,
             temperature=generation_options.get("temperature", 1.0) if generation_options.get("do_sample") else 0.0,

@@ -10,7 +10,7 @@ from types import FrameType
 
 import attrs
 
-from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
+from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.graph.cli.exit_codes import FAILED
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
@@ -47,7 +47,7 @@ class ProcessPool:
         """Start a command; with several at a time, limit its threads and discard its stdout."""
         if self.size == 1:
             return subprocess.Popen(command)
-        environment = {THREADS: str(threads_of_process(self.size)), **os.environ}
+        environment = {THREADS: str(count_threads_per_process(self.size)), **os.environ}
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
     def forward_signal(self, number: int, _frame: FrameType | None) -> None:

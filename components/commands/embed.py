@@ -10,8 +10,8 @@ from torch import Tensor
 
 from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
 from drawloom.components.commands._trained import add_run_arguments, open_trained
-from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.parts import parts_of
+from drawloom.components.data.sources.files import find_files
+from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import HiddenStates, Model, TokenContext
@@ -82,7 +82,11 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
     """Write `hidden_states`, float32 (documents, layers, hidden_size), in document order."""
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
-    texts = (document.text for part in parts_of(find(options.paths), options.field) for document in part.documents())
+    texts = (
+        document.text
+        for part in split_files_into_parts(find_files(options.paths), options.field)
+        for document in part.documents()
+    )
     with open_trained(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
         request = HiddenStates(_resolve_negative_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
         pooled, empty = [], 0

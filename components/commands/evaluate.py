@@ -12,7 +12,7 @@ import torch
 from drawloom.components.commands._options import integer_parser
 from drawloom.components.commands._trained import add_run_arguments, open_trained
 from drawloom.components.data.packing.windows import Windows
-from drawloom.components.data.sources.files import find
+from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
 from drawloom.components.ports.data import PackedDataset, TokenBatch, count_target_bytes, has_pairs, token_batch
@@ -106,7 +106,7 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
 def _make_corpus_node(globs: list[str]) -> dict[str, Any]:
     """Return a corpus node for the files. Raises UserError for no files, or for several formats."""
     try:
-        files = {READERS[FORMATS.get(file.suffix, "text")]: file.path for file in find(globs)}
+        files = {READERS[FORMATS.get(file.suffix, "text")]: file.path for file in find_files(globs)}
     except UserError as error:
         raise UserError(f"--corpus: {str(error).removeprefix('paths: ')}", 2) from error
     if len(files) > 1:
@@ -144,7 +144,9 @@ def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str
     lengths = run.get(TokenCorpus).documents(split).lengths
     long, count = int((lengths > rows.length + 1).sum()), len(lengths)
     whole = f"{count:,} document{'s' * (count != 1)}, each on its own"
-    return f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.step:,}"
+    return (
+        f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.window_stride:,}"
+    )
 
 
 def _load_microbatch_lists(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:

@@ -4,7 +4,7 @@ import argparse
 
 from drawloom.components.commands._options import integer_parser, parse_temperature
 from drawloom.components.commands._trained import add_run_arguments, open_trained
-from drawloom.components.distributed.rng import generator
+from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
@@ -56,7 +56,7 @@ def main(options: argparse.Namespace, project: Project) -> GenerateResult:
         sampler = Sampler(
             model=run.get(Predictor),
             pipeline=run.get(Mesh).pipeline_group,
-            generator=generator(options.seed, "sample"),
+            generator=create_generator(options.seed, "sample"),
             end=tokenizer.eos_id,
             context=options.context,
             temperature=options.temperature,

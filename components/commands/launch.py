@@ -23,8 +23,8 @@ from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawloom.components.commands._options import integer_parser
-from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
-from drawloom.components.distributed.launch_store import call_with_timeout, connect
+from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
+from drawloom.components.distributed.launch_store import call_store_with_timeout, connect_to_launch_store
 from drawloom.components.distributed.torchrun import CONTINUES
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import OK, STOPPED
@@ -99,9 +99,11 @@ class _Agent(LocalElasticAgent):
 
         def ask() -> bool:
             group: Any = worker_group  # torch declares the address as None
-            return bool(connect(group.master_addr, group.master_port, attempt, STORE_SECONDS).check([CONTINUES]))
+            return bool(
+                connect_to_launch_store(group.master_addr, group.master_port, attempt, STORE_SECONDS).check([CONTINUES])
+            )
 
-        if self._surviving != attempt and call_with_timeout(STORE_SECONDS, ask):
+        if self._surviving != attempt and call_store_with_timeout(STORE_SECONDS, ask):
             self._surviving = attempt
         return self._surviving == attempt
 
@@ -112,7 +114,7 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
         raise UserError("there is no command to launch; write it last, such as: run first_run", 2)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         raise UserError("--nnodes: several machines need --rdzv-endpoint HOST:PORT, the same on each of them", 2)
-    os.environ.setdefault(THREADS, str(threads_of_process(options.nproc_per_node)))
+    os.environ.setdefault(THREADS, str(count_threads_per_process(options.nproc_per_node)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     for name in AGENT_LOGS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)

@@ -8,7 +8,7 @@ from typing import Any
 
 from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
 from drawloom.components.commands._trained import add_run_arguments, open_trained
-from drawloom.components.data.sources.files import package
+from drawloom.components.data.sources.files import import_package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
@@ -59,7 +59,7 @@ class LmEvalResult(Result):
 
 def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
     """Evaluate the run on every task."""
-    harness = package("lm_eval", "pip install 'drawloom[lm-eval]'")
+    harness = import_package("lm_eval", "pip install 'drawloom[lm-eval]'")
     from lm_eval.tasks import TaskManager
 
     from drawloom.components.commands._lm_eval_model import RunModel

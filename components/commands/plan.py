@@ -7,7 +7,7 @@ import re
 from drawloom.components.commands._options import parse_output_path, report_write_errors
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.commands._recipes import add_overlay_option
-from drawloom.components.distributed.device_model import DeviceModel, device_model
+from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.calibrate import (
     choose_local_device,
     load_local_device_model,
@@ -58,7 +58,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
         print_text(calibration.render("text"))
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
-    device = device_model(options.device) if options.device else load_local_device_model()
+    device = find_device_model(options.device) if options.device else load_local_device_model()
     if options.search:
         return _search_plans(options, recipe, device)
     if options.to is not None:

@@ -17,7 +17,7 @@ from drawloom.components.commands._options import (
     report_write_errors,
 )
 from drawloom.components.commands._recipes import add_overlay_option, find_only_node
-from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.parallel.float8_layers import find_linear_layers
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import LinearLayer
 from drawloom.components.ports.pipeline import Executor, make_state_of_batches, sum_losses
@@ -142,7 +142,7 @@ def _measure_float8_effects(recipe: Recipe, steps: int) -> Evidence:
         layers = {
             name: layer
             for stage in stages.local
-            for name, layer in linear_layers(stage.module).items()
+            for name, layer in find_linear_layers(stage.module).items()
             if layer.uses_float8
         }
         if not layers:

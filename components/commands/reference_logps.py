@@ -13,9 +13,9 @@ from torch import Tensor
 from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.data.chat.encode import Encoded
-from drawloom.components.data.packing.rows import RowPiece, batch_of
+from drawloom.components.data.packing.rows import RowPiece, build_batch
 from drawloom.components.data.preferences import REFERENCES, Preferences
-from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.storage.durable_files import replace_file
@@ -75,7 +75,7 @@ def _add_reference_logps(
     data: Preferences, executor: ProgramExecutor, lines_at_a_time: int
 ) -> Iterator[dict[str, Any]]:
     """Yield all data lines in order; pairs with added log-probabilities, computed for `lines_at_a_time` lines."""
-    lines = data.lines()
+    lines = data.encode_lines()
     while batch := [*islice(lines, lines_at_a_time)]:
         pairs = [pair for _, pair in batch if pair]
         sums = iter(_sum_logps_by_answer(data, executor, pairs).tolist() if pairs else [])
@@ -87,9 +87,9 @@ def _sum_logps_by_answer(data: Preferences, executor: ProgramExecutor, pairs: Se
     """Return the log-probability of either answer (chosen, rejected), summed over its tokens: float64 (pairs, 2)."""
     answers = [answer for pair in pairs for answer in pair]
     ids, weights = [answer.ids for answer in answers], [answer.weights for answer in answers]
-    documents = TokenArrays.of(ids, id_dtype(data.vocab_size), weights)
+    documents = TokenArrays.concatenate(ids, choose_id_dtype(data.vocab_size), weights)
     rows = [[RowPiece(number, 0, len(answer_ids))] for number, answer_ids in enumerate(ids)]
-    batch = batch_of(documents, rows, max(map(len, ids)), data.eos_id)
+    batch = build_batch(documents, rows, max(map(len, ids)), data.eos_id)
     if (logps := executor.token_logps(batch)) is None:
         raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
     return logps.sum(1, dtype=torch.float64).view(-1, 2).cpu()

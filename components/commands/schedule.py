@@ -13,14 +13,14 @@ from drawloom.components.commands import _costs
 from drawloom.components.commands._options import integer_parser, parse_positive_integers
 from drawloom.components.commands._recipes import Pipeline, add_overlay_option, read_mesh_sizes, require_microbatches
 from drawloom.components.parallel.data_shard import gathers_by_block
-from drawloom.components.pipeline.from_csv import read_file
-from drawloom.components.pipeline.program.builders import forward_only
+from drawloom.components.pipeline.from_csv import read_program_file
+from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import Sharding
-from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.pipeline.program.timing import DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, format_count
+from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, format_comparison, format_count
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.planning.cost_sources import CostSource, Traced, Units
@@ -135,10 +135,10 @@ class ScheduleResult(ScheduleData, Result):
         if format == "svg":
             return draw_svg(summary.simulation, summary.title, summary.caption, summary.measured).removesuffix("\n")
         if format == "csv":
-            return write_csv(summary.simulation.program).removesuffix("\r\n")
+            return format_program_csv(summary.simulation.program).removesuffix("\r\n")
         width = shutil.get_terminal_size((120, 0)).columns
         picture = draw_text(summary.simulation, width, summary.measured).removesuffix("\n")
-        return f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n\n{picture}"
+        return f"{summary.title}\n{summary.caption}\n\n{summary.format_peaks_by_rank()}\n\n{picture}"
 
 
 @output_class
@@ -237,7 +237,7 @@ def _suggest_schedule(name: str, project: Project) -> str | None:
 
 def _simulate_csv_file(options: argparse.Namespace, project: Project) -> Summary:
     """Simulate a schedule from a CSV file. Raises UserError for options in conflict with the file."""
-    program, path = read_file(Path(options.recipe)), options.recipe
+    program, path = read_program_file(Path(options.recipe)), options.recipe
     for option, requested, actual in (
         ("--ranks", options.ranks, program.ranks),
         ("--microbatches", options.microbatches, program.microbatches),
@@ -263,7 +263,10 @@ def _compare_schedules(options: argparse.Namespace, project: Project) -> Compari
     microbatches = options.microbatches or [require_microbatches(pipeline.microbatches if pipeline else None)]
     sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
     tables = {size: list(_simulate_suitable_schedules(options, project, names, source, size)) for size in sizes}
-    titled = [f"{size}\n{compare(rows)}" if len(tables) > 1 else compare(rows) for size, rows in tables.items()]
+    titled = [
+        f"{size}\n{format_comparison(rows)}" if len(tables) > 1 else format_comparison(rows)
+        for size, rows in tables.items()
+    ]
     schedules = [
         ScheduleData(**_schedule_data_fields(summary)) for summaries in tables.values() for summary in summaries
     ]
@@ -407,7 +410,7 @@ def _simulate_and_summarize(
 ) -> Summary:
     """Simulate a program with the source's costs, and return the summary with its memory."""
     if options.forward_only:
-        program, sharding = forward_only(program.stage_to_rank, program.microbatches), None
+        program, sharding = build_forward_only_program(program.stage_to_rank, program.microbatches), None
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
         sharding = Sharding("unshard" in options.costs)  # without a recipe, parameters are gathered once per step
     try:

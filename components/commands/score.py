@@ -14,7 +14,7 @@ from drawloom.components.commands._options import integer_parser, parse_output_p
 from drawloom.components.commands._trained import add_run_arguments, open_trained
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_answer
-from drawloom.components.data.sources.rows import Line, lines_of
+from drawloom.components.data.sources.rows import Line, read_object_lines
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.components.ports.model import Head, TokenContext
@@ -62,7 +62,7 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
         text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
         with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
             encoded = (
-                (line, _encode_prompt_and_completion(tokenizer, line, template)) for line in lines_of(options.paths)
+                (line, _encode_prompt_and_completion(tokenizer, line, template)) for line in read_object_lines(options.paths)
             )
             while batch := [*islice(encoded, options.rows)]:
                 scores = _score_answers(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])

@@ -18,7 +18,7 @@ from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.commands._slurm import format_array_script
 from drawloom.components.commands._sweep_points import Point, make_sweep_points
 from drawloom.components.commands.runs import format_run_table
-from drawloom.components.distributed.device_model import DeviceModel, device_model
+from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
@@ -120,7 +120,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     runs = _load_and_check_runs(options, project)
     folder = runs[0].folder.parent
     if options.device:
-        _check_runs_fit_device(runs, device_model(options.device))
+        _check_runs_fit_device(runs, find_device_model(options.device))
     print_text(f"{len(runs)} runs in {folder}")
     points = [SweepPoint(run.point.name, run.words, run.state, None) for run in runs]
     unfinished = [number for number, point in enumerate(points) if point.state != "finished"]

@@ -8,9 +8,9 @@ from pathlib import Path
 from drawloom.components.commands._options import integer_parser
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, read_eos_token, read_tokenizer
-from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.parts import parts_of
-from drawloom.components.data.store.build import build
+from drawloom.components.data.sources.files import find_files
+from drawloom.components.data.sources.parts import split_files_into_parts
+from drawloom.components.data.store.build import build_store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
@@ -44,15 +44,15 @@ class TokenizeResult(Result):
 def main(options: argparse.Namespace, _project: Project) -> TokenizeResult:
     """Make or complete the store."""
     tokenizer = _load_tokenizer_or_bytes(options)
-    files = find(options.paths)
+    files = find_files(options.paths)
     workers = options.workers or len(os.sched_getaffinity(0))
-    store = build(
+    store = build_store(
         options.to,
-        parts_of(files, options.field),
+        split_files_into_parts(files, options.field),
         tokenizer,
         workers=workers,
         say=lambda text: print_text(text, "stderr"),
-        every=1 if sys.stderr.isatty() else 10,
+        report_interval=1 if sys.stderr.isatty() else 10,
     )
     return TokenizeResult(options.to, len(store.lengths), store.token_count)
 

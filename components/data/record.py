@@ -34,7 +34,7 @@ class Record:
 
     def run_phase(self, step: Step) -> None:
         """Append a step's digests. Removes later lines from a process that was killed or went back."""
-        digests = [digest for batch in step.state["batches"] for digest in row_digests(batch)]
+        digests = [digest for batch in step.state["batches"] for digest in compute_row_digests(batch)]
         self._log.append(
             {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}
         )
@@ -60,7 +60,7 @@ class Record:
         return StepLog.open(folder / f"rank-{self.mesh.world.rank}.jsonl")
 
 
-def row_digests(batch: Batch) -> list[str]:
+def compute_row_digests(batch: Batch) -> list[str]:
     """Return a digest for every row in a batch, over all tensors except replicated ones."""
     rows = batch.row_count
     tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]

@@ -8,7 +8,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.parallel.meta_collectives import collective
+from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
 
 
@@ -63,5 +63,5 @@ class _Exchange(Function):
 def _record_all_to_all(tokens: Tensor, copies: float, ranks: int) -> Tensor:
     """Record an all-to-all with `copies` destination ranks per token; return a new meta tensor (tokens, width)."""
     rows = tokens.new_empty(round(copies * len(tokens)), *tokens.shape[1:])
-    collective(rows, rows.shape, "all_to_all", "expert", ranks)
+    emulate_collective(rows, rows.shape, "all_to_all", "expert", ranks)
     return torch.empty_like(tokens)

@@ -166,7 +166,7 @@ class Timeouts:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-        guard.allow(None)
+        guard.set_time_limit(None)
 
     @contextmanager
     def stage_context(self, stage: str, node: str) -> Iterator[None]:
@@ -252,7 +252,7 @@ class Timeouts:
         text = f"rank {os.environ.get('RANK', '0')} hangs: {self._describe_exceeded_limit()}"
         if self._watchdog is not None:
             text += ", and keeps Python's threads from running"
-        guard.allow(None if limit is None else limit + GUARD_MARGIN, text)
+        guard.set_time_limit(None if limit is None else limit + GUARD_MARGIN, text)
 
     def _describe_exceeded_limit(self) -> str:
         """Return a sentence about the exceeded limit: step, seconds and phase."""

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device_model import peak_tflops_of, products_in
+from drawloom.components.distributed.device_model import get_peak_tflops, get_product_key
 from drawloom.components.ports.data import token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, count_attended_pairs
@@ -56,7 +56,7 @@ class Utilization:
         self._flops = model.forward_flops()
         self._peak = self.peak_tflops
         if self._peak is None:
-            self._peak = peak_tflops_of(torch.cuda.get_device_name(device), products_in(self.precision.compute))
+            self._peak = get_peak_tflops(torch.cuda.get_device_name(device), get_product_key(self.precision.compute))
         frozen = [
             name for stage in self.stages.local for name, param in stage.named_parameters() if not param.requires_grad
         ]

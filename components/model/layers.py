@@ -141,7 +141,7 @@ class ProjectionNorm(RMSNorm, TensorParallel):
             return super().forward(x, float8)
         wide = x.to(_widen_dtype(x))
         # Each rank divides its own channels by the norm of all, so both sums have to be over the ranks.
-        squares = self.ranks.copy(self.ranks.sum(wide.square().sum(-1, keepdim=True)))
+        squares = self.ranks.copy_to_ranks(self.ranks.all_reduce(wide.square().sum(-1, keepdim=True)))
         return (wide * (squares / self.width + self.eps).rsqrt() * self.weight.to(wide.dtype)).to(x.dtype)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
@@ -171,7 +171,7 @@ class Embedding(nn.Embedding, TensorParallel, HeadLayer):
 
     def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Return rows (..., width) from a table (vocab_size, width), or from its part, for token ids int64 (...)."""
-        rows, is_local = self.ranks.rows_of(tokens, self.num_embeddings)
+        rows, is_local = self.ranks.find_local_rows(tokens, self.num_embeddings)
         vectors = self.kernels.embedding(rows, table)
         return vectors if is_local is None else vectors * is_local
 
@@ -236,18 +236,18 @@ class LinearHead(_Chunked):
     ranks: TensorRanks = ALONE
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        part = self.ranks.vocabulary_part(self.vocab_size)
+        part = self.ranks.get_vocabulary_part(self.vocab_size)
         return self.kernels.linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, targets, weights, part)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        local = self.kernels.linear(self.ranks.copy(hidden.to(self.weight.dtype)), self.weight)
-        return self.ranks.gather_last(local, self.vocab_size)
+        local = self.kernels.linear(self.ranks.copy_to_ranks(hidden.to(self.weight.dtype)), self.weight)
+        return self.ranks.gather_last_dimension(local, self.vocab_size)
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # The mean of the logits is the logit of the weight's mean row: one product with a vector.
         row = self.weight.sum(0, dtype=dtype) / self.vocab_size
-        return self.ranks.sum(self.ranks.copy(hidden.to(dtype)) @ row)
+        return self.ranks.all_reduce(self.ranks.copy_to_ranks(hidden.to(dtype)) @ row)
 
 
 @attrs.define(eq=False)
@@ -263,7 +263,7 @@ class ChunkedHead(_Chunked):
     ranks: TensorRanks = ALONE
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ranks.gather_last(self.project(self.ranks.copy(hidden)), self.vocab_size)
+        return self.ranks.gather_last_dimension(self.project(self.ranks.copy_to_ranks(hidden)), self.vocab_size)
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         both = self.map_logits(_target_and_lse, hidden, targets)

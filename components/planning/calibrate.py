@@ -13,9 +13,9 @@ import torch
 from drawloom.components.distributed.device_model import (
     DeviceModel,
     Reached,
-    device_model,
-    model_of_gpu,
-    products_in,
+    find_device_model,
+    find_gpu_model,
+    get_product_key,
 )
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
@@ -79,13 +79,13 @@ def load_local_device_model() -> DeviceModel:
     device = choose_local_device()
     if (path := calibration_path(device)).is_file():
         try:
-            return device_model(str(path))
+            return find_device_model(str(path))
         except UserError as error:
             text = str(error).removeprefix("--device ")
             raise UserError(f"{text}; measure it again with `drawloom plan --calibrate`", 2) from error
     if device.type == "cpu":
-        return device_model("cpu")
-    if (known := model_of_gpu(name := torch.cuda.get_device_name(device))) is None:
+        return find_device_model("cpu")
+    if (known := find_gpu_model(name := torch.cuda.get_device_name(device))) is None:
         text = f"the table of devices has no {name!r}; measure it with `drawloom plan --calibrate`"
         raise UserError(f"{text}, or describe it in a TOML file and write --device FILE", 2)
     return known
@@ -102,8 +102,8 @@ def measure_and_save_calibration(device: torch.device, sizes: Sizes | None = Non
 
 def _measure_calibration_lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
     """Yield the calibration as TOML; values that are not measured, such as links, come from the table."""
-    known = model_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else device_model("cpu")
-    known = known or device_model("a100")
+    known = find_gpu_model(torch.cuda.get_device_name(device)) if device.type == "cuda" else find_device_model("cpu")
+    known = known or find_device_model("a100")
     wide, *others = _dtypes_to_measure(device)
     speeds = _measure_speeds(device, sizes, wide, 3 * seconds)
     rates = {wide: speeds.products} | {
@@ -112,7 +112,7 @@ def _measure_calibration_lines(device: torch.device, sizes: Sizes, seconds: floa
         for dtype in others
     }
     for dtype, rate in rates.items():
-        yield f"{products_in(dtype)} = {rate / 1e12:.6g}"
+        yield f"{get_product_key(dtype)} = {rate / 1e12:.6g}"
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     yield f"memory = {memory / 2**30:.6g}"
     yield f"bandwidth = {speeds.bandwidth / 1e9:.6g}"
@@ -242,7 +242,7 @@ def _estimate_attention_traffic_seconds(
 ) -> float:
     """Return a plan's seconds for attention's memory traffic."""
     reached = Reached(attention=math.inf, memory=_reachable_memory_fraction(device), launch=0.0, host=0.0)
-    model = attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached)
+    model = attrs.evolve(find_device_model("h200"), bandwidth=bandwidth, reached=reached)
     return _record_pass_cost(_make_attention_pass(torch.device("meta"), dtype, sizes), model).seconds
 
 
@@ -298,5 +298,5 @@ def _make_host_bound_pass(device: torch.device) -> Callable[[], object]:
 
 def _count_planned_operations() -> float:
     """Return how many small operations a plan counts in the measured layers."""
-    model = attrs.evolve(device_model("h200"), reached=Reached(host=1.0))
+    model = attrs.evolve(find_device_model("h200"), reached=Reached(host=1.0))
     return _record_pass_cost(_make_host_bound_pass(torch.device("meta")), model).host

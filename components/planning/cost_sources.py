@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
-from drawloom.components.pipeline.program.builders import loop
-from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, list_schedule
-from drawloom.components.pipeline.program.lowering import with_whole_backwards
-from drawloom.components.pipeline.program.partition import even
-from drawloom.components.pipeline.program.recomputation import repeat_fraction
+from drawloom.components.pipeline.program.builders import assign_stages_in_loop
+from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, build_list_schedule
+from drawloom.components.pipeline.program.lowering import merge_split_backwards
+from drawloom.components.pipeline.program.partition import partition_evenly
+from drawloom.components.pipeline.program.recomputation import recomputed_fraction
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
@@ -69,10 +69,10 @@ class Units:
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage; recomputation adds a forward pass fraction to the backward pass."""
-        costs = self.given.divide(stages_per_rank)
+        costs = self.given.divide_by_stages(stages_per_rank)
         if not recompute:
             return costs
-        again = costs.forward * np.array([repeat_fraction(policy) for policy in recompute])
+        again = costs.forward * np.array([recomputed_fraction(policy) for policy in recompute])
         zeros = np.zeros_like(again)
         columns = [costs.forward + zeros, costs.backward + again, costs.backward_input + again]
         return CostTable(**attrs.asdict(costs), lengths=np.stack([*columns, costs.backward_weight + zeros], axis=1))
@@ -100,14 +100,14 @@ class Traced:
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage in seconds, including the traced run's recomputation."""
-        return self._cost_table_of_trace.resample(sizes or (1,) * (ranks * stages_per_rank))
+        return self._cost_table_of_trace.resample_to_sizes(sizes or (1,) * (ranks * stages_per_rank))
 
     def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> None:
         """Return None: a trace has no bytes by stage."""
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return two slices per rank; a stage's costs besides its layers are not known."""
-        return auto_schedule_slices(self._cost_table_of_trace.resample((1,) * (2 * ranks)))
+        return auto_schedule_slices(self._cost_table_of_trace.resample_to_sizes((1,) * (2 * ranks)))
 
 
 @attrs.frozen
@@ -130,7 +130,7 @@ class PlacedSchedule:
         """Return a program with forward passes as early as possible, with the given recompute policies."""
         activations = (1.0,) * len(self.placement)
         task = Task(self.placement, microbatches, Costs(), activations, microbatches * sum(activations))
-        return attrs.evolve(list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
+        return attrs.evolve(build_list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
 
 
 @attrs.frozen(eq=False)
@@ -167,8 +167,8 @@ class Planned:
         """Plan a pipeline with these layers and recompute policies by stage; by default, those in the recipe."""
         if sizes is None and not recompute:
             return self.plan(ranks, stages_per_rank)
-        placement = loop(ranks, stages_per_rank)
-        sizes = sizes or even(self.plan(ranks, 1).layers, len(placement))
+        placement = assign_stages_in_loop(ranks, stages_per_rank)
+        sizes = sizes or partition_evenly(self.plan(ranks, 1).layers, len(placement))
         return self.plan(ranks, stages_per_rank, PlacedSchedule(placement, tuple(sizes), tuple(recompute)))
 
     def stage_costs(
@@ -182,7 +182,7 @@ class Planned:
         costs = self._plan_with_partition(
             program.ranks, program.stages // program.ranks, sizes, program.recompute
         ).costs
-        whole, none = with_whole_backwards(program), dict.fromkeys(costs, 0)
+        whole, none = merge_split_backwards(program), dict.fromkeys(costs, 0)
         return [peak_of(whole, rank, costs, none).bytes for rank in range(program.ranks)]
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class Planned:
                         ),
                         "kept": _divide_and_round(_live_bytes_by_stage_after(again, "F"), activations),
                     }
-                    plans.append(self._plan_with_partition(ranks, 1, even(count, ranks), (policy,) * ranks))
+                    plans.append(self._plan_with_partition(ranks, 1, partition_evenly(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
             used = max(_sum_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from drawloom.components.distributed.device_model import DeviceModel, products_in
+from drawloom.components.distributed.device_model import DeviceModel, get_product_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import PipelineDimension
-from drawloom.components.pipeline.program.lowering import with_whole_backwards
+from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
 from drawloom.components.planning.nodes import Nodes
@@ -169,7 +169,7 @@ def plan(
     do not fit.
     """
     nodes = Nodes.of(recipe)
-    mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.min_rank_count)
+    mesh = PlannedMesh.from_settings(nodes.mesh_settings, ranks or nodes.min_rank_count)
     with open_planner(nodes, device, mesh, schedule) as planner:
         if cache is None:
             return planner.plan()
@@ -221,7 +221,7 @@ class Planner:
         if self.memory_limit and persistent > self.memory_limit:
             raise TooLargeError(persistent)
         costs = self._record_stage_costs(views, program, rows)
-        program = with_whole_backwards(program)
+        program = merge_split_backwards(program)
         memory = [self._estimate_rank_memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision_node]
         document_rows = self._describe_microbatch_rows(rows)
@@ -243,7 +243,7 @@ class Planner:
             time=estimate_step_time(program, table, costs, exchanges, self._loss_needs_reference_passes),
             tokens=tokens,
             flops=_count_training_flops(self._model_forward_flops, tokens, document_rows, frozen),
-            peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
+            peak_flops=self.device.peaks.get(get_product_key(precision.compute), math.nan),
             steps=self.nodes.step_count,
         )
 
@@ -296,7 +296,7 @@ class Planner:
 
     def _build_rank_view(self, index: int, program: Program) -> "RankView":
         """Build a pipeline rank's stages on the meta device, and sum its memory by kind."""
-        mesh = self.mesh.at(index)
+        mesh = self.mesh.seen_from_pipeline_rank(index)
         replacements = {**self.objects, self.nodes.mesh_node: mesh}
         container = self.nodes.recipe.project.container(
             self.nodes.recipe.graph, self.nodes.stages_node, *self.nodes.memory_user_nodes, replacements=replacements
@@ -322,7 +322,7 @@ class Planner:
             length=self.nodes.sequence_length,
             context=self.mesh.context_group,
             gradient=self.objects[self.nodes.precision_node].gradient,
-            device=self.device.without_host() if stages.get("capture") else self.device,
+            device=self.device.without_host_time() if stages.get("capture") else self.device,
             links=lambda dimension: link_bandwidth(self.mesh, self.device, dimension),
             fractions=self._estimate_attention(self._describe_microbatch_rows(rows)),
             cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),

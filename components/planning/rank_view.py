@@ -10,9 +10,9 @@ import torch
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.components.parallel.float8_layers import float8_layers
-from drawloom.components.parallel.shard_transfers import message_dtype
-from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
+from drawloom.components.parallel.float8_layers import find_float8_layers
+from drawloom.components.parallel.shard_transfers import choose_message_dtype
+from drawloom.components.parallel.sliced_store import SlicedStore, count_largest_reduction_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
 from drawloom.components.ports.stages import Stage
@@ -77,7 +77,7 @@ class RankView:
             all=sum(parameter.numel() for parameter in parameters),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             owned=sum(owned[name].numel() for name, _ in stage.named_parameters() if name in owned),
-            unit=largest_unit(stage.module, self.stages.model.blocks(stage.module)),
+            unit=count_largest_reduction_unit(stage.module, self.stages.model.blocks(stage.module)),
         )
 
     def gradient_bytes_in_backward(self, stage: Stage, microbatches: int) -> int:
@@ -110,7 +110,7 @@ class RankView:
     @property
     def _gradient_message_itemsize(self) -> int:
         """Return a gradient element's bytes in the message to its owner."""
-        return message_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
+        return choose_message_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
 
     def buffer_bytes_by_kind(
         self, costs: Mapping[int, StageCosts], device: DeviceModel, batch_bytes: int
@@ -155,7 +155,7 @@ class RankView:
         precision = self.stages.precision
         if precision.gather != "float8":
             return 0
-        layers = float8_layers(stage.module, precision).values()
+        layers = find_float8_layers(stage.module, precision).values()
         return sum(layer.weight.numel() for layer in layers) * (int(precision.compute.itemsize) - 1)
 
     def _reduce_seconds_by_stage(self, device: DeviceModel) -> dict[int, float]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drawloom.components.distributed.device_model import DeviceModel
-from drawloom.components.parallel.meta_collectives import COLLECTIVE, message_bytes
+from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.kernels.costs import OperationCosts, bind_arguments, moves_data, operation_costs
 
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_collective(self, arguments: Mapping[str, Any], result: Tensor) -> None:
         """Add the seconds for a collective over its link."""
-        sent = message_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
+        sent = count_message_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
         seconds = sent / self._links(arguments["dimension"])
         self._seconds += seconds
         self._comm_seconds += seconds

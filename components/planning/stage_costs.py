@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextPart
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, start_stage_graph
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import HasCostKey
 from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.stages import Recompute, Stage
-from drawloom.components.stages.activation_specs import on_meta
+from drawloom.components.stages.activation_specs import copy_tree_to_meta
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.graph import UserError
@@ -136,13 +136,15 @@ class StageMeter:
             for handle in self._label_modules(recorder, stage):
                 hooks.callback(handle.remove)
             with recorder.label_storages("hidden states"):
-                inputs = first_inputs if stage.index == 0 else as_input(map_leaves(_allocate_like, self._hidden))
+                inputs = (
+                    first_inputs if stage.index == 0 else start_stage_graph(map_leaves(_allocate_like, self._hidden))
+                )
             recorder.begin_pass()
             with recorder.label_storages("head and loss" if stage.span.head else "hidden states"):
                 outputs = runner.forward(0, inputs, context, batch)
             if stage.index == 0 and not runner.last:
-                self._hidden = on_meta(outputs)
-            shapes = [on_meta(leaf) for leaf in floating(outputs)]
+                self._hidden = copy_tree_to_meta(outputs)
+            shapes = [copy_tree_to_meta(leaf) for leaf in list_floating_leaves(outputs)]
             del inputs, outputs
             passes["F"] = recorder.end_pass()
             for op, run in self._backward_calls(runner, split):
@@ -180,7 +182,7 @@ class StageMeter:
                 batch = self.loss.with_reference(batch, batch.weights)
             part: Any = None
             if self.context.size > 1:
-                part = on_meta(ContextPart.of(self.length, self.context))
+                part = copy_tree_to_meta(ContextPart.for_rank(self.length, self.context))
                 batch = part.cut(batch)
             inputs, context = self.loss.inputs(batch)
             self._inputs = inputs, attrs.evolve(context, part=part), batch

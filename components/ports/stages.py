@@ -54,8 +54,8 @@ class Shards(Protocol):
         """Free the gathered parameters."""
         ...
 
-    def reduce_in_backward(self, final: bool) -> None:
-        """Reduce gradients with the stage's next backward pass; `final` marks the step's last reduction."""
+    def reduce_in_backward(self, is_last_in_step: bool) -> None:
+        """Reduce gradients with the stage's next backward pass; `is_last_in_step` marks the step's last reduction."""
         ...
 
     def end_reduction(self) -> None:

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.rng import derive_seed, splitmix64
+from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, MAX_LENGTH
@@ -158,7 +158,7 @@ def uniform_by_counter(key: int, counters: Tensor) -> Tensor:
 
     counters: int64 (rows,).
     """
-    return (splitmix64(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
+    return (draw_splitmix64_bits(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
 def draw_id_by_row(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.distributed.rng import derive_seed, generator
+from drawloom.components.distributed.rng import create_generator, derive_seed
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunInfo
 from drawloom.graph import UserError, component, setting
@@ -119,7 +119,7 @@ class ProcessRandomness:
         )
 
     def stream(self, *purpose: str | int) -> torch.Generator:
-        return generator(self.job.seed, *purpose)
+        return create_generator(self.job.seed, *purpose)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's generator states."""

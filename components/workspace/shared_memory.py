@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.distributed.torchrun import machine
+from drawloom.components.distributed.torchrun import get_machine_id
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.components.storage.safetensors.header import HeaderError, map_safetensors_file
 from drawloom.components.storage.safetensors.writer import plan_layout, write_planned_tensors
@@ -41,7 +41,7 @@ def share_in_memory(packed: Packed) -> Iterator[Ticket]:
         write_planned_tensors(FileWriter("shared memory", tensors), packed.tensors, head, entries)
         for descriptor in (text, tensors):
             _seal_segment(descriptor)
-        yield {"machine": machine(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}
+        yield {"machine": get_machine_id(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}
 
 
 def open_shared(ticket: Ticket) -> Packed:
@@ -50,7 +50,7 @@ def open_shared(ticket: Ticket) -> Packed:
 
     Raises UserError if it is on another machine, or gone.
     """
-    if ticket["machine"] != machine():
+    if ticket["machine"] != get_machine_id():
         raise UserError(
             "ranks on several machines can't share memory; give workspace_path, a folder visible to all ranks"
         )

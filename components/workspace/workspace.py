@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
-from drawloom.components.distributed.rank_errors import run_on_all
+from drawloom.components.distributed.rank_errors import run_on_all_ranks
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage.state_tree import pack_state, unpack_state
@@ -124,15 +124,17 @@ def _gather_values(
 ) -> Iterator[list[Any]]:
     """Return all ranks' values on the first one, as `get_configs_parallel` does."""
     with ExitStack() as lent:
-        _, tickets = run_on_all(
-            group, lambda: _publish_value(value, ranks, group, workspace_path, lent), share=lambda ticket: ticket
+        _, tickets = run_on_all_ranks(
+            group, lambda: _publish_value(value, ranks, group, workspace_path, lent), to_json=lambda ticket: ticket
         )
         # ranks that disagree would wait for each other for ever
         requested = group.gather_json([*ranks])
         if any(request != [*ranks] for request in requested):
             raise UserError(f"the ranks of a group passed ranks = {requested}; pass the same list on every rank")
         others = [tickets[rank] for rank in ranks[1:]]
-        gathered, _ = run_on_all(group, lambda: _open_values(value, others, ranks[0] == group.rank, workspace_path))
+        gathered, _ = run_on_all_ranks(
+            group, lambda: _open_values(value, others, ranks[0] == group.rank, workspace_path)
+        )
     with _fail_on_all_ranks(group):
         try:
             yield gathered
@@ -174,7 +176,7 @@ def _fail_on_all_ranks(group: Group) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        run_on_all(group, _raise_if_failed(failure))
+        run_on_all_ranks(group, _raise_if_failed(failure))
     except UserError:
         if failure is not None:
             raise failure from None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.model import BatchContext, LayerRange, TokenContext
@@ -155,7 +155,7 @@ def measure_drawloom(name: str) -> tuple[int, float, float]:
     executor.open()
     row = torch.zeros(16, 32)
     batches = [TokenBatch(row, row, row, row, row.float())] * MICROBATCHES
-    actions = len([*iterate_actions(lower(schedule.program(RANKS, MICROBATCHES), RANK))])
+    actions = len([*iterate_actions(lower_to_rank_program(schedule.program(RANKS, MICROBATCHES), RANK))])
     executor.train(make_state_of_batches(batches))
     with _autograd_timed(clock):
         return actions, *clock.measure(lambda: executor.train(make_state_of_batches(batches)), actions)

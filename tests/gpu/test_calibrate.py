@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.distributed.device_model import model_of_gpu
+from drawloom.components.distributed.device_model import find_gpu_model
 from drawloom.components.planning import calibrate
 from drawloom.components.planning.calibrate import load_local_device_model
 
@@ -37,7 +37,7 @@ def test_slow_first_calls_do_not_change_the_calibration(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(calibrate, "_make_attention_pass", load_slowly)
     calibrate.measure_and_save_calibration(GPU, seconds=0.2)
-    measured, known = load_local_device_model(), model_of_gpu(torch.cuda.get_device_name())
+    measured, known = load_local_device_model(), find_gpu_model(torch.cuda.get_device_name())
     assert loaded
     assert 0.1 < measured.reached.attention < 2
     if known is not None:

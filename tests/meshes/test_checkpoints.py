@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.distributed.rng import generator
+from drawloom.components.distributed.rng import create_generator
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.moe import Qwen3Moe
@@ -96,7 +96,7 @@ def _take_steps(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str,
         for number in (1, 2):
             for name, parameter in stages.named_parameters():
                 tensor_slice = slices[name] or TensorSlice.whole(tuple(parameter.shape))
-                whole = torch.randn(tensor_slice.shape, generator=generator(number, name))
+                whole = torch.randn(tensor_slice.shape, generator=create_generator(number, name))
                 gradient_or_zeros(parameter).copy_(whole[tensor_slice.index()])
             optimizer.run_phase(Step(number, 2))
         weights_by_optimizer[kind] = {name: part.detach().clone() for name, part in stages.named_parameters()}

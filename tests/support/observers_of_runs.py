@@ -21,11 +21,11 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.parallel.float8_layers import find_linear_layers
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
@@ -80,7 +80,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
             for name, kept in stage.named_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
-            layers = linear_layers(stage.module)
+            layers = find_linear_layers(stage.module)
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
         parameters.append(objects["stages"].memory_bytes()["compute_copies"])
         return parameters
@@ -142,7 +142,7 @@ def planned_gather(use: str, values: Values, folder: Path) -> float:
     """Return the seconds for gathering weights that a plan for two H100s expects."""
     sharded = {"mesh": {"data_shard": 2}, "stages": {"reshard_after_forward": False}, "batch": {"micro_size": 8}}
     recipe = _recipe(folder, precision=dict(values), **sharded)
-    return plan(recipe, device_model("h100"), 2).time.gather
+    return plan(recipe, find_device_model("h100"), 2).time.gather
 
 
 def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
@@ -151,7 +151,7 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
-        objects["stages"].local[0].shards.reduce_in_backward(final=True)
+        objects["stages"].local[0].shards.reduce_in_backward(is_last_in_step=True)
         objects["stages"].hand_over_gradients()
     return group.summed
 
@@ -418,7 +418,7 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
         for kind in ("step_started", "saving_started", "saving_ended", "step_ended"):
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
-    with mock.patch.object(guard, "allow") as allow, node.stage_context("open", "corpus"):
+    with mock.patch.object(guard, "set_time_limit") as allow, node.stage_context("open", "corpus"):
         return [call.arguments for call in timed.calls], allow.call_args.args[0]
 
 

@@ -158,7 +158,7 @@ class Router(Linear, RowSums):
         if weights is not None and self.aux_loss_coef:
             scores = attach_loss(scores, self._compute_aux_loss(scores, chosen, weights))
         if weights is not None and self._observers:
-            self._report_to_observers(self.own_tokens(chosen, weights), self.own_tokens(scores, weights))
+            self._report_to_observers(self.remove_padding(chosen, weights), self.remove_padding(scores, weights))
         best = scores.gather(-1, chosen)
         if self.routing.norm_topk_prob:
             best = self._normalise_scores(best)

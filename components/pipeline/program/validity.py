@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from itertools import product
 
-from drawloom.components.pipeline.program.timing import Costs, DeadlockError, time
+from drawloom.components.pipeline.program.timing import Costs, DeadlockError, compute_timing
 from drawloom.components.ports.program import Program, iterate_actions
 
 TRAINS = ("FB", "FIW")
 INFERS = ("F",)
 
 
-def violations(program: Program) -> list[str]:
+def find_violations(program: Program) -> list[str]:
     """
     Return a program's violations, or an empty list if it is valid.
 
@@ -45,7 +45,7 @@ def _find_wrong_ops(program: Program) -> Iterator[str]:
 
 def _find_deadlocks(program: Program) -> list[str]:
     try:
-        time(program, Costs())
+        compute_timing(program, Costs())
     except DeadlockError as deadlock:
         return [str(deadlock)]
     return []

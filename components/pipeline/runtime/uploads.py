@@ -22,12 +22,12 @@ class Uploads:
 
     device: torch.device
 
-    def start(self, tree: Any) -> Any:
+    def start_upload(self, tree: Any) -> Any:
         """Return the tree on the device; later operations on the current stream wait for the copies."""
         if self.device.type == "cpu":
             return tree
         with torch.cuda.stream(self._stream):
-            copies = map_leaves(self._copy_leaf, tree)
+            copies = map_leaves(self._start_leaf_copy, tree)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
         for leaf in list_leaves(copies):
@@ -36,7 +36,7 @@ class Uploads:
                 leaf.record_stream(current)
         return copies
 
-    def _copy_leaf(self, leaf: Any) -> Any:
+    def _start_leaf_copy(self, leaf: Any) -> Any:
         """Return a tensor's copy on the device, issued without waiting; other leaves stay."""
         if not isinstance(leaf, Tensor) or not leaf.is_cpu:
             return leaf

@@ -145,7 +145,7 @@ def test_threads_are_the_cores_divided_by_the_processes(
     """Threads do not exceed torch's own number, and OMP_NUM_THREADS, already read by torch, takes precedence."""
     before = torch.get_num_threads()
     torch.set_num_threads(6)
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cpu_threads, "count_usable_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.hang_diagnosis import RankStatus, diagnosis
+from drawloom.components.distributed.hang_diagnosis import RankStatus, format_hang_diagnosis
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
 from support.processes import RanksFailedError, run_ranks
@@ -51,7 +51,7 @@ WAITS = "waits for an all-reduce in group world"
 )
 def test_silent_ranks_are_named_before_ranks_in_no_collective(answers: dict[int, RankStatus], words: str) -> None:
     """If all answer, ranks in no collective are named; if all are in one, their collectives are."""
-    assert diagnosis(answers, 3).startswith(words)
+    assert format_hang_diagnosis(answers, 3).startswith(words)
 
 
 def _work(limit: float, fault: str, faulty: int) -> tuple[str, float]:

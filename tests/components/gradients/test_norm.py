@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.gradients.norm import exact_norm
+from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.kernels.scale import scale
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -37,7 +37,7 @@ Norm = Callable[[list[Tensor], Ranks], float]
 
 
 def _exact(gradients: list[Tensor], ranks: Ranks) -> float:
-    return exact_norm(gradients, ranks, CPU).item()
+    return compute_exact_norm(gradients, ranks, CPU).item()
 
 
 def _on_device(gradients: list[Tensor], ranks: Ranks) -> float:

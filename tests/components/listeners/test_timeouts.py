@@ -217,7 +217,7 @@ def test_components_that_open_before_the_watchdog_have_the_guard(
 ) -> None:
     """It has their limit and their name, and nothing asks the mesh, which may not be open."""
     told: list[tuple[float | None, str]] = []
-    monkeypatch.setattr(guard, "allow", lambda seconds, text="": told.append((seconds, text)))
+    monkeypatch.setattr(guard, "set_time_limit", lambda seconds, text="": told.append((seconds, text)))
     monkeypatch.setenv("RANK", "3")
     nothing: Any = None
     timeouts = Timeouts(processes=processes, folder=nothing, mesh=nothing, opening=5.0)
@@ -230,7 +230,7 @@ def test_components_that_open_before_the_watchdog_have_the_guard(
 def test_the_guard_has_each_limit_and_its_message(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:
     """It acts after the watchdog, which has more to say; without a limit it does not act."""
     told: list[tuple[float | None, str]] = []
-    monkeypatch.setattr(guard, "allow", lambda seconds, text="": told.append((seconds, text)))
+    monkeypatch.setattr(guard, "set_time_limit", lambda seconds, text="": told.append((seconds, text)))
     with timeouts.stage_context("open", "corpus"):
         pass
     limit = timeouts.opening + GUARD_MARGIN

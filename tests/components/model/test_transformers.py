@@ -17,9 +17,9 @@ from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.shrink import shrink
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.transformers import Transformers
-from drawloom.components.parallel.master_weights import compute_dtype
+from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.ports.model import LanguageModel, LayerRange
-from drawloom.components.stages.model_precision import precision_of
+from drawloom.components.stages.model_precision import combine_precision
 from drawloom.components.weights.adapted import fill_adapters, inject
 from drawloom.components.weights.load import convert, load_folder, persistent_tensors
 from drawloom.graph import UserError
@@ -173,9 +173,9 @@ def test_parameters_that_transformers_keeps_in_float32_are_not_cast(tmp_path: Pa
     saved(tmp_path, "ernie4_5_moe")
     kinds: Any = AutoModelForCausalLM
     reference = dict(kinds.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
-    precision = precision_of(DtypePolicy(compute="bfloat16"), Transformers(kernels=cpu_kernels(), path=tmp_path))
+    precision = combine_precision(DtypePolicy(compute="bfloat16"), Transformers(kernels=cpu_kernels(), path=tmp_path))
     assert len(precision.uncast) == 2
-    assert {name: compute_dtype(name, precision) for name in reference} == {
+    assert {name: choose_layer_dtype(name, precision) for name in reference} == {
         name: parameter.dtype for name, parameter in reference.items()
     }
 

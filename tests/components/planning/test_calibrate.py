@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.calibrate import (
     Sizes,
     calibration_path,
@@ -23,7 +23,7 @@ def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_local_device() == CPU
-    assert load_local_device_model() == device_model("cpu")
+    assert load_local_device_model() == find_device_model("cpu")
     path = measure_and_save_calibration(CPU, Sizes(256, 2**20, 64), seconds=0.05)
     assert path == calibration_path(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
     device = load_local_device_model()
@@ -46,7 +46,7 @@ def test_an_unknown_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert load_local_device_model() == device_model("h200")
+    assert load_local_device_model() == find_device_model("h200")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Other 1")
     with pytest.raises(Exception, match="--calibrate"):
         load_local_device_model()

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.checkpoint_interval import Interval, estimate_blocking_save_seconds, propose_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import plan
@@ -16,7 +16,7 @@ def test_no_other_number_of_steps_loses_less() -> None:
     intervals = {}
     for ranks in (1, 32):
         recipe = RECIPE.with_values({"mesh": {"data_replicate": ranks}, "batch": {"global_size": 64}})
-        planned = plan(recipe, device_model("h100"), ranks)
+        planned = plan(recipe, find_device_model("h100"), ranks)
         advised = propose_interval(Nodes.of(recipe), planned, mtbf=3.6e6, save_seconds=2.0)
         assert advised.between_failures == 3.6e6 / -(-ranks // 8)
         intervals[ranks] = advised.every * advised.step
@@ -37,7 +37,7 @@ def test_hours_are_written_out(seconds: float, hours: str) -> None:
 
 def test_a_save_takes_longer_without_staging() -> None:
     """The disk is slower than the memory of a host; moments and weights count, gradients do not."""
-    planned = plan(RECIPE, device_model("cpu"))
+    planned = plan(RECIPE, find_device_model("cpu"))
     kept = planned.memory[0].persistent
     size = kept["parameters"] + kept["optimizer_state"]
     assert estimate_blocking_save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 10e9)

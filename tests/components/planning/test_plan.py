@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from drawloom import Recipe, RecipeError
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.plan import Plan, plan
@@ -70,7 +70,7 @@ RECIPES = {
 def plan_recipe(name: str, *words: str, ranks: int | None = None, recipe: str = "first_run") -> Plan:
     """Plan one of the recipes, or another with these words, for the CPU."""
     base, given = RECIPES.get(name, (recipe, ()))
-    return plan(Recipe.load(base, *given, *words), device_model("cpu"), ranks)
+    return plan(Recipe.load(base, *given, *words), find_device_model("cpu"), ranks)
 
 
 def by_kind(*users: Any) -> dict[str, int]:
@@ -212,7 +212,7 @@ def test_cuda_graphs_take_no_time_of_the_host() -> None:
     """With stages.capture a small model's passes take the GPU's time, far less than the host's."""
     words = DENSE[:-1]
     plain, captured = (
-        plan(Recipe.load("first_run", *words, f"stages.capture={how}"), device_model("h200")).time.compute
+        plan(Recipe.load("first_run", *words, f"stages.capture={how}"), find_device_model("h200")).time.compute
         for how in ("false", "true")
     )
     assert captured < 0.2 * plain
@@ -238,7 +238,7 @@ def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
         *OFFLOADED,
     )
     resident, offloaded = (
-        plan(Recipe.load("qwen3_0_6b", *base[:-1], f"optimizer.states={where}"), device_model("h200"))
+        plan(Recipe.load("qwen3_0_6b", *base[:-1], f"optimizer.states={where}"), find_device_model("h200"))
         for where in ("device", "host")
     )
     weights = resident.elements[0].all
@@ -262,7 +262,7 @@ def test_attention_of_packed_rows_uses_the_kernel_and_documents_of_a_run(tmp_pat
 
     def seconds(corpus: str, *words: str, device: str = "h200") -> tuple[float, float]:
         recipe = Recipe.load("qwen3_0_6b", f"vars.data={tmp_path / corpus}", *PACKED, *words)
-        packed_plan = plan(recipe, device_model(device))
+        packed_plan = plan(recipe, find_device_model(device))
         assert as_data(packed_plan)["document_tokens"] == (4000 if corpus == "store" else None)
         return packed_plan.costs[0].passes["F"].seconds, packed_plan.flops or 0.0
 
@@ -299,7 +299,7 @@ def test_float8_is_planned_with_less_time_and_memory() -> None:
         *("batch.micro_size=2", "device.kind=cuda", *MIXED),
     )
     formats = ((), ("precision.linear=float8",), ("precision.linear=float8", "precision.linear_weights=step"))
-    plans = [plan(Recipe.load("first_run", *words, *added), device_model("h200"), 1) for added in formats]
+    plans = [plan(Recipe.load("first_run", *words, *added), find_device_model("h200"), 1) for added in formats]
     plain, in_passes, once = [sum(step.costs[0].passes[op].seconds for op in "FB") for step in plans]
     assert once < in_passes < plain / 1.3
     memory = [step.peak_memory_bytes[0] for step in plans]

@@ -6,7 +6,7 @@ from torch import nn
 
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.components.distributed.device_model import DeviceModel, Reached
-from drawloom.components.parallel.meta_collectives import collective
+from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.kernels.cut_cross_entropy import LogitCut
@@ -93,7 +93,7 @@ def test_collectives_take_the_time_of_links() -> None:
     """A collective takes its sent bytes divided by the bandwidth of the links between its ranks."""
     with recorder() as recording:
         recording.begin_pass()
-        collective(torch.empty(100, device="meta"), [400], "all_gather", "tensor", 4)
+        emulate_collective(torch.empty(100, device="meta"), [400], "all_gather", "tensor", 4)
         part = recording.end_pass()
     assert part.comm_seconds == part.seconds == 1600 * 0.75 / 100
 

@@ -4,7 +4,7 @@ import attrs
 import tomli
 
 from drawloom import Recipe
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import Remedy, describe_remedy_for_json, find_remedies, format_remedies
 
@@ -17,8 +17,8 @@ RECIPE = Recipe.load(
 
 def remedies_at(part: float) -> list[Remedy]:
     """Return the remedies on two ranks of a device with this part of the recipe's memory."""
-    roomy = plan(RECIPE, device_model("cpu"), 2)
-    device = attrs.evolve(device_model("cpu"), memory=int(part * max(roomy.peak_memory_bytes)))
+    roomy = plan(RECIPE, find_device_model("cpu"), 2)
+    device = attrs.evolve(find_device_model("cpu"), memory=int(part * max(roomy.peak_memory_bytes)))
     return find_remedies(RECIPE, plan(RECIPE, device, 2))
 
 

@@ -54,7 +54,9 @@ def test_a_model_that_keeps_shapes_runs_one_layer(make: Any, ends_apart: bool) -
     for rows in (2, 3):
         for stage in range(len(spans)):
             given = batch(rows)
-            assert shapes_and_dtypes(declared.of(stage, *given)) == shapes_and_dtypes(recorded.of(stage, *given))
+            assert shapes_and_dtypes(declared.infer_stage_inputs(stage, *given)) == shapes_and_dtypes(
+                recorded.infer_stage_inputs(stage, *given)
+            )
     assert (built[0].layers, built[1].layers) == (1, 6 if ends_apart else 4)
 
 
@@ -63,4 +65,4 @@ def test_hidden_states_of_layers_are_found_by_running_all() -> None:
     spans, model = partition_layers(6, STAGES), dense(num_hidden_layers=6)
     declared = ActivationSpecs(spans, Built(model), True)
     given = batch(hidden_states=HiddenStates((1, 4)))
-    assert [len(list_leaves(declared.of(stage, *given))) for stage in (1, 2)] == [2, 3]
+    assert [len(list_leaves(declared.infer_stage_inputs(stage, *given))) for stage in (1, 2)] == [2, 3]

@@ -59,7 +59,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Takes the place of CUDA graphs in every executor."""
     graph_recorder = Recorder()
-    monkeypatch.setattr(Captures, "on", lambda _device, objective: Captures(objective, graph_recorder.new))
+    monkeypatch.setattr(Captures, "create_on_gpu", lambda _device, objective: Captures(objective, graph_recorder.new))
     return graph_recorder
 
 
@@ -120,7 +120,9 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
 def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Run the cases in a separate process with stand-ins for CUDA graphs."""
     graph_recorder = Recorder()
-    with mock.patch.object(Captures, "on", lambda _device, objective: Captures(objective, graph_recorder.new)):
+    with mock.patch.object(
+        Captures, "create_on_gpu", lambda _device, objective: Captures(objective, graph_recorder.new)
+    ):
         steps_of_rank: list[dict[str, Any]] = steps(cases, capture, sizes=sizes)
     assert bool(graph_recorder.recorded) == capture
     return steps_of_rank
@@ -183,13 +185,13 @@ def test_sums_start_at_zero_or_the_existing_gradient() -> None:
     weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 5.0)
     sums = WeightSums()
-    sums.adopt([weight, unused])
+    sums.adopt_gradients([weight, unused])
     kept, weight.grad = weight.grad, None
-    sums.attach()
+    sums.attach_to_parameters()
     sums.reset()
     assert weight.grad is kept and not kept.any() and unused.grad is None
     weight.grad = torch.full((3,), 2.0)
-    sums.attach()
+    sums.attach_to_parameters()
     sums.reset()
     assert weight.grad is kept and kept.tolist() == [2.0] * 3
 

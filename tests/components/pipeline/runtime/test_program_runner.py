@@ -92,7 +92,7 @@ class Spread:
         pass
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        return self.boundaries.of(stage, inputs, shared)
+        return self.boundaries.infer_stage_inputs(stage, inputs, shared)
 
 
 SPANS = [LayerRange(0, 1, embedding=True, head=False), LayerRange(1, 2, embedding=False, head=True)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
@@ -177,7 +177,7 @@ def same_as_one_pass(executor: ProgramExecutor, microbatches: list[TokenBatch], 
 
 def test_schedules_are_split() -> None:
     """All but one of the tested schedules split the backward pass in two."""
-    lines = {name: lower(Folded(name).program(1, 3), 0) for name in SCHEDULES}
+    lines = {name: lower_to_rank_program(Folded(name).program(1, 3), 0) for name in SCHEDULES}
     split = {name: sum(action.op == "I" for action in iterate_actions(line)) for name, line in lines.items()}
     assert [name for name in SCHEDULES if not split[name]] == ["one_f_one_b"]
 

@@ -181,7 +181,7 @@ def test_a_sparse_gradient_is_added_to() -> None:
     weight.grad = torch.ones(4, 3).to_sparse()
     grad = DeferredGrad(weight)
     grad.queue(lambda value: value * 2, torch.ones(4, 3))
-    weight_grads.WeightGrads().add([grad])
+    weight_grads.WeightGrads().accumulate([grad])
     assert torch.equal(grad_of(weight).to_dense(), torch.full((4, 3), 3.0))
 
 
@@ -193,7 +193,7 @@ def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
     grad = DeferredGrad(weight)
     for part in (256.0, 1.0):  # their sum is no bfloat16
         grad.queue(lambda value: value * 1, torch.full((3,), part, dtype=torch.bfloat16))
-    weight_grads.WeightGrads().add([grad])
+    weight_grads.WeightGrads().accumulate([grad])
     assert torch.equal(grad_of(weight), torch.full((3,), 257.0, dtype=torch.float32))
 
 
@@ -236,10 +236,10 @@ def test_weights_shared_by_microbatches_have_one_node() -> None:
         if number == 1:
             x.add_(1)
             with pytest.raises(RuntimeError, match="changed in place"):
-                weights.add([grad])
+                weights.accumulate([grad])
         else:
             expected = x.clone() if weight.grad is None else weight.grad + x
-            weights.add([grad])
+            weights.accumulate([grad])
             assert torch.equal(grad_of(weight), expected)
         roots.add(tuple(map(id, weights._nodes.values())))
         assert not any(node.deferred for node in weights._nodes.values())
