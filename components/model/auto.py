@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
 from drawloom.components.model.decoder.config import num_experts, tensor_faults
-from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
-from drawloom.components.model.decoder.rope import rope_context_faults
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_json
+from drawloom.components.model.decoder.rope import find_rope_context_faults
 from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
@@ -35,7 +35,7 @@ from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
-from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens
+from drawloom.components.model.split_vocabulary import NewTokens, find_new_tokens_fault
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.flops import ForwardFlops
@@ -90,7 +90,7 @@ class AutoModel:
     path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
     new_tokens: NewTokens = setting(
         default=0,
-        check=fault_of_new_tokens,
+        check=find_new_tokens_fault,
         doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
         "which the folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
@@ -138,7 +138,7 @@ class AutoModel:
     def context_faults(cls, node: Any) -> Iterator[str]:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            yield from rope_context_faults(read_config(_find_component(path).family, path).rope_scaling)
+            yield from find_rope_context_faults(read_config(_find_component(path).family, path).rope_scaling)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -165,7 +165,7 @@ class AutoModel:
         return self.path if self.weights else None
 
     def files_read(self) -> dict[str, list[Path]]:
-        return {"path": [config_path(self.path)]}
+        return {"path": [locate_config_json(self.path)]}
 
     @property
     def num_hidden_layers(self) -> int:
@@ -220,7 +220,7 @@ def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> Decode
 
 def _find_component(path: Path) -> type[DecoderBuilder]:
     """Return the builder class for a `config.json`'s family. Raises UserError for an unknown family."""
-    file = config_path(path)
+    file = locate_config_json(path)
     kind = read_json(file).get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)

@@ -40,7 +40,7 @@ def count_new_tokens(new_tokens: NewTokens) -> int:
     return sum(split_sizes(new_tokens).values())
 
 
-def fault_of_new_tokens(value: Any) -> str | None:
+def find_new_tokens_fault(value: Any) -> str | None:
     """Return why a setting `new_tokens` is invalid, or None if it is valid."""
     maximum = MAX_SIZES["vocab_size"]
     if isinstance(value, int):
@@ -173,7 +173,7 @@ def split_module(module: nn.Module, split: Split) -> nn.Module:
     return module
 
 
-def join_mapper(names: Sequence[str], split: Split) -> Mapper:
+def create_join_mapper(names: Sequence[str], split: Split) -> Mapper:
     """
     Return a mapper that joins the tables and separate rows for all embeddings and heads among the parameter names.
     """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.decoder.builder import fill_with_initial_weights
-from drawloom.components.model.decoder.hugging_face import config_path, read_json
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_json
 from drawloom.components.model.fallback.build import (
     allocate_parameters,
     build_without_memory,
@@ -59,7 +59,7 @@ class Transformers:
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Warn about a folder that a faster component reads."""
         with suppress(UserError):  # reported elsewhere
-            kind = read_json(config_path(node.settings["path"])).get("model_type")
+            kind = read_json(locate_config_json(node.settings["path"])).get("model_type")
             if kind in FAMILIES:
                 native = FAMILIES[kind].family.component
                 text = f"{kind} has the component {native}, which is faster and has every mesh dimension"
@@ -88,7 +88,7 @@ class Transformers:
         """Raise UserError if the path, its config.json, or safetensors files to load are missing."""
         if not self.path.exists():
             raise UserError(f"there is no folder {self.path}; write one with a config.json")
-        read_json(config_path(self.path))
+        read_json(locate_config_json(self.path))
         if self.weights and not (self.path.is_dir() and any(self.path.glob("*.safetensors"))):
             raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
 
@@ -130,7 +130,7 @@ class Transformers:
         return self.path if self.weights else None
 
     def files_read(self) -> dict[str, list[Path]]:
-        return {"path": [config_path(self.path)]}
+        return {"path": [locate_config_json(self.path)]}
 
     @property
     def num_hidden_layers(self) -> int:
@@ -207,7 +207,7 @@ class Transformers:
 
     def hugging_face_config(self) -> dict[str, Any]:
         # A file may leave the tie out, and adapters of a table depend on it.
-        return read_json(config_path(self.path)) | {"tie_word_embeddings": self._verdict.parts.tied}
+        return read_json(locate_config_json(self.path)) | {"tie_word_embeddings": self._verdict.parts.tied}
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self._build_whole_span())]

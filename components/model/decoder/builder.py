@@ -16,24 +16,24 @@ from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import DecoderConfig, num_experts, size, tensor_faults
 from drawloom.components.model.decoder.hugging_face import (
     Family,
-    config_of,
-    config_path,
+    build_hugging_face_config,
     config_within,
+    locate_config_json,
     read_config,
     read_json,
 )
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
-from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, rope_context_faults
-from drawloom.components.model.decoder.settings import choose_architecture, faults
+from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_rope_context_faults
+from drawloom.components.model.decoder.settings import build_architecture_from_settings, faults
 from drawloom.components.model.decoder.specs import DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.split_vocabulary import (
     NewTokens,
     Split,
     count_new_tokens,
-    fault_of_new_tokens,
-    join_mapper,
+    create_join_mapper,
+    find_new_tokens_fault,
     split_module,
     split_sizes,
 )
@@ -119,7 +119,7 @@ class DecoderBuilder:
     )
     new_tokens: NewTokens = setting(
         default=0,
-        check=fault_of_new_tokens,
+        check=find_new_tokens_fault,
         doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
         "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
@@ -180,7 +180,7 @@ class DecoderBuilder:
         if rope is None and (config := node.settings["config"]) is not None:
             with suppress(UserError):  # a problem of its own
                 rope = read_config(cls.family, config).rope_scaling
-        yield from rope_context_faults(rope)
+        yield from find_rope_context_faults(rope)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -216,7 +216,7 @@ class DecoderBuilder:
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
         tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        return choose_architecture(self.family, settings, tokens, count_new_tokens(self.new_tokens))
+        return build_architecture_from_settings(self.family, settings, tokens, count_new_tokens(self.new_tokens))
 
     @property
     def split(self) -> Split | None:
@@ -230,7 +230,7 @@ class DecoderBuilder:
     def files_read(self) -> dict[str, list[Path]]:
         if self.config is None:
             return {}
-        return {"config": [config_path(self.config)]}
+        return {"config": [locate_config_json(self.config)]}
 
     @property
     def num_hidden_layers(self) -> int:
@@ -246,7 +246,7 @@ class DecoderBuilder:
 
     def build(self, span: LayerRange) -> nn.Module:
         module = CausalLM(self.architecture, span, self.kernels)
-        name_joined_layers(module, self.family.mapper, self.architecture)
+        set_joined_layer_names(module, self.family.mapper, self.architecture)
         return module if self.split is None else split_module(module, self.split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -254,7 +254,7 @@ class DecoderBuilder:
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
-        role = self._roles.get(name) or default_role(name, parameter)
+        role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, part_of=part_of)
 
     def forward_flops(self) -> ForwardFlops:
@@ -262,7 +262,9 @@ class DecoderBuilder:
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return config_of(self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id)
+        return build_hugging_face_config(
+            self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id
+        )
 
     def config_within(self, path: Path) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
@@ -273,14 +275,14 @@ class DecoderBuilder:
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self.whole_module())]
-        joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
+        joined = Mapper(()) if self.split is None else create_join_mapper(names, self.split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
         layers = str(self.num_hidden_layers)
         return attrs.evolve(mapper, ignored=tuple(p.replace("{layers}", layers) for p in self.family.ignored))
 
     @cached_property
-    def _roles(self) -> dict[str, Role]:
+    def _roles_by_parameter_name(self) -> dict[str, Role]:
         return dict(parameter_roles(self.whole_module()))
 
     def whole_module(self) -> nn.Module:
@@ -289,7 +291,7 @@ class DecoderBuilder:
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
 
 
-def name_joined_layers(
+def set_joined_layer_names(
     module: nn.Module, mapper: Callable[[Iterable[str], DecoderConfig], Mapper], architecture: DecoderConfig
 ) -> None:
     """Set `joined_name` in all linear layers that are one tensor with others in the family's files."""

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig, dense_width_faults, size
+from drawloom.components.model.decoder.config import MoeConfig, find_dense_width_faults, size
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, config_key
@@ -25,10 +25,10 @@ class GroupedExpertsConfig(MoeConfig):
     first_k_dense_replace: int = config_key(COUNT, 0)
 
     @property
-    def shared_width(self) -> int:
+    def shared_expert_width(self) -> int:
         return self.n_shared_experts * self.moe_intermediate_size
 
-    def has_experts(self, number: int) -> bool:
+    def layer_has_experts(self, number: int) -> bool:
         return number >= self.first_k_dense_replace
 
     @classmethod
@@ -39,8 +39,8 @@ class GroupedExpertsConfig(MoeConfig):
         if dense >= layers:
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
-        yield from dense_width_faults(given, range(dense))
-        yield from _group_faults(given["num_experts"], given.get("n_group", 1), given)
+        yield from find_dense_width_faults(given, range(dense))
+        yield from _find_expert_group_faults(given["num_experts"], given.get("n_group", 1), given)
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -64,7 +64,7 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
         )
 
 
-def _group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def _find_expert_group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
     used, choices = given.get("topk_group", 1), given["num_experts_per_tok"]
     if experts % groups or (groups > 1 and experts // groups < 2):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawloom.components.model.decoder.hugging_face import config_path, read_json
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_json
 from drawloom.components.model.fallback.attention import NAME, register
 from drawloom.components.model.fallback.parts import name_without_layer
 from drawloom.graph import UserError
@@ -19,7 +19,7 @@ def load_config(path: Path) -> Any:
     """Return transformers' config of a folder. Raises UserError for a type or values that transformers rejects."""
     from transformers import CONFIG_MAPPING  # takes seconds
 
-    values = read_json(config_path(path))
+    values = read_json(locate_config_json(path))
     kinds: Any = CONFIG_MAPPING
     if (kind := values.get("model_type")) not in kinds:
         raise UserError(f"{path} says model_type = {json.dumps(kind)}, which the installed transformers does not have")

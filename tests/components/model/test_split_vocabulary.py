@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens, split_sizes
+from drawloom.components.model.split_vocabulary import NewTokens, find_new_tokens_fault, split_sizes
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.weights.load import load_folder
 from drawloom.graph import UserError
@@ -129,8 +129,8 @@ def test_one_of_several_splits_can_be_trained_alone(tmp_path: Path) -> None:
 )
 def test_names_and_numbers_of_splits_are_checked(value: Any, why: str) -> None:
     """A name must be free in both layers, and a split must have a row."""
-    assert why in str(fault_of_new_tokens(value))
-    assert fault_of_new_tokens({"audio": 2, "image": 1}) is None and fault_of_new_tokens(0) is None
+    assert why in str(find_new_tokens_fault(value))
+    assert find_new_tokens_fault({"audio": 2, "image": 1}) is None and find_new_tokens_fault(0) is None
 
 
 def test_ids_without_rows_are_refused(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from drawloom.components.model.decoder.router import (
     Router,
     Routing,
-    attach_loss,
-    aux_loss_grad,
-    router_z_loss,
+    attach_loss_gradient,
+    compute_aux_loss_grad,
+    compute_router_z_loss,
 )
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.kernels.recompute import rerun, wrapper_of
@@ -37,8 +37,8 @@ def test_balance_adds_the_gradient_of_the_formula(
     chosen = probabilities.topk(choices).indices
     weights = torch.rand(rows, dtype=torch.float64)  # in float32 the reference would round its own products
     incoming = torch.randn_like(probabilities)
-    grad = aux_loss_grad(row_counts(chosen, experts), weights, length)
-    actual = attach_loss(probabilities, (grad.unsqueeze(1) * probabilities).sum())
+    grad = compute_aux_loss_grad(row_counts(chosen, experts), weights, length)
+    actual = attach_loss_gradient(probabilities, (grad.unsqueeze(1) * probabilities).sum())
     assert torch.equal(actual, probabilities)
     loss = (probabilities * incoming).sum()
     for row in range(rows if length else 0):
@@ -54,7 +54,7 @@ def test_z_loss_adds_the_gradient_of_the_formula(_seed: object, rows: int, lengt
     logits = (3 * torch.randn(rows, length, experts, dtype=torch.float64)).requires_grad_()
     weights = torch.rand(rows, length)
     incoming = torch.randn_like(logits)
-    actual = attach_loss(logits, router_z_loss(logits, weights))
+    actual = attach_loss_gradient(logits, compute_router_z_loss(logits, weights))
     assert torch.equal(actual, logits)
     exponentials = logits.detach().exp()
     total = exponentials.sum(-1, keepdim=True)
@@ -72,7 +72,7 @@ def test_balance_loss_evens_out_experts() -> None:
         optimizer.zero_grad()
         probabilities = (noise + bias).softmax(-1)
         chosen = probabilities.detach().topk(2).indices
-        grad = aux_loss_grad(row_counts(chosen, 5), torch.ones(4), 64).unsqueeze(1)
+        grad = compute_aux_loss_grad(row_counts(chosen, 5), torch.ones(4), 64).unsqueeze(1)
         bias.grad = torch.autograd.grad(probabilities, bias, grad.expand(4, 64, 5))[0]
         optimizer.step()
         counts.append(chosen.flatten().bincount(minlength=5))
