@@ -24,7 +24,7 @@ from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stag
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
 from drawloom.components.storage.safetensors.writer import write_tensors
-from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_adapted_model, find_adapted_layers
+from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_meta_model_with_adapters, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import parallel, same, sequential
 from drawloom.components.weights.mapper_ops import rename
@@ -88,7 +88,7 @@ class AdapterExport:
 
     def _plan_export(self) -> tuple[Mapper, dict[str, Any]]:
         """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
-        whole = build_adapted_model(self.model, self.stages.local[0].adapters)
+        whole = build_meta_model_with_adapters(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
         mapper, config = adapter_mapper(whole, files, tied), adapter_config(whole, files, tied, self.base_model)

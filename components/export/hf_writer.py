@@ -18,7 +18,13 @@ from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.tensor_source import TensorSpec
-from drawloom.components.weights.adapted import HEAD, MergeLoss, build_adapted_model, measure_merge_loss, merge_mapper
+from drawloom.components.weights.adapted import (
+    HEAD,
+    MergeLoss,
+    build_meta_model_with_adapters,
+    measure_merge_loss,
+    merge_mapper,
+)
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile
 
@@ -67,7 +73,7 @@ def write_folder(
     adapters = stages.local[0].adapters
     tied, merged = bool(config.get("tie_word_embeddings")), Mapper(())
     if adapters:
-        merged = merge_mapper(build_adapted_model(model, adapters), tied)
+        merged = merge_mapper(build_meta_model_with_adapters(model, adapters), tied)
     mapper = sequential(merged, model.hugging_face_mapper())
     origin = find_origin(model, stages, group)
     if origin is not None:

@@ -21,8 +21,8 @@ from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import to_dtype
 from drawloom.components.weights.save import (
     PlannedFile,
-    check_names,
-    output_specs,
+    check_storable,
+    compute_output_specs,
     plan_files,
     write_files,
     write_index,
@@ -186,8 +186,8 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
 
 def _specs_json(own: Share) -> dict[str, Any]:
     """Return shapes and dtypes for the tensors a rank will write, as JSON."""
-    specs = {name: spec for name, spec in output_specs(own.source, own.mapper).items() if name in own.writes}
-    check_names(specs)
+    specs = {name: spec for name, spec in compute_output_specs(own.source, own.mapper).items() if name in own.writes}
+    check_storable(specs)
     return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}
 
 

@@ -42,7 +42,7 @@ from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import open_fitting_folder
+from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph import UserError, component, setting, wired
 from drawloom.graph.recipe.lockfile import LOCK
 
@@ -209,7 +209,7 @@ def _check_weights(path: Path, new_tokens: NewTokens) -> None:
     builder = _create_builder_without_kernels(path, new_tokens)
     with torch.device("meta"):
         module = builder.build(LayerRange(0, builder.num_hidden_layers, embedding=True, head=True))
-    open_fitting_folder(path, module, builder.hugging_face_mapper().inverse())
+    open_and_check_folder(path, module, builder.hugging_face_mapper().inverse())
 
 
 def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import MAX_SIZES, size
+from drawloom.components.model.decoder.config import MAX_SIZES, create_size_check
 from drawloom.components.model.decoder.grouped_experts import (
     RENAMED,
     GroupedExpertsBuilder,
@@ -162,16 +162,20 @@ class LatentBuilder(GroupedExpertsBuilder):
 
     head_dim: int | None = setting(
         default=None,
-        check=size("head_dim"),
+        check=create_size_check("head_dim"),
         doc="rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
         "hidden_size / num_attention_heads",
     )
     qk_nope_head_dim: int | None = setting(
-        default=None, check=size("head_dim"), doc="channels of queries and keys that are not rotated; default: 128"
+        default=None,
+        check=create_size_check("head_dim"),
+        doc="channels of queries and keys that are not rotated; default: 128",
     )
-    v_head_dim: int | None = setting(default=None, check=size("head_dim"), doc="width of values; default: 128")
+    v_head_dim: int | None = setting(
+        default=None, check=create_size_check("head_dim"), doc="width of values; default: 128"
+    )
     kv_lora_rank: int | None = setting(
-        default=None, check=size("hidden_size"), doc="width of the latent of keys and values; default: 512"
+        default=None, check=create_size_check("hidden_size"), doc="width of the latent of keys and values; default: 512"
     )
     q_lora_rank: int | None = setting(
         default=None,

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import LayerTypesConfig, size
+from drawloom.components.model.decoder.config import LayerTypesConfig, create_size_check
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import Rope, join_rope_by_layer_type, split_rope_by_layer_type
 from drawloom.components.model.decoder.specs import Branch
@@ -123,7 +123,7 @@ class Gemma3(DecoderBuilder):
     )
     query_pre_attn_scalar: int | None = setting(
         default=None,
-        check=size("head_dim"),
+        check=create_size_check("head_dim"),
         impact="changes_training",
         doc="attention scores are divided by the root of this number; default: 256",
     )

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, LayerTypesConfig, find_expert_count_faults, size
+from drawloom.components.model.decoder.config import (
+    DecoderConfig,
+    LayerTypesConfig,
+    create_size_check,
+    find_expert_count_faults,
+)
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
@@ -137,11 +142,13 @@ class GptOss(DecoderBuilder):
 
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
-        default=None, check=size("intermediate_size"), doc="inner width of an expert"
+        default=None, check=create_size_check("intermediate_size"), doc="inner width of an expert"
     )
-    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="number of experts per layer")
+    num_experts: int | None = setting(
+        default=None, check=create_size_check("num_experts"), doc="number of experts per layer"
+    )
     num_experts_per_tok: int | None = setting(
-        default=None, check=size("num_experts_per_tok"), doc="number of experts per token"
+        default=None, check=create_size_check("num_experts_per_tok"), doc="number of experts per token"
     )
     sliding_window: int | None = setting(
         default=None,

@@ -4,7 +4,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import MoeConfig, size
+from drawloom.components.model.decoder.config import MoeConfig, create_size_check
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
@@ -63,16 +63,18 @@ class HybridMoeBuilder(HybridBuilder):
     """Builder of a decoder with gated delta nets and experts."""
 
     kernels: HybridKernels
-    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="number of experts per layer")
+    num_experts: int | None = setting(
+        default=None, check=create_size_check("num_experts"), doc="number of experts per layer"
+    )
     num_experts_per_tok: int | None = setting(
-        default=None, check=size("num_experts_per_tok"), doc="number of experts per token"
+        default=None, check=create_size_check("num_experts_per_tok"), doc="number of experts per token"
     )
     moe_intermediate_size: int | None = setting(
-        default=None, check=size("moe_intermediate_size"), doc="inner width of an expert"
+        default=None, check=create_size_check("moe_intermediate_size"), doc="inner width of an expert"
     )
     shared_expert_intermediate_size: int | None = setting(
         default=None,
-        check=size("intermediate_size"),
+        check=create_size_check("intermediate_size"),
         doc="inner width of the expert that all tokens visit; default: 512",
     )
     router_aux_loss_coef: float | None = setting(

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import DecoderConfig, Qwen3MoeConfig, size
+from drawloom.components.model.decoder.config import DecoderConfig, Qwen3MoeConfig, create_size_check
 from drawloom.components.model.decoder.hugging_face import Family, create_decoder_mapper
 from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, find_delta_net_paths, hybrid_config_from_files
 from drawloom.components.model.qwen3.moe import MOE
@@ -69,7 +69,7 @@ class Qwen3Next(HybridMoeBuilder):
 
     intermediate_size: int | None = setting(
         default=None,
-        check=size("intermediate_size"),
+        check=create_size_check("intermediate_size"),
         doc="inner width of the feed-forward network in layers without experts",
     )
     norm_topk_prob: bool | None = setting(

@@ -19,7 +19,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 """Names of the embedding and of an untied head in Hugging Face models."""
 
 
-def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
+def inject_adapters(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     """
     Add adapters to a module on the meta device, and freeze everything they do not train.
 
@@ -31,12 +31,12 @@ def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     return {target for adapter in adapters for target in adapter.inject(module)}
 
 
-def build_adapted_model(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
+def build_meta_model_with_adapters(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
     """Build the whole model with adapters on the meta device. Raises UserError for a pattern that matches nothing."""
     with torch.device("meta"):
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
         names = [name for name, _ in module.named_modules() if name.count(".") > 2]
-        matched = inject(adapters, module)
+        matched = inject_adapters(adapters, module)
     for adapter in adapters:
         for target in adapter.targets:
             if target not in matched:
@@ -51,7 +51,7 @@ def find_adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]
 
 
 @contextmanager
-def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
+def disable_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Disable the modules' adapters inside the context."""
     layers = [layer for module in modules for _, layer in find_adapted_layers(module)]
     for layer in layers:

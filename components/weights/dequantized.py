@@ -47,11 +47,11 @@ class QuantizedTensor:
         stored = torch.empty(self.weight_format.storage_shape(tuple(shape)), device="meta")
         return TensorSpec(tuple(self._transpose_if_needed(stored).shape), BITS)
 
-    def storage(self) -> Tensor:
+    def read_storage(self) -> Tensor:
         """Return the quantized storage (codes and scales) as BITS, transposed if the tensor is."""
         return self._transpose_if_needed(self.read().view(BITS))
 
-    def dequantize(self) -> Tensor:
+    def read_dequantized(self) -> Tensor:
         """Return the values, bfloat16."""
         return self._transpose_if_needed(self.weight_format.dequantize(self.read()))
 
@@ -72,7 +72,7 @@ class Dequantized:
     stored: frozenset[str] = frozenset()
 
     @cached_property
-    def quantized(self) -> Mapping[str, QuantizedTensor]:
+    def quantized_tensors(self) -> Mapping[str, QuantizedTensor]:
         """Quantized tensors by the name of the dequantized tensor. Raises UserError for an unsupported format."""
         specs = self.source.specs()
         return {
@@ -80,17 +80,18 @@ class Dequantized:
         }
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        hidden = {part for tensor in self.quantized.values() for part in tensor.parts}
+        hidden = {part for tensor in self.quantized_tensors.values() for part in tensor.parts}
         plain = {name: spec for name, spec in self.source.specs().items() if name not in hidden}
         return plain | {
-            name: tensor.storage_spec if name in self.stored else tensor.spec for name, tensor in self.quantized.items()
+            name: tensor.storage_spec if name in self.stored else tensor.spec
+            for name, tensor in self.quantized_tensors.items()
         }
 
     def tensor(self, name: str) -> Tensor:
-        if name not in self.quantized:
+        if name not in self.quantized_tensors:
             return self.source.tensor(name)
-        tensor = self.quantized[name]
-        return tensor.storage() if name in self.stored else tensor.dequantize()
+        tensor = self.quantized_tensors[name]
+        return tensor.read_storage() if name in self.stored else tensor.read_dequantized()
 
 
 Specs = Mapping[str, TensorSpec]

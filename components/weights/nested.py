@@ -17,7 +17,7 @@ STYLES: tuple[tuple[tuple[str, str], ...], ...] = (
 Style = Iterable[tuple[str, str]]
 
 
-def find_style(names: Iterable[str], needed: Collection[str] = ()) -> Style:
+def find_name_nesting(names: Iterable[str], needed: Collection[str] = ()) -> Style:
     """Return (text prefix, prefix in files) pairs for these names; () if none is nested or a model needs such names."""
     names = list(names)
     for style in STYLES:
@@ -27,7 +27,7 @@ def find_style(names: Iterable[str], needed: Collection[str] = ()) -> Style:
     return ()
 
 
-def nested_name(name: str, style: Style) -> str:
+def to_multimodal_name(name: str, style: Style) -> str:
     """Return the name in files of the multimodal model for a tensor of the text model."""
     for inner, outer in style:
         if name.startswith(inner):
@@ -35,7 +35,7 @@ def nested_name(name: str, style: Style) -> str:
     return name
 
 
-def text_name(name: str, style: Style) -> str:
+def to_text_name(name: str, style: Style) -> str:
     """Return the name in the text model for a tensor in files of the multimodal model; other parts keep theirs."""
     for inner, outer in style:
         if name.startswith(outer):
@@ -54,8 +54,8 @@ class TextTensors:
     def _names(self) -> dict[str, str]:
         """Names in files by names in the text model."""
         names = list(self.source.specs())
-        style = find_style(names, self.needed)
-        return {text_name(name, style): name for name in names}
+        style = find_name_nesting(names, self.needed)
+        return {to_text_name(name, style): name for name in names}
 
     def specs(self) -> Mapping[str, TensorSpec]:
         specs = self.source.specs()

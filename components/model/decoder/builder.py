@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.model.decoder.config import DecoderConfig, num_experts, size, tensor_faults
+from drawloom.components.model.decoder.config import DecoderConfig, create_size_check, num_experts, tensor_faults
 from drawloom.components.model.decoder.hugging_face import (
     Family,
     build_hugging_face_config,
@@ -34,8 +34,8 @@ from drawloom.components.model.split_vocabulary import (
     count_new_tokens,
     create_join_mapper,
     find_new_tokens_fault,
-    split_module,
-    split_sizes,
+    replace_by_split_layers,
+    row_counts_by_parameter,
 )
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
@@ -94,28 +94,37 @@ class DecoderBuilder:
         default=None, doc="Hugging Face config.json, or its folder; other settings replace its values"
     )
     _num_hidden_layers: int | None = setting(
-        default=None, alias="num_hidden_layers", check=size("num_hidden_layers"), doc="number of layers"
+        default=None, alias="num_hidden_layers", check=create_size_check("num_hidden_layers"), doc="number of layers"
     )
-    hidden_size: int | None = setting(default=None, check=size("hidden_size"), doc="width of the hidden states")
+    hidden_size: int | None = setting(
+        default=None, check=create_size_check("hidden_size"), doc="width of the hidden states"
+    )
     num_attention_heads: int | None = setting(
-        default=None, check=size("num_attention_heads"), doc="number of query heads"
+        default=None, check=create_size_check("num_attention_heads"), doc="number of query heads"
     )
     num_key_value_heads: int | None = setting(
         default=None,
-        check=size("num_key_value_heads"),
+        check=create_size_check("num_key_value_heads"),
         doc="number of key and value heads; default: num_attention_heads",
     )
     head_dim: int | None = setting(
-        default=None, check=size("head_dim"), doc="width of a head; default: hidden_size / num_attention_heads"
+        default=None,
+        check=create_size_check("head_dim"),
+        doc="width of a head; default: hidden_size / num_attention_heads",
     )
     intermediate_size: int | None = setting(
-        default=None, check=size("intermediate_size"), doc="inner width of the feed-forward network"
+        default=None, check=create_size_check("intermediate_size"), doc="inner width of the feed-forward network"
     )
     _vocab_size: int | None = setting(
-        default=None, alias="vocab_size", check=size("vocab_size"), doc="number of token ids; default: the tokenizer's"
+        default=None,
+        alias="vocab_size",
+        check=create_size_check("vocab_size"),
+        doc="number of token ids; default: the tokenizer's",
     )
     vocabulary_multiple: int = setting(
-        default=1, check=size("vocab_size"), doc="the tokenizer's vocabulary size is rounded up to a multiple of this"
+        default=1,
+        check=create_size_check("vocab_size"),
+        doc="the tokenizer's vocabulary size is rounded up to a multiple of this",
     )
     new_tokens: NewTokens = setting(
         default=0,
@@ -128,7 +137,7 @@ class DecoderBuilder:
     )
     max_position_embeddings: int | None = setting(
         default=None,
-        check=size("max_position_embeddings"),
+        check=create_size_check("max_position_embeddings"),
         impact="safe",
         doc="maximum sequence length in an export; default: the family's",
     )
@@ -225,7 +234,7 @@ class DecoderBuilder:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
-        return Split(end - count, split_sizes(self.new_tokens), rows)
+        return Split(end - count, row_counts_by_parameter(self.new_tokens), rows)
 
     def files_read(self) -> dict[str, list[Path]]:
         if self.config is None:
@@ -238,7 +247,7 @@ class DecoderBuilder:
 
     @property
     def vocab_size(self) -> int:
-        return self.architecture.vocab_size if self.split is None else self.split.size
+        return self.architecture.vocab_size if self.split is None else self.split.id_count
 
     @property
     def longest_text(self) -> int:
@@ -247,7 +256,7 @@ class DecoderBuilder:
     def build(self, span: LayerRange) -> nn.Module:
         module = CausalLM(self.architecture, span, self.kernels)
         set_joined_layer_names(module, self.family.mapper, self.architecture)
-        return module if self.split is None else split_module(module, self.split)
+        return module if self.split is None else replace_by_split_layers(module, self.split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [part for part in module.modules() if isinstance(part, Block)]

@@ -16,7 +16,7 @@ from drawloom.components.model.decoder.specs import (
     MixerSpec,
     MlpSpec,
 )
-from drawloom.components.model.decoder.values import COEFFICIENT, LAYER_NUMBERS, config_key, names
+from drawloom.components.model.decoder.values import COEFFICIENT, LAYER_NUMBERS, config_key, create_word_list_check
 from drawloom.graph import between
 from drawloom.graph.component import Bound
 from drawloom.kernels.attention_options import AttentionOptions
@@ -41,7 +41,7 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 """Experts of all layers: each is a tensor of its own in files."""
 
 
-def size(name: str) -> Bound:
+def create_size_check(name: str) -> Bound:
     """Return a check for the size setting `name`: from 1 to its entry in MAX_SIZES."""
     return between(1, MAX_SIZES[name] + 1)
 
@@ -183,7 +183,7 @@ class LayerTypesConfig(DecoderConfig):
     layer_types: tuple[str, ...] = attrs.field(
         default=attrs.Factory(lambda self: self.default_layer_types(self.num_hidden_layers), takes_self=True),
         converter=tuple,
-        metadata={"values": names(FULL, SLIDING)},
+        metadata={"values": create_word_list_check(FULL, SLIDING)},
     )
 
     @classmethod

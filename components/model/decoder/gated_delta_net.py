@@ -52,7 +52,8 @@ class GatedDeltaNet(TensorParallel):
         shape, spec = context.documents.shape, self.spec
         hidden = self.ranks.gather_tokens(hidden, shape)
         q, k, v = (
-            self._project_and_convolve(name, hidden, context).view(*shape, -1, width) for name, width in spec.widths
+            self._project_and_convolve(name, hidden, context).view(*shape, -1, width)
+            for name, width in spec.head_widths
         )
         wide = torch.promote_types(hidden.dtype, torch.float32)
         beta = self.in_proj_b(hidden).sigmoid()

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig, find_dense_width_faults, size
+from drawloom.components.model.decoder.config import MoeConfig, create_size_check, find_dense_width_faults
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, config_key
@@ -90,19 +90,21 @@ class GroupedExpertsBuilder(DecoderBuilder):
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
         default=None,
-        check=size("intermediate_size"),
+        check=create_size_check("intermediate_size"),
         doc="width of the feed-forward network in layers without experts",
     )
-    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="number of routed experts per layer")
+    num_experts: int | None = setting(
+        default=None, check=create_size_check("num_experts"), doc="number of routed experts per layer"
+    )
     num_experts_per_tok: int | None = setting(
-        default=None, check=size("num_experts_per_tok"), doc="number of routed experts per token"
+        default=None, check=create_size_check("num_experts_per_tok"), doc="number of routed experts per token"
     )
     moe_intermediate_size: int | None = setting(
-        default=None, check=size("moe_intermediate_size"), doc="width of an expert"
+        default=None, check=create_size_check("moe_intermediate_size"), doc="width of an expert"
     )
     n_shared_experts: int | None = setting(
         default=None,
-        check=size("n_shared_experts"),
+        check=create_size_check("n_shared_experts"),
         doc="number of shared experts per layer, which process all tokens; default: 1",
     )
     first_k_dense_replace: int | None = setting(

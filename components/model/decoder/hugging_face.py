@@ -20,7 +20,7 @@ from drawloom.components.model.decoder.rope import (
     find_rope_faults,
     parse_rope_config,
 )
-from drawloom.components.model.decoder.values import values_of
+from drawloom.components.model.decoder.values import find_key_check
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.components.storage.strict_json import parse
@@ -280,7 +280,7 @@ def _find_invalid_values(family: Family, values: Mapping[str, Any]) -> Iterator[
     for name, value in values.items():
         if value is None and name in family.nullable:
             continue
-        valid = values_of(fields[name])
+        valid = find_key_check(fields[name])
         if valid.is_valid(value) and name in MAX_SIZES and value > MAX_SIZES[name]:
             yield f"says {name} = {value}, which is more than {MAX_SIZES[name]}"
         elif not valid.is_valid(value):

@@ -6,11 +6,11 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import FULL, DecoderConfig, find_rotary_dim_faults, size
+from drawloom.components.model.decoder.config import FULL, DecoderConfig, create_size_check, find_rotary_dim_faults
 from drawloom.components.model.decoder.hugging_face import OF_IMAGES
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
-from drawloom.components.model.decoder.values import names
+from drawloom.components.model.decoder.values import create_word_list_check
 from drawloom.components.ports.recurrence import RecurrentKernels
 from drawloom.graph import between, inherited, setting
 
@@ -40,7 +40,7 @@ class HybridConfig(DecoderConfig):
     layer_types: tuple[str, ...] = attrs.field(
         default=attrs.Factory(lambda self: default_layer_types(self.num_hidden_layers), takes_self=True),
         converter=tuple,
-        metadata={"values": names(FULL, LINEAR)},
+        metadata={"values": create_word_list_check(FULL, LINEAR)},
     )
 
     @property
@@ -130,14 +130,18 @@ class HybridBuilder(DecoderBuilder):
         default=None, check=between(1, 65), doc="number of tokens in a convolution; default: 4"
     )
     linear_key_head_dim: int | None = setting(
-        default=None, check=size("head_dim"), doc="width of a key head in gated delta nets; default: 128"
+        default=None, check=create_size_check("head_dim"), doc="width of a key head in gated delta nets; default: 128"
     )
     linear_value_head_dim: int | None = setting(
-        default=None, check=size("head_dim"), doc="width of a value head in gated delta nets; default: 128"
+        default=None, check=create_size_check("head_dim"), doc="width of a value head in gated delta nets; default: 128"
     )
     linear_num_key_heads: int | None = setting(
-        default=None, check=size("num_attention_heads"), doc="number of key heads in gated delta nets; default: 16"
+        default=None,
+        check=create_size_check("num_attention_heads"),
+        doc="number of key heads in gated delta nets; default: 16",
     )
     linear_num_value_heads: int | None = setting(
-        default=None, check=size("num_attention_heads"), doc="number of value heads in gated delta nets; default: 32"
+        default=None,
+        check=create_size_check("num_attention_heads"),
+        doc="number of value heads in gated delta nets; default: 32",
     )

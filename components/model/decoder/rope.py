@@ -146,7 +146,7 @@ class RopeScaling:
         doc="llama3: rotations over the original length from which on a pair is unscaled; 4",
     )
 
-    def options(self) -> dict[str, Any]:
+    def explicit_options(self) -> dict[str, Any]:
         """Return the keys with a value, without `rope_type` and `rope_theta`."""
         fields = ((field.name, getattr(self, field.name)) for field in attrs.fields(type(self)))
         return {name: value for name, value in fields if name not in ("rope_type", "rope_theta") and value is not None}
@@ -156,7 +156,7 @@ def convert_to_kernel_scaling(rope: RopeScaling | None, max_positions: int) -> S
     """Convert a scaling to the kernels' form, for a model with this max_position_embeddings."""
     if rope is None:
         return None
-    given = rope.options()
+    given = rope.explicit_options()
     if rope.rope_type in ("linear", "ntk"):
         return (LinearScaling if rope.rope_type == "linear" else NtkScaling)(given["factor"])
     length = int(given.pop("original_max_position_embeddings", max_positions))
@@ -192,7 +192,7 @@ def latent_score_multiplier(rope: RopeScaling | None) -> float:
 
 def find_rope_faults(rope: RopeScaling, rotary_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:
     """Yield invalid combinations in the settings under `key`, for heads with `rotary_dim` rotated channels if known."""
-    given, used = rope.options(), USED[rope.rope_type]
+    given, used = rope.explicit_options(), USED[rope.rope_type]
     for name in given.keys() - set(used):
         *firsts, last = (kind for kind, names in USED.items() if name in names)
         owners = f"{', '.join(firsts)} and {last}" if firsts else last
@@ -237,7 +237,7 @@ def build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) 
     """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
     if rope is None:
         return {}
-    given = rope.options()
+    given = rope.explicit_options()
     if rope.rope_type == "ntk":
         return {"rope_theta": scale_base(base, head_dim, given["factor"])}
     if rope.rope_type == "llama3":

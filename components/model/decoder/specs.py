@@ -85,7 +85,7 @@ class DeltaSpec:
     taps: int
 
     @property
-    def widths(self) -> tuple[tuple[str, int], ...]:
+    def head_widths(self) -> tuple[tuple[str, int], ...]:
         """Head widths for queries, keys and values."""
         return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
 

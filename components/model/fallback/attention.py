@@ -72,7 +72,7 @@ def attend(
     return documents.attend(q, k, v, sliding_window, AttentionOptions(scaling, softcap), sinks), None
 
 
-def register() -> None:
+def register_attention() -> None:
     """Register `attend` in transformers."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # takes seconds
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drawloom.components.storage.tensor_source import InMemory, TensorSpec
-from drawloom.components.weights.load import convert, group_specs, stream
+from drawloom.components.weights.load import compute_group_output_specs, convert, stream
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, stack, transpose, unstack
 
@@ -60,14 +60,16 @@ def test_specs_are_known_before_reading() -> None:
     kinds = {"qkv": TensorSpec((8, 4), torch.bfloat16)}
     mapper = sequential(chunk("qkv", ["q", "k", "v"], 0, [4, 2, 2]), transpose("k", 0, 1))
     expected = {"q": (4, 4), "k": (4, 2), "v": (2, 4)}
-    assert group_specs(mapper.groups[0], kinds) == {n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()}
+    assert compute_group_output_specs(mapper.groups[0], kinds) == {
+        n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()
+    }
 
 
 def test_specs_that_do_not_fit_a_group_are_reported() -> None:
     """An impossible conversion is reported without reading, with the names on both sides."""
     kinds = {"a": TensorSpec((3,), torch.float32)}
     with pytest.raises(ValueError, match="b, c can't be made of a: dimension 0 has size 3"):
-        group_specs(chunk("a", ["b", "c"]).groups[0], kinds)
+        compute_group_output_specs(chunk("a", ["b", "c"]).groups[0], kinds)
 
 
 MEASURE = """

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.weights.load import convert, group_specs, load_folder
+from drawloom.components.weights.load import compute_group_output_specs, convert, load_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import distribute, distribute_like, gather, identity, stack
 from support.processes import run_ranks
@@ -36,7 +36,7 @@ def _stack_tensors(mesh: Any) -> dict[str, Any]:
     spread = parallel(distribute("a", mesh, [Shard(1)]), distribute("b", mesh, [Shard(1)]))
     tensors = convert(spread, {"a": WHOLE, "b": WHOLE + 1})
     mapper = sequential(parallel(gather("a"), gather("b")), stack(["b", "a"], "ba"))
-    kind = group_specs(mapper.groups[0], InMemory(tensors).specs())["ba"]
+    kind = compute_group_output_specs(mapper.groups[0], InMemory(tensors).specs())["ba"]
     return {"kind": (kind.shape, str(kind.dtype)), "made": convert(mapper, tensors)["ba"].tolist()}
 
 
