@@ -53,7 +53,7 @@ def attention_cudnn(
         return FLEX.attend(q, k, v, mask, options, sinks)
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
-    server = choose_whole_rows_server(q, k, v, options, sinks)
+    server = choose_whole_rows_implementation(q, k, v, options, sinks)
     if server == "flash":
         return attention_flash(q, k, v, None, options, sinks)
     if server == "flex":
@@ -64,10 +64,10 @@ def attention_cudnn(
     if sinks is not None:
         return attend_with_statistics(CudnnKernel(options.scale), q, k, v, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return _by_cudnn_or_torch(q, k, v, options.scale, server == "cudnn").transpose(1, 2)
+    return _attend_by_cudnn_or_torch(q, k, v, options.scale, server == "cudnn").transpose(1, 2)
 
 
-def choose_whole_rows_server(
+def choose_whole_rows_implementation(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions = PLAIN_ATTENTION, sinks: Tensor | None = None
 ) -> Server:
     """
@@ -93,7 +93,7 @@ def choose_whole_rows_server(
     return "flash" if can_use_flash_attention(params) and not why_not_flash(q, v, options) else "flex"
 
 
-def _by_cudnn_or_torch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, has_cudnn: bool) -> Tensor:
+def _attend_by_cudnn_or_torch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, has_cudnn: bool) -> Tensor:
     """Return causal attention like q (rows, heads, length, head_dim), to k and v (rows, kv_heads, length, width)."""
     grouped = q.shape[1] != k.shape[1]
     if torch.compiler.is_compiling():

@@ -94,7 +94,7 @@ def attention_flash(
         raise ValueError(f"torch's flash attention can't compute this: {problem}; choose the implementation 'flex'")
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
-    width = _kernel_width(q, v)
+    width = _padded_kernel_width(q, v)
     scale, (rows, length, heads, _) = options.scale_for(q.shape[-1]), q.shape
     v_dim = v.shape[-1]
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
@@ -110,17 +110,19 @@ def why_not_flash(q: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """Return why flash attention can't compute q and v (..., width) with these options, or an empty string."""
     if options.softcap is not None:
         return "it has no softcap"
-    if _kernel_width(q, v) > MAX_WIDTH:
+    if _padded_kernel_width(q, v) > MAX_WIDTH:
         return f"heads are {max(q.shape[-1], v.shape[-1])} wide, and it accepts at most {MAX_WIDTH}"
     return ""
 
 
-def _kernel_width(q: Tensor, v: Tensor) -> int:
+def _padded_kernel_width(q: Tensor, v: Tensor) -> int:
     widest = max(q.shape[-1], v.shape[-1])
     return -(-widest // WIDTH_STEP) * WIDTH_STEP
 
 
-def document_offsets(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> DocumentOffsets:
+def compute_document_offsets(
+    document_ids: Tensor, window: int | None = None, queries: Tensor | None = None
+) -> DocumentOffsets:
     """
     Return the documents' starts in the flattened tokens, then the number of tokens (cu_seqlens), and the window.
 
@@ -139,4 +141,4 @@ def document_offsets(document_ids: Tensor, window: int | None = None, queries: T
     return DocumentOffsets(offsets, window)
 
 
-VARLEN = AttentionImplementation(document_offsets, attention_flash)
+VARLEN = AttentionImplementation(compute_document_offsets, attention_flash)

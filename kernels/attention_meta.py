@@ -76,17 +76,17 @@ def attention_flops(pairs: float, head_dim: int, v_dim: int, *, backward: bool =
     return 2.0 * pairs * (3 * head_dim + 2 * v_dim if backward else head_dim + v_dim)
 
 
-def _count_pairs(q: Tensor, k: Tensor) -> int:
+def _count_query_key_pairs(q: Tensor, k: Tensor) -> int:
     """Return the query-key pairs over all rows and heads, without regard to a mask."""
     return q.shape[:3].numel() * k.shape[1]
 
 
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
-    return attention_flops(_count_pairs(q, k), q.shape[3], v.shape[3])
+    return attention_flops(_count_query_key_pairs(q, k), q.shape[3], v.shape[3])
 
 
 def _backward_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
-    return attention_flops(_count_pairs(q, k), q.shape[3], v.shape[3], backward=True)
+    return attention_flops(_count_query_key_pairs(q, k), q.shape[3], v.shape[3], backward=True)
 
 
 def _backward_scratch(q: Tensor, k: Tensor, v: Tensor) -> int:

@@ -24,7 +24,7 @@ SMALLEST = 1e-38
 """Divisor of blocks of zeros."""
 
 
-def dynamic_values(signed: bool) -> Tensor:
+def compute_code_values(signed: bool) -> Tensor:
     """
     Return the values by code, ascending, float32 (256,): in the decade 10^-n, 2^(6 - n) values, or twice as many if no
     code has a sign, and 0 and 1.
@@ -40,11 +40,11 @@ def dynamic_values(signed: bool) -> Tensor:
 @cache
 def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values (256,) and the midpoints between them (255,), float32."""
-    values = dynamic_values(signed)
+    values = compute_code_values(signed)
     return values.to(device), ((values[:-1] + values[1:]) / 2).to(device)
 
 
-def blocks_in_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+def compute_scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the scales' shape (..., blocks) for numbers (..., width)."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 

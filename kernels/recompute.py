@@ -41,7 +41,7 @@ def unpack(saved: Saved) -> Tensor:
     return saved.value()
 
 
-def wrapper_of(variable: Any) -> Saved | None:
+def get_recompute_wrapper(variable: Any) -> Saved | None:
     """
     Return our wrapper around a node's `_raw_saved_<name>`, or None if the tensor was saved by other hooks or none.
     """
@@ -123,11 +123,11 @@ class _Repeatable(ABC):
         part = None if weak is None else weak()
         if part is None:
             return
-        if part.layout != _layout(tensor):
+        if part.layout != _get_layout(tensor):
             raise RuntimeError(
-                f"recomputation gave a tensor {_layout_text(_layout(tensor))} where the forward pass had "
-                f"{_layout_text(part.layout)}: what is recomputed must do the same each time, so check for branches "
-                "that depend on something that has changed"
+                f"recomputation gave a tensor {_describe_layout(_get_layout(tensor))} where the forward pass had "
+                f"{_describe_layout(part.layout)}; a recomputed function must do the same in both passes, "
+                "so remove branches that depend on something that has changed"
             )
         part.tensor = tensor.detach()
 
@@ -143,7 +143,7 @@ class _Part(Saved):
 
     def __init__(self, call: _Repeatable, tensor: Tensor) -> None:
         self.call = call
-        self.layout = _layout(tensor)
+        self.layout = _get_layout(tensor)
         self.tensor: Tensor | None = None
 
     def value(self) -> Tensor:
@@ -157,11 +157,11 @@ class _Part(Saved):
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
-def _layout(tensor: Tensor) -> Layout:
+def _get_layout(tensor: Tensor) -> Layout:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _layout_text(layout: Layout) -> str:
+def _describe_layout(layout: Layout) -> str:
     shape, strides, dtype = layout
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} of strides {strides}"
 
@@ -234,8 +234,8 @@ class _Rerun(_Repeatable):
             _repeating.reset(token)
             now.restore()
         raise RuntimeError(
-            f"the forward pass saved {len(self.parts)} tensors, and its recomputation {number + 1}: what is recomputed "
-            "must do the same each time"
+            f"the forward pass saved {len(self.parts)} tensors, and its recomputation {number + 1}; a recomputed "
+            "function must do the same in both passes"
         )
 
 
@@ -320,7 +320,7 @@ def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
     return results
 
 
-def cheap_inside(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_recomputable_in_autograd_function(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a `cheap` operation inside an autograd Function's forward pass, where no tensor requires a gradient."""
     results = function(*arguments)
     if (selective := _selective.get()) is not None:
@@ -375,9 +375,9 @@ class Selective:
         if result is None or result._version != version or tensor.dtype != result.dtype:
             return Kept(tensor)
         # A tensor at the result's address is a view of it, or of something larger that begins with it.
-        if _extent(tensor) > result.numel():
+        if _count_spanned_elements(tensor) > result.numel():
             return Kept(tensor)
-        return result.recomputed if _layout(tensor) == _layout(result) else _View(result.recomputed, tensor)
+        return result.recomputed if _get_layout(tensor) == _get_layout(result) else _View(result.recomputed, tensor)
 
 
 _selective: ContextVar[Selective | None] = ContextVar("selective", default=None)
@@ -394,7 +394,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.numel() else 0
 
 
-def _extent(tensor: Tensor) -> int:
+def _count_spanned_elements(tensor: Tensor) -> int:
     """Return how many elements a tensor (any shape) spans in memory, from its first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

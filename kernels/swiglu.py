@@ -41,7 +41,7 @@ class _SwiGlu(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return swiglu_gradients(gate, up, upcast(grad))
+        return compute_swiglu_gradients(gate, up, upcast(grad))
 
 
 class _ScaledSwiGlu(Function):
@@ -58,10 +58,10 @@ class _ScaledSwiGlu(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, scale = ctx.saved_tensors
         grad_scale = F.silu(upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
-        return *swiglu_gradients(gate, up, upcast(grad) * scale.unsqueeze(-1)), grad_scale
+        return *compute_swiglu_gradients(gate, up, upcast(grad) * scale.unsqueeze(-1)), grad_scale
 
 
-def swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def compute_swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up from the output's gradient in at least float32."""
     wide_gate = upcast(gate)
     grad_up = F.silu(wide_gate).mul_(grad)

@@ -46,7 +46,9 @@ def local_targets(targets: Tensor, rows: int, ignore_index: int, part: SplitVoca
     return local.where(is_learned & (local >= 0) & (local < rows), NOT_HERE)
 
 
-def all_gather_lse(lse: Tensor, target_logit: Tensor, part: SplitVocabulary | None) -> tuple[Tensor, Tensor]:
+def combine_lse_and_target_logit_over_ranks(
+    lse: Tensor, target_logit: Tensor, part: SplitVocabulary | None
+) -> tuple[Tensor, Tensor]:
     """
     Return log-sum-exp and target logit by token over the whole vocabulary.
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.kernels.adamw import ParamState, step_scalars
+from drawloom.kernels.adamw import ParamState, compute_step_scalars
 from drawloom.kernels.operation import why_no_triton
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,7 +67,7 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
     def _update(self, parts: list[nn.Parameter], group: dict[str, Any], stepper: Any) -> None:
         # The device counts the steps, because the host learns too late which of them were skipped.
         steps = [self.state[part]["step"] for part in parts]
-        scalars = step_scalars(group["lr"], group["betas"], group["eps"], torch.stack(steps) + 1)
+        scalars = compute_step_scalars(group["lr"], group["betas"], group["eps"], torch.stack(steps) + 1)
         stepper.step([part.grad for part in parts], scalars, found_inf=self.found_inf, factors=self.factors)
         # A list of tensors, because the host would read (and wait for) a single tensor without dimensions.
         torch._foreach_add_(steps, 1 if self.found_inf is None else [1 - self.found_inf] * len(steps))

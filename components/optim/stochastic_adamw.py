@@ -22,8 +22,8 @@ from drawloom.components.ports.stages import Parameters, gradient_of
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, step_scalars
-from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, blocks_in_rows
+from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, compute_step_scalars
+from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, compute_scales_shape
 from drawloom.kernels.operation import why_no_triton
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -171,7 +171,7 @@ class StochasticAdamW:
 
     def _update(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
-            scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
+            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
             launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip, factors)
         if self._streamed_steps:
             self._streamed_steps[0].prefetch()
@@ -191,15 +191,15 @@ class StochasticAdamW:
     def _describe_state(self, parameter: nn.Parameter) -> Specs:
         """Return (shape, dtype) by ParamState's fields for a parameter's state."""
         shape, means = tuple(parameter.shape), DTYPES[self.state_dtype]
-        has_codes = means == torch.uint8 and parameter.ndim > 1
-        if means == torch.uint8 and not has_codes:
+        has_8bit_means = means == torch.uint8 and parameter.ndim > 1
+        if means == torch.uint8 and not has_8bit_means:
             means = torch.float32  # a slice of a vector would cut blocks
         specs = {
             field: (shape, torch.int16 if field == "remainder" else means) for field in self._fields_by_key.values()
         }
-        if not has_codes:
+        if not has_8bit_means:
             return specs
-        scales = (blocks_in_rows(shape), torch.float32)
+        scales = (compute_scales_shape(shape), torch.float32)
         return specs | {"exp_avg_scale": scales, "exp_avg_sq_scale": scales}
 
     def _allocate_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
@@ -286,7 +286,7 @@ class StochasticAdamW:
         return {
             name: {key: scale for key, scale in scales.items() if scale is not None}
             for name, scales in named.items()
-            if self._params[name].has_codes
+            if self._params[name].has_8bit_means
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -335,7 +335,9 @@ def slice_of_blocks(name: str, part: TensorSlice | None) -> TensorSlice | None:
     if first % BLOCK or (size % BLOCK and first + size != part.shape[-1]):
         text = f"{name} has columns {first} to {first + size} on this rank, and means of 8 bits have blocks of {BLOCK}"
         raise UserError(f"optim.stochastic_adamw: {text}; write state_dtype = 'bfloat16', or another mesh.tensor", 2)
-    return TensorSlice(blocks_in_rows(part.shape), (*part.offsets[:-1], first // BLOCK), blocks_in_rows(part.size))
+    return TensorSlice(
+        compute_scales_shape(part.shape), (*part.offsets[:-1], first // BLOCK), compute_scales_shape(part.size)
+    )
 
 
 def slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:

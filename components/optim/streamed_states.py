@@ -96,7 +96,7 @@ def cut_into_ranges(number: int, param: ParamState, size: int) -> Iterator[Range
     """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
     state = {name: tensor.view(-1) for name, tensor in state_of(param).items()}
     unit, count = PIECE if param.is_contiguous else param.width, param.weight.numel()
-    if param.has_codes:
+    if param.has_8bit_means:
         # An even number of whole rows, since blocks end with rows.
         unit = math.lcm(PER_DRAW * param.weight.shape[-1], unit if not param.is_contiguous else 1)
     unit_bytes = sum(tensor.nbytes for tensor in state.values()) * unit // max(count, 1)
@@ -208,7 +208,7 @@ def _cut_param(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> P
     before = part.start if param.is_contiguous else part.start // param.width * param.stride
     width = ALL if param.is_contiguous else param.width
     weight = param.weight.view(-1)[part.start : part.stop]
-    if param.has_codes:
+    if param.has_8bit_means:
         rows = weight.numel() // param.weight.shape[-1]
         weight, state = weight.view(rows, -1), {name: tensor.view(rows, -1) for name, tensor in state.items()}
     changes: dict[str, Any] = {"weight": weight, "first": param.first + before, "width": width, **state}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.graph import UserError
-from drawloom.kernels.weight_formats import E4M3, FLOAT8, MXFP4, NF4, NF4_VALUES, TILE, WeightFormat, in_blocks
+from drawloom.kernels.weight_formats import E4M3, FLOAT8, MXFP4, NF4, NF4_VALUES, TILE, WeightFormat, split_into_blocks
 
 BITS = torch.int16
 """Dtype in which mappers move storage: rows of numbers that are not values."""
@@ -154,7 +154,7 @@ def _find_float8(source: TensorSource, specs: Specs) -> Found:
         def read(name: str = name, shape: tuple[int, ...] = spec.shape) -> Tensor:
             by_row = source.tensor(name + TILE_SCALES).float().repeat_interleave(TILE, -2)[..., : shape[-2], :]
             codes = source.tensor(name).contiguous().view(torch.uint8)
-            return FLOAT8.join(in_blocks(codes, TILE), by_row)
+            return FLOAT8.join(split_into_blocks(codes, TILE), by_row)
 
         yield name, QuantizedTensor(TensorSpec(spec.shape, torch.bfloat16), FLOAT8, (name, scales), read)
 

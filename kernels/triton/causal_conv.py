@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from drawloom.kernels.costs import no_flops, no_scratch
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, reduce_partials
 
 TOKENS, CHANNELS = 64, 64
@@ -138,7 +138,7 @@ def _convolve(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length"])
 def _forward_kernel(
     x, weight, ids, result, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -154,7 +154,7 @@ def _forward_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length"])
 def _gate_kernel(
     grad, x, weight, ids, before_gate, parts, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
@@ -179,7 +179,7 @@ def _gate_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length"])
 def _input_kernel(
     before_gate, weight, ids, grad_x, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,

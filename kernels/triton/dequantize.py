@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.kernels.costs import no_flops, no_scratch
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv
 from drawloom.kernels.weight_formats import FORMATS, FP4_VALUES, NF4_VALUES, STORAGE
 
@@ -36,7 +36,7 @@ def _dequantize(stored: Tensor, name: str) -> Tensor:
     halves = stored.contiguous()
     blocks, per_program = halves.numel() // weight_format.units, ELEMENTS // weight_format.block
     if blocks:
-        _kernel[(cdiv(blocks, per_program),)](
+        _dequantize_kernel[(cdiv(blocks, per_program),)](
             halves.view(torch.int16),
             halves.view(torch.uint8),
             _upload_table(VALUES[name], stored.device),
@@ -56,9 +56,9 @@ def _upload_table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
-def _kernel(
+def _dequantize_kernel(
     halves, data, table, result, blocks,
     FORMAT: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PER_PROGRAM: tl.constexpr,
 ):

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.recurrence import RecurrentDocuments
 from drawloom.kernels.triton import gated_delta_kernels as kernels
-from drawloom.kernels.triton.primitives import cdiv, check_floats, input_precision, next_power_of_2
+from drawloom.kernels.triton.primitives import cdiv, check_floats, get_dot_precision, next_power_of_2
 
 CHUNK = 64
 """Tokens in a chunk."""
@@ -89,10 +89,10 @@ def _allocate_forward(
     return v.new_empty(v.shape), last, v.new_empty(by_head, dtype=torch.float32), v.new_empty(*by_head, CHUNK)
 
 
-def _precision() -> str:
+def _float32_product_precision() -> str:
     """Return how float32 is multiplied: in three parts of TF32, unless torch is told to use one."""
     # Products in full float32 do not use tensor cores, and take minutes to compile here.
-    return "tf32" if input_precision() == "tf32" else "tf32x3"
+    return "tf32" if get_dot_precision() == "tf32" else "tf32x3"
 
 
 def _forward_flops(k: Tensor, v: Tensor) -> float:
@@ -138,12 +138,12 @@ def _forward(
     sizes = _Sizes.of(k, v)
     q, k, v, g, beta, ids = (x.contiguous() for x in (q, k, v, g, beta, ids))
     chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
-    _solve(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=False)
-    states = _carry(sizes, chunks, k, ids, before, state=state, last=last)
+    _solve_chunks(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=False)
+    states = _carry_states(sizes, chunks, k, ids, before, state=state, last=last)
     kernels.compute_results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, sizes.v_block), sizes.heads)](
         *(q, k, chunks.written, states, chunks.decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
-        PRECISION=_precision(),
+        PRECISION=_float32_product_precision(),
         num_warps=4,
     )
     return results, last, decays, inverse
@@ -193,7 +193,7 @@ class _Chunks(NamedTuple):
     Solved chunks.
 
     They have sums of decays, float32 (rows, length, heads), the inverse systems (rows, length, heads, CHUNK), and their
-    products with keys (..., K) and values (..., V); `_carry` replaces the latter by written values.
+    products with keys (..., K) and values (..., V); `_carry_states` replaces the latter by written values.
     """
 
     decays: Tensor
@@ -202,7 +202,7 @@ class _Chunks(NamedTuple):
     written: Tensor
 
 
-def _solve(
+def _solve_chunks(
     sizes: _Sizes,
     chunks: _Chunks,
     k: Tensor,
@@ -218,14 +218,14 @@ def _solve(
     kernels.solve_chunks[(sizes.chunks * sizes.rows, sizes.heads)](
         *(k, v, g, beta, ids, before, *chunks, sizes.length, sizes.chunks),
         **sizes.constants,
-        PRECISION=_precision(),
-        INVERSE_PRECISION=_precision() if v.dtype == torch.float32 else "tf32",
+        PRECISION=_float32_product_precision(),
+        INVERSE_PRECISION=_float32_product_precision() if v.dtype == torch.float32 else "tf32",
         IS_SOLVED=is_solved,
         num_warps=4,
     )
 
 
-def _carry(
+def _carry_states(
     sizes: _Sizes,
     chunks: _Chunks,
     k: Tensor,
@@ -242,7 +242,7 @@ def _carry(
         *(k, chunks.keys, chunks.written, chunks.decays, ids, before),
         *(None if state is None else state.contiguous(), states, last, sizes.length, sizes.chunks),
         **{**sizes.constants, "BV": block},
-        PRECISION=_precision(),
+        PRECISION=_float32_product_precision(),
         num_warps=4,
         num_stages=4 if sizes.fits_ahead else 1,
     )
@@ -294,11 +294,11 @@ def _backward(
         if state is not None:
             grads[5].copy_(grad_state)
         return grads
-    sizes, precision = _Sizes.of(k, v), _precision()
+    sizes, precision = _Sizes.of(k, v), _float32_product_precision()
     grad, q, k, v, g, beta, ids = (x.contiguous() for x in (grad, q, k, v, g, beta, ids))
     chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
-    _solve(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=True)
-    states = _carry(sizes, chunks, k, ids, before, state=state, last=None)
+    _solve_chunks(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=True)
+    states = _carry_states(sizes, chunks, k, ids, before, state=state, last=None)
     grad_q, grad_k = (v.new_empty(*v.shape[:3], sizes.width) for _ in "qk")
     grad_written, grad_states = v.new_empty(v.shape), torch.empty_like(states)
     by_chunk, constants = (sizes.chunks * sizes.rows, sizes.heads), sizes.constants
@@ -347,10 +347,10 @@ def _backward(
         PRECISION=precision,
         num_warps=4,
     )
-    return _sum_groups(grad_q, sizes), _sum_groups(grad_k, sizes), *grads[2:]
+    return _sum_over_value_heads(grad_q, sizes), _sum_over_value_heads(grad_k, sizes), *grads[2:]
 
 
-def _sum_groups(grad: Tensor, sizes: _Sizes) -> Tensor:
+def _sum_over_value_heads(grad: Tensor, sizes: _Sizes) -> Tensor:
     """Sum gradients (rows, length, value_heads, K) over value heads with a common key head."""
     if sizes.groups == 1:
         return grad

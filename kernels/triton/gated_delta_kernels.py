@@ -13,14 +13,14 @@ Hopper. A transposed product is computed from transposed loads, or stored and lo
 import triton
 import triton.language as tl
 
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 
 MIN_GATE = tl.constexpr(-40.0)
 """exp(-40) is 0 beside anything in float32, and sums with lower gates would lose digits."""
 
 
 @triton.jit
-def chunk_of(program, length, chunks, CHUNK: tl.constexpr):
+def locate_chunk(program, length, chunks, CHUNK: tl.constexpr):
     """Return the row, the chunk, its first token among all rows, and whether its tokens exist."""
     row, chunk = program // chunks, program % chunks
     first = row.to(tl.int64) * length + chunk * CHUNK
@@ -28,7 +28,7 @@ def chunk_of(program, length, chunks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def borders(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr):
+def load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr):
     """Return documents by token, for the incoming state and for the last token, and the last token's index."""
     own = tl.load(ids + first + tl.arange(0, CHUNK), mask=inside, other=-2)
     end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
@@ -66,14 +66,14 @@ def state_offsets(number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr
 
 
 @triton.jit
-def pairs_of(own, inside, CHUNK: tl.constexpr):
+def mask_document_pairs(own, inside, CHUNK: tl.constexpr):
     """Return the pairs (query, key) within a document, up to the query itself."""
     token = tl.arange(0, CHUNK)
     return (own[:, None] == own[None, :]) & (token[:, None] >= token[None, :]) & inside[:, None]
 
 
 @triton.jit
-def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """
     Invert I + system, for a strictly lower triangular (64, 64).
 
@@ -93,14 +93,14 @@ def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     inverse = tl.reshape(tl.where(block == other, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
     token = tl.arange(0, CHUNK)
     below = tl.where((token // SIZE)[:, None] > (token // SIZE)[None, :], system, 0.0)
-    below = tl.dot(inverse, below, input_precision=PRECISION)
-    squared = tl.dot(below, below, input_precision=PRECISION)
-    inverse += tl.dot(squared, inverse, input_precision=PRECISION)
-    return inverse - tl.dot(below, inverse, input_precision=PRECISION)
+    below = tl.dot(inverse, below, get_dot_precision=PRECISION)
+    squared = tl.dot(below, below, get_dot_precision=PRECISION)
+    inverse += tl.dot(squared, inverse, get_dot_precision=PRECISION)
+    return inverse - tl.dot(below, inverse, get_dot_precision=PRECISION)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def solve_chunks(
     k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
@@ -109,9 +109,9 @@ def solve_chunks(
 ):
     # fmt: on
     """Store, by chunk and head, the sums of decays, the inverse system, and its products with keys and values."""
-    row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
+    row, chunk, first, inside = locate_chunk(tl.program_id(0), length, chunks, CHUNK)
     head = tl.program_id(1)
-    own, incoming, _last, _end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
@@ -121,28 +121,28 @@ def solve_chunks(
         solved = load_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside).to(tl.float32)
     else:
         gates = tl.maximum(tl.load(g + by_head, mask=inside, other=0.0).to(tl.float32), MIN_GATE)
-        is_pair = pairs_of(own, inside, CHUNK)
+        is_pair = mask_document_pairs(own, inside, CHUNK)
         sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
         tl.store(decays + by_head, sums, mask=inside)
         pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-        products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+        products = tl.dot(key, tl.trans(key), get_dot_precision=PRECISION)
         system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
-        solved = invert(system, CHUNK, INVERSE_PRECISION)
+        solved = invert_unit_lower_triangular(system, CHUNK, INVERSE_PRECISION)
         store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, solved)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
-    product = tl.dot(weighted, key, input_precision=PRECISION)
+    product = tl.dot(weighted, key, get_dot_precision=PRECISION)
     store_tile(keys + head * K, first, HEADS * K, token, channel, K, inside, product)
     weighted = (solved * factors[None, :]).to(key.dtype)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
         values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside)
-        solution = tl.dot(weighted, values, input_precision=PRECISION)
+        solution = tl.dot(weighted, values, get_dot_precision=PRECISION)
         store_tile(written + head * V, first, HEADS * V, token, column, V, inside, solution)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def carry_states(
     k, keys, written, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr,
@@ -174,12 +174,12 @@ def carry_states(
         total = tl.load(decays + (first + end) * HEADS + head)
         seen = load_tile(keys + head * K, first, HEADS * K, token, channel, K, inside)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        values -= tl.dot(seen, narrow, input_precision=PRECISION)
+        values -= tl.dot(seen, narrow, get_dot_precision=PRECISION)
         store_tile(written + head * V, first, HEADS * V, token, column, V, inside, values)
         to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
         key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
         carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
-        carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), input_precision=PRECISION)
+        carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), get_dot_precision=PRECISION)
         incoming = last
     if result is not None:
         offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
@@ -187,7 +187,7 @@ def carry_states(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_results(
     q, k, written, states, decays, ids, before, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
@@ -198,9 +198,9 @@ def compute_results(
     # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     number = tl.program_id(0) // BLOCKS
-    row, chunk, first, inside = chunk_of(number, length, chunks, CHUNK)
+    row, chunk, first, inside = locate_chunk(number, length, chunks, CHUNK)
     head = tl.program_id(1)
-    own, incoming, _last, _end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
@@ -209,17 +209,17 @@ def compute_results(
     offsets, is_state = state_offsets(number * HEADS + head, channel, column, K, V)
     state = tl.load(states + offsets, mask=is_state, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    mixed = from_state[:, None] * tl.dot(query, state, input_precision=PRECISION)
-    is_pair = pairs_of(own, inside, CHUNK)
+    mixed = from_state[:, None] * tl.dot(query, state, get_dot_precision=PRECISION)
+    is_pair = mask_document_pairs(own, inside, CHUNK)
     pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-    scores = tl.dot(query, key, input_precision=PRECISION) * pair_decay
+    scores = tl.dot(query, key, get_dot_precision=PRECISION) * pair_decay
     values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-    mixed += tl.dot(scores.to(values.dtype), values, input_precision=PRECISION)
+    mixed += tl.dot(scores.to(values.dtype), values, get_dot_precision=PRECISION)
     store_tile(result + head * V, first, HEADS * V, token, column, V, inside, mixed)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_grad_written(
     grad, q, k, decays, ids, grad_written, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
@@ -228,7 +228,7 @@ def compute_grad_written(
     # fmt: on
     """Store the part of the written values' gradient that comes from results in the same chunk."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    _row, _chunk, first, inside = chunk_of(tl.program_id(0) // BLOCKS, length, chunks, CHUNK)
+    _row, _chunk, first, inside = locate_chunk(tl.program_id(0) // BLOCKS, length, chunks, CHUNK)
     head = tl.program_id(1)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
@@ -239,14 +239,14 @@ def compute_grad_written(
     # By key and query: the transpose of the scores.
     is_pair = (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
     pair_decay = tl.exp(tl.where(is_pair, sums[None, :] - sums[:, None], -float("inf")))
-    scores = tl.dot(key, query, input_precision=PRECISION) * pair_decay
+    scores = tl.dot(key, query, get_dot_precision=PRECISION) * pair_decay
     grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
-    product = tl.dot(scores.to(grads.dtype), grads, input_precision=PRECISION)
+    product = tl.dot(scores.to(grads.dtype), grads, get_dot_precision=PRECISION)
     store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, product)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def carry_gradients_back(
     grad, grad_last, q, k, keys, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
@@ -267,28 +267,28 @@ def carry_gradients_back(
         tl.store(grad_states + offsets, narrow, mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
         inside = chunk * CHUNK + token < length
-        own, incoming, last, end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+        own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
         sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
         total = tl.load(decays + (first + end) * HEADS + head)
         to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
         from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
         key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
         values = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        values += to_end[:, None] * tl.dot(key, narrow, input_precision=PRECISION)
+        values += to_end[:, None] * tl.dot(key, narrow, get_dot_precision=PRECISION)
         store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, values)
         query = load_transposed(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
         seen = load_transposed(keys + head * K, first, HEADS * K, token, channel, K, inside)
         grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
-        carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), input_precision=PRECISION)
-        carried -= tl.dot(seen, values.to(seen.dtype), input_precision=PRECISION)
+        carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), get_dot_precision=PRECISION)
+        carried -= tl.dot(seen, values.to(seen.dtype), get_dot_precision=PRECISION)
     if grad_state is not None:
         offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
         tl.store(grad_state + offsets, carried, mask=is_state)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_product_gradients(
     grad, q, k, written, states, grad_states, decays, ids, before, grad_q, grad_k, grad_decays, length, chunks,
@@ -297,9 +297,9 @@ def compute_product_gradients(
 ):
     # fmt: on
     """Store query, key and decay gradients from the results and the passed states, by chunk and head."""
-    row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
+    row, chunk, first, inside = locate_chunk(tl.program_id(0), length, chunks, CHUNK)
     head = tl.program_id(1)
-    own, incoming, last, end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     to_query, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
     by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -311,10 +311,10 @@ def compute_product_gradients(
         grad_state = tl.load(grad_states + offsets, mask=is_state, other=0.0)
         grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        to_query += tl.dot(grads, tl.trans(state), input_precision=PRECISION)
-        to_key += tl.dot(values, tl.trans(grad_state), input_precision=PRECISION)
-        by_query += tl.dot(grads, tl.trans(values), input_precision=PRECISION)
-        by_key += tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+        to_query += tl.dot(grads, tl.trans(state), get_dot_precision=PRECISION)
+        to_key += tl.dot(values, tl.trans(grad_state), get_dot_precision=PRECISION)
+        by_query += tl.dot(grads, tl.trans(values), get_dot_precision=PRECISION)
+        by_key += tl.dot(values, tl.trans(grads), get_dot_precision=PRECISION)
         along += state.to(tl.float32) * grad_state.to(tl.float32)
     sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
     total = tl.load(decays + (first + end) * HEADS + head)
@@ -326,24 +326,24 @@ def compute_product_gradients(
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     from_end = tl.sum(to_key * key.to(tl.float32), 1)
     grad_sums = tl.sum(to_query * query.to(tl.float32), 1) - from_end
-    is_pair = pairs_of(own, inside, CHUNK)
+    is_pair = mask_document_pairs(own, inside, CHUNK)
     by_query *= tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     is_pair = (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
     by_key *= tl.exp(tl.where(is_pair, sums[None, :] - sums[:, None], -float("inf")))
-    through_pairs = by_query * tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    through_pairs = by_query * tl.dot(query, tl.trans(key), get_dot_precision=PRECISION)
     grad_sums += tl.sum(through_pairs, 1) - tl.sum(through_pairs, 0)
     state_decay = tl.where(last == incoming, tl.exp(total), 0.0)
     at_end = tl.sum(from_end, 0) + state_decay * tl.sum(tl.sum(along, 1), 0)
     grad_sums += tl.where(token == end, at_end, 0.0)
     tl.store(grad_decays + (first + token) * HEADS + head, grad_sums, mask=inside)
-    to_query += tl.dot(by_query.to(key.dtype), key, input_precision=PRECISION)
-    to_key += tl.dot(by_key.to(query.dtype), query, input_precision=PRECISION)
+    to_query += tl.dot(by_query.to(key.dtype), key, get_dot_precision=PRECISION)
+    to_key += tl.dot(by_key.to(query.dtype), query, get_dot_precision=PRECISION)
     store_tile(grad_q + head * K, first, HEADS * K, token, channel, K, inside, to_query)
     store_tile(grad_k + head * K, first, HEADS * K, token, channel, K, inside, to_key)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_system_gradients(
     k, v, beta, inverse, written, states, grad_written, decays, ids, before, partial_k, grad_decays, pairs, grad_k,
@@ -352,9 +352,9 @@ def compute_system_gradients(
 ):
     # fmt: on
     """Store the gradients that pass through the solved systems: keys, values, gates and beta."""
-    row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
+    row, chunk, first, inside = locate_chunk(tl.program_id(0), length, chunks, CHUNK)
     head = tl.program_id(1)
-    own, incoming, _last, _end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
@@ -365,7 +365,7 @@ def compute_system_gradients(
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
         grads = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
-        wanted = tl.dot(solved, grads, input_precision=PRECISION)
+        wanted = tl.dot(solved, grads, get_dot_precision=PRECISION)
         store_tile(grad_v + head * V, first, HEADS * V, token, column, V, inside, factors[:, None] * wanted)
         values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         grad_factors += tl.sum(wanted * values, 1)
@@ -373,15 +373,15 @@ def compute_system_gradients(
         offsets, is_state = state_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
         state = tl.load(states + offsets, mask=is_state, other=0.0)
         narrow = wanted.to(values.dtype)
-        by_pair -= tl.dot(narrow, tl.trans(values), input_precision=PRECISION)
-        through_state -= tl.dot(narrow, tl.trans(state), input_precision=PRECISION)
+        by_pair -= tl.dot(narrow, tl.trans(values), get_dot_precision=PRECISION)
+        through_state -= tl.dot(narrow, tl.trans(state), get_dot_precision=PRECISION)
     sums = tl.load(decays + by_head, mask=inside, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    is_pair = pairs_of(own, inside, CHUNK)
+    is_pair = mask_document_pairs(own, inside, CHUNK)
     pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     by_pair = tl.where(token[:, None] > token[None, :], by_pair * pair_decay, 0.0)
-    through_pairs = by_pair * tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    through_pairs = by_pair * tl.dot(key, tl.trans(key), get_dot_precision=PRECISION)
     along = from_state * tl.sum(through_state * key.to(tl.float32), 1)
     grad_factors += along + tl.sum(through_pairs, 1)
     tl.store(grad_beta + by_head, grad_factors.to(grad_beta.dtype.element_ty), mask=inside)
@@ -397,13 +397,13 @@ def compute_system_gradients(
     transposed = load_transposed(pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
     total = load_tile(partial_k + head * K, first, HEADS * K, token, channel, K, inside)
     total += (factors * from_state)[:, None] * through_state
-    total += tl.dot(by_pair.to(key.dtype), key, input_precision=PRECISION)
-    total += tl.dot(transposed, key, input_precision=PRECISION)
+    total += tl.dot(by_pair.to(key.dtype), key, get_dot_precision=PRECISION)
+    total += tl.dot(transposed, key, get_dot_precision=PRECISION)
     store_tile(grad_k + head * K, first, HEADS * K, token, channel, K, inside, total)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def sum_groups(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
     # fmt: on

@@ -7,7 +7,7 @@ from torch import Tensor
 from drawloom.kernels.scale import scale
 
 
-def with_one_dtype(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+def unify_gradient_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
     """
     Return gradients (any shapes) in one dtype, as a launch reads them, and their factors, float32 (factors,).
 

@@ -11,12 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.costs import no_scratch
-from drawloom.kernels.grouped_gemm import GroupedGemmImplementation, grouped_gemm, matrices_flops, rows_flops
+from drawloom.kernels.grouped_gemm import (
+    GroupedGemmImplementation,
+    count_outer_product_flops,
+    count_row_product_flops,
+    grouped_gemm,
+)
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
-from drawloom.kernels.triton.grouped_gemm_blocks import MAX_ROWS, rows_of_tile
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import cdiv, check_floats, input_precision, next_power_of_2
+from drawloom.kernels.triton.grouped_gemm_blocks import MAX_ROWS, locate_tile_rows
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import cdiv, check_floats, get_dot_precision, next_power_of_2
 
 ROWS = (16, 128)
 """Minimum and maximum rows of a tile, which has as many rows as the average expert, within tensor-core limits."""
@@ -48,18 +53,18 @@ def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 @register_kernel(
     "grouped_gemm_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
     fake=_allocate_rows,
-    flops=rows_flops,
+    flops=count_row_product_flops,
     scratch=no_scratch,
 )
-def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_rows(x, weight, offsets)
     if not result.numel() or not weight.numel():
         return result.zero_()
     num_experts, inputs, outputs = weight.shape
-    if blocks.suits_tma(num_experts, x, weight):
-        blocks.rows_by_blocks(x, weight, offsets, result)
+    if blocks.is_faster_by_tma(num_experts, x, weight):
+        blocks.multiply_rows_by_tma(x, weight, offsets, result)
         return result
-    rows = _tile_rows(len(x), num_experts)
+    rows = _choose_tile_rows(len(x), num_experts)
     tiles = len(x) // rows + num_experts
     _rows_kernel[(tiles * cdiv(outputs, COLUMNS),)](
         x,
@@ -75,7 +80,7 @@ def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ROWS=rows,
         COLUMNS=COLUMNS,
         STEP=STEP,
-        PRECISION=input_precision(),
+        PRECISION=get_dot_precision(),
         num_warps=WARPS if rows >= 64 else 4,
         enable_fp_fusion=True,
     )
@@ -89,16 +94,16 @@ def _allocate_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 @register_kernel(
     "grouped_gemm_matrices(Tensor a, Tensor b, Tensor offsets) -> Tensor",
     fake=_allocate_matrices,
-    flops=matrices_flops,
+    flops=count_outer_product_flops,
     scratch=no_scratch,
 )
-def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_matrices(a, b, offsets)
     if not result.numel() or not len(a):
         return result.zero_()
     num_experts, height, width = result.shape
-    if blocks.suits_tma(num_experts, a, b):
-        blocks.matrices_by_blocks(a, b, offsets, result)
+    if blocks.is_faster_by_tma(num_experts, a, b):
+        blocks.sum_outer_products_by_tma(a, b, offsets, result)
         return result
     down, across = cdiv(height, COLUMNS), cdiv(width, COLUMNS)
     _matrices_kernel[(num_experts * down * across,)](
@@ -115,20 +120,20 @@ def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         HEIGHT=COLUMNS,
         WIDTH=COLUMNS,
         STEP=STEP,
-        PRECISION=input_precision(),
+        PRECISION=get_dot_precision(),
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
     return result
 
 
-def _tile_rows(rows: int, num_experts: int) -> int:
+def _choose_tile_rows(rows: int, num_experts: int) -> int:
     least, most = ROWS
     return max(least, min(most, next_power_of_2(max(1, rows // num_experts))))
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
 def _rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row,
@@ -137,7 +142,7 @@ def _rows_kernel(
 ):
     # fmt: on
     across = tl.cdiv(outputs, COLUMNS)
-    expert, first, end = rows_of_tile(tl.program_id(0) // across, offsets, num_experts, EXPERTS, ROWS)
+    expert, first, end = locate_tile_rows(tl.program_id(0) // across, offsets, num_experts, EXPERTS, ROWS)
     if expert >= num_experts:
         return
     row = first + tl.arange(0, ROWS)
@@ -153,13 +158,13 @@ def _rows_kernel(
         a = tl.load(at, mask=inside[:, None] & (inner < inputs)[None, :], other=0.0)
         mask = (inner < inputs)[:, None] & (column < outputs)[None, :]
         b = tl.load(weight_at + inner.to(tl.int64)[:, None] * weight_row, mask=mask, other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = tl.dot(a, b, total, get_dot_precision=PRECISION)
     at = result + row.to(tl.int64)[:, None] * outputs + column[None, :]
     tl.store(at, total.to(result.dtype.element_ty), mask=inside[:, None] & (column < outputs)[None, :])
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
 def _matrices_kernel(
     a, b, offsets, result, down, across, height, width, a_row, a_channel, b_row, b_channel,
@@ -180,9 +185,9 @@ def _matrices_kernel(
         left = tl.load(at, mask=(row < end)[None, :] & (of_a < height)[:, None], other=0.0)
         at = b + row.to(tl.int64)[:, None] * b_row + of_b.to(tl.int64)[None, :] * b_channel
         right = tl.load(at, mask=(row < end)[:, None] & (of_b < width)[None, :], other=0.0)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+        total = tl.dot(left, right, total, get_dot_precision=PRECISION)
     at = result + (expert.to(tl.int64) * height + of_a[:, None]) * width + of_b[None, :]
     tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
 
 
-TRITON = GroupedGemmImplementation(_rows, _matrices)
+TRITON = GroupedGemmImplementation(_multiply_rows_by_expert, _sum_outer_products_by_expert)

@@ -32,7 +32,7 @@ def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> Non
 def test_packed_rows_and_windows_use_flex_attention() -> None:
     """The mask is flex_attention's unless each row is one document and there is no window."""
     kernels = cpu_kernels()
-    kernels._functions["attention"] = CUDNN
+    kernels._functions_by_operation["attention"] = CUDNN
     documents = torch.tensor([[0] * 30 + [1] * 34, [0] * 64], device=DEVICE)
     assert kernels.attention_mask(documents[1:], whole_rows=True) is WHOLE_ROWS
     for ids, window, whole in ((documents, None, False), (documents[1:], 5, True)):

@@ -6,7 +6,7 @@ import torch
 from drawloom.kernels.attention import EAGER, AttentionImplementation, attention_eager, causal_document_mask
 from drawloom.kernels.attention_cudnn import CUDNN
 from drawloom.kernels.attention_flash import VARLEN
-from drawloom.kernels.attention_flex import FLEX, _dense_mask, attention_flex, block_mask
+from drawloom.kernels.attention_flex import FLEX, _convert_to_dense_mask, attention_flex, block_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -81,7 +81,7 @@ def test_block_mask_equals_the_dense_mask(window: int | None, monkeypatch: pytes
     monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
     document_ids = (torch.rand(2, 304) < 0.02).cumsum(1)
     mask, dense = block_mask(document_ids, window), causal_document_mask(document_ids, window)
-    assert torch.equal(_dense_mask(mask), dense)
+    assert torch.equal(_convert_to_dense_mask(mask), dense)
     blocks = dense.view(2, 19, 16, 19, 16).transpose(2, 3)
     assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
     for row, query in ((row, query) for row in range(2) for query in range(19)):
@@ -129,7 +129,7 @@ def test_some_queries_get_their_rows_of_the_mask(window: int | None, monkeypatch
     dense = causal_document_mask(document_ids, window)[:, :, queries]
     assert torch.equal(causal_document_mask(document_ids, window, queries), dense)
     mask = block_mask(document_ids, window, queries)
-    assert torch.equal(_dense_mask(mask), dense)
+    assert torch.equal(_convert_to_dense_mask(mask), dense)
     q, k, v = (torch.randn(2, 128, 2, 8) for _ in "qkv")
     with torch.no_grad():
         actual = attention_flex(q[:, queries], k, v, mask)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.attention import Attend, attention_eager, causal_document_mask
-from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS, choose_whole_rows_server
-from drawloom.kernels.attention_flash import attention_flash, document_offsets, why_not_flash
+from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS, choose_whole_rows_implementation
+from drawloom.kernels.attention_flash import attention_flash, compute_document_offsets, why_not_flash
 from drawloom.kernels.attention_flex import FLEX, block_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
@@ -75,7 +75,7 @@ def test_rows_of_one_document_go_where_the_table_says(case: str, monkeypatch: py
     for has_cudnn in (True, False):
         uses_cudnn = has_cudnn and width <= 192
         monkeypatch.setattr(f"{module}.can_use_cudnn_attention", lambda params, used=uses_cudnn: used)
-        server = choose_whole_rows_server(q, k, v, options, torch.zeros(4) if has_sinks else None)  # type: ignore[arg-type]
+        server = choose_whole_rows_implementation(q, k, v, options, torch.zeros(4) if has_sinks else None)  # type: ignore[arg-type]
         names = {"cudnn": "cuDNN", "torch": "torch's own choice"}
         assert names.get(server, server) == (first if uses_cudnn else then or first)
 
@@ -120,7 +120,7 @@ def test_servers_equal_attention_over_all_scores(case: str, deterministic: bool)
         (FLEX.attend, block_mask(packed, 40), packed),
     ]
     if read_table()[case][2] != "–":
-        runs += [(attention_flash, None, whole), (attention_flash, document_offsets(packed, 40), packed)]
+        runs += [(attention_flash, None, whole), (attention_flash, compute_document_offsets(packed, 40), packed)]
     torch.use_deterministic_algorithms(deterministic, warn_only=False)
     try:
         results = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, order_of_vocab
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
 from drawloom.kernels.deferred_grads import Deferral
 from support.cross_entropy import exact_losses
 
@@ -56,7 +56,7 @@ def test_words_are_ordered_by_mean_logit() -> None:
     """Words are in the order of their mean logits over the tokens."""
     hidden, weight, _ = case(40)
     means = (hidden @ weight.T).mean(0)
-    assert (means[order_of_vocab(hidden, weight)].diff() >= 0).all()
+    assert (means[sort_vocabulary_by_mean_logit(hidden, weight)].diff() >= 0).all()
 
 
 def test_the_filter_skips_small_gradients() -> None:

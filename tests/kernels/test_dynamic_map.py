@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, blocks_in_rows, decode, dynamic_values, encode
+from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, compute_code_values, compute_scales_shape, decode, encode
 
 BITSANDBYTES = {
     True: "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c",
@@ -18,7 +18,7 @@ BITSANDBYTES = {
 @pytest.mark.parametrize("signed", [True, False])
 def test_maps_have_the_bits_of_bitsandbytes(signed: bool) -> None:
     """All 256 values equal bitsandbytes', and zero has its code."""
-    values = dynamic_values(signed)
+    values = compute_code_values(signed)
     assert hashlib.sha256(values.numpy().tobytes()).hexdigest() == BITSANDBYTES[signed]
     assert values[ZERO_CODE if signed else 0] == 0
 
@@ -30,8 +30,8 @@ def test_codes_are_the_nearest_in_blocks_of_rows(signed: bool, width: int) -> No
     numbers = torch.randn(3, width) * torch.tensor([[1e-6], [1.0], [0.0]])
     numbers = numbers if signed else numbers.square()
     codes, scales = encode(numbers, signed)
-    assert scales.shape == blocks_in_rows((3, width))
-    table, decoded = dynamic_values(signed).numpy(), decode(codes, scales, signed)
+    assert scales.shape == compute_scales_shape((3, width))
+    table, decoded = compute_code_values(signed).numpy(), decode(codes, scales, signed)
     for row in range(3):
         for start in range(0, width, BLOCK):
             block = numbers[row, start : start + BLOCK].numpy()

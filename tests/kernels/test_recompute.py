@@ -114,7 +114,7 @@ def test_a_rerun_that_saves_other_tensors_is_an_error(change: str) -> None:
         return x.view(6, 4).exp() if change == "shape" else x.exp()
 
     output = rerun(changing, x)
-    with pytest.raises(RuntimeError, match="must do the same each time"):
+    with pytest.raises(RuntimeError, match="must do the same in both passes"):
         output.sum().backward()
 
 

@@ -14,7 +14,7 @@ from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.checks import fault_of_policy, notes_of_policy
 from drawloom.kernels import recompute_policy
 from drawloom.kernels.recompute import rerun
-from drawloom.kernels.recompute_policy import make_recomputable, recomputing
+from drawloom.kernels.recompute_policy import apply_recompute_policy, make_recomputable
 from support import pipelines
 from support.pipelines import Recomputing, schedule
 from support.processes import run_ranks
@@ -157,7 +157,7 @@ def losses_of(model: Any, policy: Recompute) -> tuple[Any, Any]:
         return head.token_losses(hidden, tokens, None)[0]
 
     def losses() -> Tensor:
-        with recomputing(policy):
+        with apply_recompute_policy(policy):
             return module(tokens, shared, finish)  # type: ignore[no-any-return]
 
     return module, losses

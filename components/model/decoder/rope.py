@@ -19,8 +19,8 @@ from drawloom.kernels.rope_frequencies import (
     NtkScaling,
     Scaling,
     YarnScaling,
+    compute_ntk_base,
     rope_angles,
-    scale_base,
 )
 
 
@@ -239,7 +239,7 @@ def build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) 
         return {}
     given = rope.explicit_options()
     if rope.rope_type == "ntk":
-        return {"rope_theta": scale_base(base, head_dim, given["factor"])}
+        return {"rope_theta": compute_ntk_base(base, head_dim, given["factor"])}
     if rope.rope_type == "llama3":
         given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
     return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}

@@ -176,7 +176,7 @@ class _Capturing:
             if hooks:
                 self._suspended.append((hooks, dict(hooks)))
                 hooks.clear()
-            hooks[_CAPTURE] = self._deferral.grad_for(leaf).add
+            hooks[_CAPTURE] = self._deferral.gradient_function_for(leaf).add
             self._captured.append(hooks)
 
     def __exit__(self, *_: object) -> None:

@@ -15,7 +15,7 @@ from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
-from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
+from drawloom.kernels.adamw import AdamwEager, ParamState, compute_step_scalars
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
 from support.pipelines import Job
@@ -150,7 +150,7 @@ def test_slices_of_rows_are_cut_between_rows() -> None:
     slots.open()
     streamed, resident = StreamedStep(AdamwEager, slots, [param], False), AdamwEager([whole])
     for number in range(1, 4):
-        grads, scalars = [torch.randn(90, 30, device=DEVICE)], step_scalars(1e-2, (0.9, 0.95), 1e-8, number)
+        grads, scalars = [torch.randn(90, 30, device=DEVICE)], compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, number)
         streamed.step(grads, scalars, number)
         resident.step(grads, scalars, number)
     slots.transfers.synchronize()

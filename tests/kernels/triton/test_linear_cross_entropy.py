@@ -93,7 +93,7 @@ def test_several_chunks_give_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("at_once", [1, 2**20])
 def test_chunks_cover_all_tokens(tokens: int, at_once: int) -> None:
     """Chunks have every token once, none is larger than may exist together, and all but the last are equal."""
-    chunks = list(linear_cross_entropy._chunks(tokens, 1000, at_once))
+    chunks = list(linear_cross_entropy._split_token_chunks(tokens, 1000, at_once))
     sizes = [len(range(tokens)[chunk]) for chunk in chunks]
     assert [token for chunk in chunks for token in range(tokens)[chunk]] == list(range(tokens))
     assert all(size <= max(128, at_once // 1000) for size in sizes)
