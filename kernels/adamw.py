@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drawloom.kernels.dynamic_map import decode, encode
+from drawloom.kernels.dynamic_map import decode_8bit, encode_8bit
 from drawloom.kernels.operation import accumulation_dtype
-from drawloom.kernels.stochastic_copy import CHUNK, halves, philox, round_stochastically
+from drawloom.kernels.stochastic_copy import CHUNK, philox, round_stochastically, split_into_16bit_halves
 
 PER_DRAW = 2
 """Elements per random draw of four words: one word rounds two weights, one their exp_avg, one their exp_avg_sq."""
@@ -164,7 +164,7 @@ def _step_8bit_means(
         read = [join_bfloat16_and_remainder(weight.flatten(), part.flatten()) for part in remainders] or [
             weight.flatten()
         ]
-        read += [decode(mean, mean_scale, True).flatten(), decode(square, square_scale, False).flatten()]
+        read += [decode_8bit(mean, mean_scale, True).flatten(), decode_8bit(square, square_scale, False).flatten()]
         part = slice(first * width, first * width + weight.numel())
         new, *means = _compute_updated_values(read, grad[part], param.weight_decay, scalars)
         if counter is not None:
@@ -172,7 +172,8 @@ def _step_8bit_means(
             new = _round_if_bfloat16(new, next(_draw_noise_bits(param, elements, counter)), read[0])
         results = [*split_into_bfloat16_and_remainder(new)] if remainders else [new]
         (codes, mean_scales), (square_codes, square_scales) = (
-            encode(numbers.view(weight.shape), signed) for numbers, signed in zip(means, (True, False), strict=True)
+            encode_8bit(numbers.view(weight.shape), signed)
+            for numbers, signed in zip(means, (True, False), strict=True)
         )
         results[1:1] = [codes, square_codes]
         results += [mean_scales, square_scales]
@@ -238,5 +239,5 @@ def _draw_noise_bits(param: ParamState, elements: Tensor, counter: int) -> Itera
     index = param.first + offset
     if param.has_pairs:
         words = philox(param.key, index[::PER_DRAW] // PER_DRAW, counter)
-        return (halves(word)[: len(elements)] for word in words)
+        return (split_into_16bit_halves(word)[: len(elements)] for word in words)
     return (torch.where(index % 2 > 0, word >> 16, word & 0xFFFF) for word in philox(param.key, index // 2, counter))

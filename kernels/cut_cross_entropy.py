@@ -23,7 +23,7 @@ from drawloom.kernels.deferred_grads import (
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable, upcast
 from drawloom.kernels.vocab_parallel import (
     SplitVocabulary,
-    all_reduce,
+    all_reduce_gradient,
     combine_lse_and_target_logit_over_ranks,
     local_targets,
 )
@@ -82,10 +82,10 @@ def cut_cross_entropy_eager(
     the factors of the losses. Losses and lse are (...), at least float32; a loss is 0 where the target is
     `cut.ignore_index`. Both are differentiable in hidden and weight.
     """
-    return cross_entropy(EAGER, hidden, weight, targets, cut, token_weights)
+    return apply_cut_cross_entropy(EAGER, hidden, weight, targets, cut, token_weights)
 
 
-def cross_entropy(
+def apply_cut_cross_entropy(
     implementation: CutCrossEntropyImplementation,
     hidden: Tensor,
     weight: Tensor,
@@ -166,7 +166,7 @@ class _CutCrossEntropy(Function):
             needs = Needs(needs.hidden, False)
         grad_hidden, grad_weight = ctx.implementation.backward(*inputs, grad_lse, ctx.cut, needs)
         if grad_hidden is not None:
-            grad_hidden = all_reduce(grad_hidden, ctx.cut.part)
+            grad_hidden = all_reduce_gradient(grad_hidden, ctx.cut.part)
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -191,7 +191,7 @@ class _DeferredWeightGradient:
         return grad_weight  # type: ignore[return-value]
 
 
-def chunks(tokens: int, vocab: int, cut: LogitCut) -> Iterator[slice]:
+def split_token_chunks(tokens: int, vocab: int, cut: LogitCut) -> Iterator[slice]:
     """Return token slices in whole tiles, with at most the number of logits that may exist together."""
     size = max(1, cut.max_logits // (vocab * cut.tile[0])) * cut.tile[0]
     return (slice(start, start + size) for start in range(0, tokens, size))
@@ -215,7 +215,7 @@ def sort_vocabulary_by_mean_logit(hidden: Tensor, weight: Tensor) -> Tensor:
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
     lse = hidden.new_empty(len(hidden), dtype=accumulation_dtype(hidden))
     target_logit = torch.zeros_like(lse)
-    for chunk in chunks(len(hidden), len(weight), cut):
+    for chunk in split_token_chunks(len(hidden), len(weight), cut):
         logits = _compute_logits(hidden[chunk], weight)
         lse[chunk] = logits.logsumexp(-1)
         is_local = targets[chunk] >= 0
@@ -239,7 +239,7 @@ def _backward(
     grad_hidden = torch.empty_like(hidden) if needs.hidden else None
     # A bfloat16 sum stops growing once it is 256 times as large as a summand.
     grad_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight)) if needs.weight else None
-    for chunk in chunks(len(hidden), len(weight), cut):
+    for chunk in split_token_chunks(len(hidden), len(weight), cut):
         chunk_grad_lse = None if grad_lse is None else grad_lse[chunk]
         inputs = hidden[chunk], weight, targets[chunk], lse[chunk], grad[chunk], chunk_grad_lse
         grad_logits = _compute_grad_logits(*inputs, cut, order)

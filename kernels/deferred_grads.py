@@ -153,10 +153,10 @@ class DeferredGrad:
         """Compute a summand (the weight's shape), or queue it and return None while deferral is active."""
         if not self.active:
             return compute(*tensors)
-        self.queue(compute, *tensors)
+        self.queue_summand(compute, *tensors)
         return None
 
-    def queue(self, compute: Compute, *tensors: Tensor) -> None:
+    def queue_summand(self, compute: Compute, *tensors: Tensor) -> None:
         """Queue a summand; `tensors` (any shapes) live until it is computed."""
         self._pending.append((compute, record_versions(*tensors)))
 
@@ -164,19 +164,19 @@ class DeferredGrad:
         """Queue a summand whose tensors other summands may share."""
         self._pending.append((compute, tensors))
 
-    def add(self, part: Tensor | None) -> None:
+    def queue_computed_summand(self, part: Tensor | None) -> None:
         """Queue a summand that is already computed (the weight's shape); None queues nothing."""
         if part is not None:
-            self.queue(_identity, part)
+            self.queue_summand(_identity, part)
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def clear(self) -> None:
+    def drop_queued_summands(self) -> None:
         """Drop the queued summands and their tensors."""
         self._pending = []
 
-    def compute(self) -> Tensor | None:
+    def compute_sum(self) -> Tensor | None:
         """
         Compute the queued summands and return the sum (the weight's shape) of the summands that `.grad` lacks.
 
@@ -210,7 +210,7 @@ class DeferredGrad:
         weight = self.weight
         if not weight.is_leaf or (grad := weight.grad) is None or _has_hooks(weight) or grad.layout != torch.strided:
             return False
-        if (total := self.compute()) is not None:
+        if (total := self.compute_sum()) is not None:
             grad += total
         return True
 
@@ -259,7 +259,7 @@ class Deferral(Recording):
             grad = self._grads[id(weight)] = DeferredGrad(weight)
         return grad
 
-    def take(self) -> list[DeferredGrad]:
+    def take_queued_gradients(self) -> list[DeferredGrad]:
         """Remove all gradients, and return the gradients with queued summands."""
         deferred, self._grads = self._grads, {}
         return [grad for grad in deferred.values() if grad._pending]

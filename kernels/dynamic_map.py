@@ -38,7 +38,7 @@ def compute_code_values(signed: bool) -> Tensor:
 
 
 @cache
-def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def compute_values_and_midpoints(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values (256,) and the midpoints between them (255,), float32."""
     values = compute_code_values(signed)
     return values.to(device), ((values[:-1] + values[1:]) / 2).to(device)
@@ -49,15 +49,15 @@ def compute_scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
-def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+def decode_8bit(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """Return float32 (rows, width) for codes uint8 (rows, width) and scales float32 (rows, blocks)."""
-    values, _ = tables(signed, codes.device)
+    values, _ = compute_values_and_midpoints(signed, codes.device)
     return values[codes.int()] * scales.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
 
 
-def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+def encode_8bit(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Return the nearest codes uint8 (rows, width), and scales float32 (rows, blocks), for float32 (rows, width)."""
-    _, midpoints = tables(signed, numbers.device)
+    _, midpoints = compute_values_and_midpoints(signed, numbers.device)
     rows, width = numbers.shape
     padded = F.pad(numbers, (0, -width % BLOCK)).view(rows, -1, BLOCK)
     scales = padded.abs().amax(2)

@@ -48,7 +48,7 @@ def grouped_gemm_eager(x: Tensor, weight: Tensor, offsets: Tensor, transposed: b
     offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], and expert 0 begins at row 0. Returns
     (rows, outputs) in x's dtype. Synchronizes with the device, as it computes one product per expert.
     """
-    return grouped_gemm(EAGER, x, weight, offsets, transposed)
+    return apply_grouped_gemm(EAGER, x, weight, offsets, transposed)
 
 
 def grouped_gemm_torch(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
@@ -57,10 +57,10 @@ def grouped_gemm_torch(x: Tensor, weight: Tensor, offsets: Tensor, transposed: b
 
     x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
-    return grouped_gemm(TORCH, x, weight, offsets, transposed)
+    return apply_grouped_gemm(TORCH, x, weight, offsets, transposed)
 
 
-def grouped_gemm(
+def apply_grouped_gemm(
     implementation: GroupedGemmImplementation, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool
 ) -> Tensor:
     """

@@ -35,7 +35,11 @@ from drawloom.kernels.deferred_grads import (
 )
 from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, Gradient, allocate_rounded_weights
 from drawloom.kernels.operation import once_differentiable
-from drawloom.kernels.recompute import call_recomputable_in_autograd_function, cheap, note
+from drawloom.kernels.recompute import (
+    call_recomputable,
+    call_recomputable_in_autograd_function,
+    record_recomputable_call,
+)
 
 
 def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -99,11 +103,11 @@ def _round_input(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -
         return _quantize(kernels, x, transposed)
     known: _Rounded | None = getattr(x, "float8", None)
     if known is None or known.version != x._version:
-        return keep_rounded_rows(x, Float8Rows(*cheap(_quantize, kernels, x, transposed)))
+        return keep_rounded_rows(x, Float8Rows(*call_recomputable(_quantize, kernels, x, transposed)))
     if not transposed or known.rows.transposed.numel():
         return known.rows
     rows = known.rows._replace(transposed=kernels.transpose(known.rows.data))
-    note(tuple(rows), _quantize, kernels, x, True)
+    record_recomputable_call(tuple(rows), _quantize, kernels, x, True)
     return keep_rounded_rows(x, rows)
 
 
@@ -136,11 +140,11 @@ class KeptWeights:
         return self._versions == [weight._version for weight in self.weights]
 
     def start_rounding(self, kernels: Float8Kernels) -> None:
-        """Round the weights, and again by the same kernels whenever `round` is called."""
+        """Round the weights, and again by the same kernels whenever `round_again` is called."""
         self._kernels = kernels
-        self.round()
+        self.round_again()
 
-    def round(self) -> None:
+    def round_again(self) -> None:
         """Round the weights after an update; before their first use, do nothing."""
         if self._kernels is not None:
             with torch.no_grad():

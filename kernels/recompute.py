@@ -1,10 +1,11 @@
 """
 Activation checkpointing: the backward pass recomputes tensors not kept in the forward pass.
 
-`rerun` keeps only a call's arguments, such as a block's, and repeats the call when the backward pass needs its first
-saved tensor (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). Within `Selective`,
-results of `cheap` operations, such as norms and gates, are recomputed from the operation's arguments, saved anyway; all
-other tensors are kept (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section 5).
+`call_with_recomputation` keeps only a call's arguments, such as a block's, and repeats the call when the backward pass
+needs its first saved tensor (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174).
+Within `Selective`, results of `call_recomputable` operations, such as norms and gates, are recomputed from the
+operation's arguments, saved anyway; all other tensors are kept (Korthikanti et al. 2022, "Reducing Activation
+Recomputation", arXiv 2205.05198, section 5).
 
 torch.utils.checkpoint returns a recomputed tensor only once, so weight gradients of torch's matmuls can't be deferred,
 and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `Saved` per tensor,
@@ -117,7 +118,7 @@ class _Repeatable(ABC):
         self.parts.append(ref(part))
         return part
 
-    def fill(self, number: int, tensor: Tensor) -> None:
+    def fill_part(self, number: int, tensor: Tensor) -> None:
         """Store one part's value; RuntimeError if its layout differs from the first run's."""
         weak = self.parts[number]
         part = None if weak is None else weak()
@@ -166,7 +167,7 @@ def _describe_layout(layout: Layout) -> str:
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} of strides {strides}"
 
 
-def rerun(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def call_with_recomputation(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """
     Call a function, and keep only weights and tensors among the arguments for the backward pass.
 
@@ -215,7 +216,7 @@ class _Rerun(_Repeatable):
         def fill_next(tensor: Tensor) -> Tensor:
             nonlocal number
             number += 1
-            self.fill(number, tensor)
+            self.fill_part(number, tensor)
             if number == len(self.parts) - 1:
                 raise _AllFilledError
             return tensor.detach()
@@ -313,29 +314,32 @@ class _Autocast:
         return torch.autocast(**self._options)
 
 
-def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_recomputable(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call an operation, and mark its results for `Selective` to drop and recompute: it is quick for their memory."""
     results = function(*arguments)
-    note(results, function, *arguments)
+    record_recomputable_call(results, function, *arguments)
     return results
 
 
 def call_recomputable_in_autograd_function(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a `cheap` operation inside an autograd Function's forward pass, where no tensor requires a gradient."""
+    """
+    Call a `call_recomputable` operation inside an autograd Function's forward pass, where no tensor requires a
+    gradient.
+    """
     results = function(*arguments)
     if (selective := _selective.get()) is not None:
-        selective.note(results, function, arguments)
+        selective.record_recomputable_call(results, function, arguments)
     return results
 
 
-def note(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
+def record_recomputable_call(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
     """Record that this function call returns these results, a tensor or a tuple of tensors."""
     if torch.compiler.is_compiling() or (selective := _selective.get()) is None:
         return
     values = *(results if isinstance(results, tuple) else (results,)), *arguments
     # Rounded inputs require no gradient, and are saved for the gradients of other tensors.
     if any(isinstance(value, Tensor) and value.requires_grad for value in values):
-        selective.note(results, function, arguments)
+        selective.record_recomputable_call(results, function, arguments)
 
 
 class Selective:
@@ -359,7 +363,7 @@ class Selective:
         self._hooks.__exit__()
         _selective.reset(self._token)
 
-    def note(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    def record_recomputable_call(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Remember how to compute these results."""
         tensors = results if isinstance(results, tuple) else (results,)
         call = _Repeated(function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments])
@@ -414,7 +418,7 @@ class _Repeated(_Repeatable):
             arguments = [value.value() if isinstance(value, Saved) else value for value in self._arguments]
             results = self._function(*arguments)
         for number, result in enumerate(results if isinstance(results, tuple) else (results,)):
-            self.fill(number, result)
+            self.fill_part(number, result)
 
 
 class _View(Saved):

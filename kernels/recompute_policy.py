@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawloom.kernels.recompute import Selective, rerun
+from drawloom.kernels.recompute import Selective, call_with_recomputation
 
 _every: ContextVar[int] = ContextVar("every", default=0)
 """Recompute one block of every so many in this thread's forward pass; 0 recomputes none."""
@@ -26,7 +26,7 @@ def _forward_block(number: int, forward: Callable[..., Any], *arguments: Any, **
     every = _every.get()
     if not every or number % every or not torch.is_grad_enabled():
         return forward(*arguments, **named)
-    return rerun(forward, *arguments, **named)
+    return call_with_recomputation(forward, *arguments, **named)
 
 
 def apply_recompute_policy(policy: int | str) -> AbstractContextManager[Any]:

@@ -60,10 +60,10 @@ def stochastic_copy_eager(target: Tensor, source: Tensor, key: int, counter: int
 def _round_with_philox_noise(x: Tensor, key: int, counter: int, first: int) -> Tensor:
     draws = torch.arange(first // PER_DRAW, -(-(first + len(x)) // PER_DRAW), device=x.device)
     words = torch.stack(philox(key, draws, counter), 1)
-    return round_stochastically(x, halves(words)[: len(x)])
+    return round_stochastically(x, split_into_16bit_halves(words)[: len(x)])
 
 
-def halves(words: Tensor) -> Tensor:
+def split_into_16bit_halves(words: Tensor) -> Tensor:
     """Return the words' lower, then their upper 16 bits, (2 * n,), from n words in an int64 tensor (any shape)."""
     return torch.stack((words & 0xFFFF, words >> 16), -1).flatten()
 

@@ -62,7 +62,7 @@ def combine_lse_and_target_logit_over_ranks(
     return gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
 
 
-def all_reduce(gradient: Tensor, part: SplitVocabulary | None) -> Tensor:
+def all_reduce_gradient(gradient: Tensor, part: SplitVocabulary | None) -> Tensor:
     """Sum a replicated tensor's gradient (any shape) over all parts, in place."""
     if part is not None:
         part.group.sum(gradient)

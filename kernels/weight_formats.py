@@ -89,23 +89,23 @@ class WeightFormat:
         self.storage_shape(tuple(weight.shape))  # checks the width
         matrices = weight if weight.ndim > 2 else weight[None]
         flat = matrices.flatten(0, -3)
-        stored = torch.stack([self.join(*self.encode(matrix.float().contiguous())) for matrix in flat])
+        stored = torch.stack([self.pack_storage(*self.encode(matrix.float().contiguous())) for matrix in flat])
         return stored.view(*weight.shape[:-1], -1)
 
-    def join(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def pack_storage(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return storage (..., units) from codes uint8 (..., blocks, bytes) and scales (..., blocks)."""
         heads = scales.to(self.scale_dtype).unsqueeze(-1).contiguous().view(torch.uint8)
         return torch.cat([heads, codes], -1).view(STORAGE).flatten(-2)
 
-    def split(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes and scales, the arguments of `join`, from storage (..., units)."""
+    def unpack_storage(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scales, the arguments of `pack_storage`, from storage (..., units)."""
         blocks = split_into_blocks(stored.contiguous().view(torch.uint8), self.units * STORAGE.itemsize)
         heads, codes = blocks.tensor_split([self.scale_dtype.itemsize], -1)
         return codes, heads.contiguous().view(self.scale_dtype).squeeze(-1)
 
     def dequantize(self, stored: Tensor) -> Tensor:
         """Return the weight (..., outputs, inputs), bfloat16, from its storage (..., outputs, units)."""
-        return self.decode(*self.split(stored)).to(STORAGE).flatten(-2)
+        return self.decode(*self.unpack_storage(stored)).to(STORAGE).flatten(-2)
 
 
 def split_into_blocks(rows: Tensor, size: int) -> Tensor:

@@ -7,7 +7,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen, choose, load
+from drawloom.components.kernels.choosing import (
+    GPU,
+    OPERATIONS,
+    TRITON,
+    ImplementationChoice,
+    choose_implementation,
+    load_implementation,
+)
 from drawloom.components.kernels.recurrence import PieceMask, WholeMask
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
@@ -23,7 +30,7 @@ from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
-from drawloom.kernels.recompute import cheap, note
+from drawloom.kernels.recompute import call_recomputable, record_recomputable_call
 from drawloom.kernels.weight_formats import WeightFormat
 
 Choice = Literal["auto", "eager", "triton"]
@@ -112,36 +119,41 @@ class AutoKernels:
         device = torch.device(available if _read_device_kind(node) == "auto" else _read_device_kind(node))
         for operation in OPERATIONS:
             if node.settings[operation] == "auto":
-                chosen = choose(operation, "auto", device)
+                chosen = choose_implementation(operation, "auto", device)
                 yield f"{operation}: auto is {chosen.name}, for {chosen.why}"
 
     def open(self) -> None:
         """Load the implementations. Raises UserError if the device can't run one."""
         _ = self._functions_by_operation
 
-    def chosen(self, operation: str) -> Chosen:
+    def choose_implementation_of(self, operation: str) -> ImplementationChoice:
         """Return an operation's implementation and the reason for the choice."""
-        return choose(operation, getattr(self, f"_{operation}"), self.device.device)
+        return choose_implementation(operation, getattr(self, f"_{operation}"), self.device.device)
 
     def environment(self) -> dict[str, str]:
         """Return the implementation of every operation."""
-        return {operation: self.chosen(operation).name for operation in OPERATIONS}
+        return {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
 
     @cached_property
     def _functions_by_operation(self) -> dict[str, Any]:
-        functions = {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
+        functions = {
+            operation: load_implementation(operation, self.choose_implementation_of(operation).name)
+            for operation in OPERATIONS
+        }
         # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
-        return functions | {"norm_of_sum": load("rms_norm", self.chosen("add_rms_norm").name)}
+        return functions | {
+            "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
+        }
 
     @cached_property
     def _vocab_parallel_loss(self) -> Any:
-        is_eager = self.chosen("linear_cross_entropy").name == "eager"
-        return cut_cross_entropy_eager if is_eager else load("linear_cross_entropy", "cut")
+        is_eager = self.choose_implementation_of("linear_cross_entropy").name == "eager"
+        return cut_cross_entropy_eager if is_eager else load_implementation("linear_cross_entropy", "cut")
 
     @cached_property
     def _loss_options(self) -> Any:
         """Return the loss's options: the ignored target index, and for `cut` the logit filter."""
-        cuts = self.chosen("linear_cross_entropy").name == "cut"
+        cuts = self.choose_implementation_of("linear_cross_entropy").name == "cut"
         return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
     linear = staticmethod(linear_eager)
@@ -168,7 +180,7 @@ class AutoKernels:
         self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
     ) -> Tensor:
         normed: Tensor = self._functions_by_operation["rms_norm"](x, weight, eps, zero_centered, float8)
-        note(normed, self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)
+        record_recomputable_call(normed, self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)
         return normed
 
     def add_rms_norm(
@@ -182,17 +194,19 @@ class AutoKernels:
     ) -> tuple[Tensor, Tensor]:
         normed, summed = self._functions_by_operation["add_rms_norm"](x, residual, weight, eps, zero_centered, float8)
         # Recomputation starts from the sum, which is saved anyway, not from its terms.
-        note(normed, self._functions_by_operation["norm_of_sum"], summed, weight, eps, zero_centered)
+        record_recomputable_call(
+            normed, self._functions_by_operation["norm_of_sum"], summed, weight, eps, zero_centered
+        )
         return normed, summed
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return cheap(self._functions_by_operation["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return cheap(self._functions_by_operation["geglu"], gate, up)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["geglu"], gate, up)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-        # Not `cheap`: its backward pass does not need x, so that recomputation would save no memory.
+        # Not `call_recomputable`: its backward pass does not need x, so that recomputation would save no memory.
         return self._functions_by_operation["rope"](x, cos, sin, interleaved)  # type: ignore[no-any-return]
 
     def qk_norm_rope(
@@ -210,7 +224,7 @@ class AutoKernels:
         if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
             q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
             return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
-        return cheap(self._functions_by_operation["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
         self,
@@ -259,7 +273,7 @@ class AutoKernels:
         return WholeMask.of(documents, cache) if part is None else PieceMask.of(documents, part)
 
     def causal_conv(self, x: Tensor, weight: Tensor, mask: WholeMask | PieceMask) -> Tensor:
-        return mask.convolve(partial(cheap, self._functions_by_operation["causal_conv"]), x, weight)
+        return mask.convolve(partial(call_recomputable, self._functions_by_operation["causal_conv"]), x, weight)
 
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: WholeMask | PieceMask
@@ -286,16 +300,16 @@ class AutoKernels:
         return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
-        return cheap(self._functions_by_operation["swiglu_halves"], both, scale)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["swiglu_halves"], both, scale)  # type: ignore[no-any-return]
 
     def oss_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        return cheap(self._functions_by_operation["oss_swiglu_halves"], both, scale, alpha, limit)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["oss_swiglu_halves"], both, scale, alpha, limit)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
-        return cheap(self._functions_by_operation["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
         return self._functions_by_operation["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]

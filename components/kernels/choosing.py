@@ -85,14 +85,14 @@ GPU = {"varlen", "cudnn", "flex"}
 
 
 @attrs.frozen
-class Chosen:
+class ImplementationChoice:
     """Name and reason for the chosen implementation."""
 
     name: str
     why: str
 
 
-def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
+def choose_implementation(operation: str, wanted: str, device: torch.device) -> ImplementationChoice:
     """
     Choose an implementation for a device. Raises UserError if the requested one can't run there.
 
@@ -101,13 +101,13 @@ def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
     if wanted != "auto":
         if problem := find_unavailable_reason(wanted, device):
             raise UserError(f"kernels.auto: {operation} is {wanted!r}, but {problem}; write {operation} = 'auto'", 2)
-        return Chosen(wanted, "the recipe says so")
+        return ImplementationChoice(wanted, "the recipe says so")
     if device.type == "cpu":
-        return Chosen("eager", "the device is the CPU")
+        return ImplementationChoice("eager", "the device is the CPU")
     problems = [(name, find_unavailable_reason(name, device)) for name in OPERATIONS[operation].on_gpu]
     name = next(name for name, problem in problems if not problem)
     reasons = [f"not {other}, for {problem}" for other, problem in problems if problem]
-    return Chosen(name, "; ".join(reasons) or "the device is a GPU")
+    return ImplementationChoice(name, "; ".join(reasons) or "the device is a GPU")
 
 
 def find_unavailable_reason(implementation: str, device: torch.device) -> str:
@@ -117,7 +117,7 @@ def find_unavailable_reason(implementation: str, device: torch.device) -> str:
     return why_no_triton(device) if implementation in TRITON else ""
 
 
-def load(operation: str, implementation: str) -> Any:
+def load_implementation(operation: str, implementation: str) -> Any:
     """Return an implementation's function."""
     # Modules are imported on demand, so that a run on a CPU never imports triton.
     module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")

@@ -77,7 +77,7 @@ class KeptFloat8:
             return
         for kept in self._kept:
             if not kept.is_current or any(weight.requires_grad for weight in kept.weights):
-                kept.round()
+                kept.round_again()
         self._rounded_at = versions
 
     def expire(self) -> None:

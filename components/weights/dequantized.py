@@ -137,7 +137,7 @@ def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Ma
         scales = values[scales.int()] * repeated + state["nested_offset"]
     blocks = (*shape[:-1], shape[-1] // NF4.block)
     # The storage of codes may have another dtype, for FSDP.
-    return NF4.join(codes.view(torch.uint8).view(*blocks, NF4.block // 2), scales.view(blocks))
+    return NF4.pack_storage(codes.view(torch.uint8).view(*blocks, NF4.block // 2), scales.view(blocks))
 
 
 def _find_float8(source: TensorSource, specs: Specs) -> Found:
@@ -154,7 +154,7 @@ def _find_float8(source: TensorSource, specs: Specs) -> Found:
         def read(name: str = name, shape: tuple[int, ...] = spec.shape) -> Tensor:
             by_row = source.tensor(name + TILE_SCALES).float().repeat_interleave(TILE, -2)[..., : shape[-2], :]
             codes = source.tensor(name).contiguous().view(torch.uint8)
-            return FLOAT8.join(split_into_blocks(codes, TILE), by_row)
+            return FLOAT8.pack_storage(split_into_blocks(codes, TILE), by_row)
 
         yield name, QuantizedTensor(TensorSpec(spec.shape, torch.bfloat16), FLOAT8, (name, scales), read)
 
@@ -172,7 +172,7 @@ def _find_mxfp4(source: TensorSource, specs: Specs) -> Found:
         def read(name: str = name) -> Tensor:
             exponents = source.tensor(name + SCALES).int() - EXPONENT_BIAS
             scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-            return MXFP4.join(source.tensor(name + BLOCKS), scales)
+            return MXFP4.pack_storage(source.tensor(name + BLOCKS), scales)
 
         experts, outputs, groups, size = spec.shape
         turned = TensorSpec((experts, 2 * groups * size, outputs), torch.bfloat16)

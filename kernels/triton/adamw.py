@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
-from drawloom.kernels.triton.gradient_factors import multiply, unify_gradient_dtypes
+from drawloom.kernels.triton.gradient_factors import multiply_by_factors, unify_gradient_dtypes
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import halves, philox, round_stochastically, upload
+from drawloom.kernels.triton.primitives import philox, round_stochastically, split_into_16bit_halves, upload
 
 PART = 2**14
 """Elements per program."""
@@ -245,7 +245,7 @@ def _update_elements(
         old = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         old = tl.load(weight + element, mask=mask).to(tl.float32)
-    g = multiply(tl.load(grad + element, mask=mask), factors, FACTORS)
+    g = multiply_by_factors(tl.load(grad + element, mask=mask), factors, FACTORS)
     m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
     s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
     if MAXIMIZE:
@@ -284,7 +284,7 @@ def _round_if_narrow(x, word, index, pointer, PAIRS: tl.constexpr):
     """Round x stochastically with halves of the random words if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
         if PAIRS:
-            x = round_stochastically(x, halves(word))
+            x = round_stochastically(x, split_into_16bit_halves(word))
         else:
             x = round_stochastically(x, tl.where((index & 1) > 0, word >> 16, word & 0xFFFF))
     return x

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
-from drawloom.kernels.dynamic_map import BLOCK, SMALLEST, tables
-from drawloom.kernels.triton.gradient_factors import multiply, unify_gradient_dtypes
+from drawloom.kernels.dynamic_map import BLOCK, SMALLEST, compute_values_and_midpoints
+from drawloom.kernels.triton.gradient_factors import multiply_by_factors, unify_gradient_dtypes
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import philox, round_stochastically, upload
 
@@ -34,7 +34,7 @@ of blocks, the weight's index, the noise's key, first index, row width and row s
 @cache
 def _upload_maps(device: torch.device) -> Tensor:
     """Return values and midpoints of both maps, float32 (4 * 256,), with infinity after the midpoints."""
-    parts = [part for signed in (True, False) for part in tables(signed, torch.device("cpu"))]
+    parts = [part for signed in (True, False) for part in compute_values_and_midpoints(signed, torch.device("cpu"))]
     padded = [torch.cat([part, torch.full((256 - len(part),), torch.inf)]) for part in parts]
     return upload(torch.cat(padded), device)
 
@@ -162,7 +162,7 @@ def _adamw_8bit_kernel(
             old = ((high << 16) + low).to(tl.float32, bitcast=True)
         else:
             old = tl.load(weight + element, mask=mask).to(tl.float32)
-        g = multiply(tl.load(grad + element, mask=mask, other=0.0), factors, FACTORS)
+        g = multiply_by_factors(tl.load(grad + element, mask=mask, other=0.0), factors, FACTORS)
         if MAXIMIZE:
             g = -g
         m = _decode_means(mean, mean_scale, maps, element, block, mask, is_block)

@@ -19,10 +19,10 @@ from drawloom.kernels.cut_cross_entropy import (
     CutCrossEntropyImplementation,
     LogitCut,
     Needs,
-    chunks,
+    apply_cut_cross_entropy,
     count_logits_bytes,
-    cross_entropy,
     sort_vocabulary_by_mean_logit,
+    split_token_chunks,
 )
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
@@ -51,7 +51,7 @@ def cut_cross_entropy_triton(
     the vocabulary has the loss NaN.
     """
     check_floats("cut_cross_entropy_triton", hidden, weight)
-    return cross_entropy(TRITON, hidden, weight, targets, cut, token_weights)
+    return apply_cut_cross_entropy(TRITON, hidden, weight, targets, cut, token_weights)
 
 
 def _fake_forward(
@@ -87,7 +87,7 @@ def _forward(
     if not lse.numel():
         return lse.logsumexp(0), target_logit
     by_torch, cut = _multiplies_by_torch(hidden), LogitCut(tile=(tokens, words), max_logits=max_logits)
-    for chunk in chunks(len(hidden), len(weight), cut) if by_torch else [slice(0, len(hidden))]:
+    for chunk in split_token_chunks(len(hidden), len(weight), cut) if by_torch else [slice(0, len(hidden))]:
         part = hidden[chunk]
         logits = _compute_logits(part, weight, words) if by_torch else None
         factors, by_tma = _describe_blocks((tokens, STEP), (words, STEP), part, weight)
@@ -112,9 +112,9 @@ def _forward(
 
 def _describe_blocks(block: tuple[int, int], other: tuple[int, int], *factors: Tensor) -> tuple[tuple[Any, Any], bool]:
     """Return two matrices as kernel arguments, in blocks with these sizes, and whether they are TMA descriptors."""
-    if not all(map(tma.fits, factors)) or not tma.is_supported(factors[0].device):
+    if not all(map(tma.can_copy_blocks_of, factors)) or not tma.is_supported(factors[0].device):
         return factors, False  # type: ignore[return-value]
-    return (tma.blocks(factors[0], *block), tma.blocks(factors[1], *other)), True
+    return (tma.create_block_descriptor(factors[0], *block), tma.create_block_descriptor(factors[1], *other)), True
 
 
 def _multiplies_by_torch(hidden: Tensor) -> bool:
@@ -198,7 +198,7 @@ def _backward(
         weight, ranks = weight[order], order.argsort()
         is_word = (targets >= 0) & (targets < len(weight))
         targets = ranks[targets.where(is_word, 0)].where(is_word, -1)
-    for chunk in chunks(len(hidden), len(weight), cut):
+    for chunk in split_token_chunks(len(hidden), len(weight), cut):
         part, part_grad_lse = hidden[chunk], None if grad_lse is None else grad_lse[chunk]
         inputs = part, weight, targets[chunk], lse[chunk], grad[chunk], part_grad_lse
         grad_logits, active = _compute_grad_logits(*inputs, cut)

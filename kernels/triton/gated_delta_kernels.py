@@ -93,10 +93,10 @@ def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, PRECISION: tl.cons
     inverse = tl.reshape(tl.where(block == other, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
     token = tl.arange(0, CHUNK)
     below = tl.where((token // SIZE)[:, None] > (token // SIZE)[None, :], system, 0.0)
-    below = tl.dot(inverse, below, get_dot_precision=PRECISION)
-    squared = tl.dot(below, below, get_dot_precision=PRECISION)
-    inverse += tl.dot(squared, inverse, get_dot_precision=PRECISION)
-    return inverse - tl.dot(below, inverse, get_dot_precision=PRECISION)
+    below = tl.dot(inverse, below, input_precision=PRECISION)
+    squared = tl.dot(below, below, input_precision=PRECISION)
+    inverse += tl.dot(squared, inverse, input_precision=PRECISION)
+    return inverse - tl.dot(below, inverse, input_precision=PRECISION)
 
 
 # fmt: off
@@ -125,19 +125,19 @@ def solve_chunks(
         sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
         tl.store(decays + by_head, sums, mask=inside)
         pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-        products = tl.dot(key, tl.trans(key), get_dot_precision=PRECISION)
+        products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
         solved = invert_unit_lower_triangular(system, CHUNK, INVERSE_PRECISION)
         store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, solved)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
-    product = tl.dot(weighted, key, get_dot_precision=PRECISION)
+    product = tl.dot(weighted, key, input_precision=PRECISION)
     store_tile(keys + head * K, first, HEADS * K, token, channel, K, inside, product)
     weighted = (solved * factors[None, :]).to(key.dtype)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
         values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside)
-        solution = tl.dot(weighted, values, get_dot_precision=PRECISION)
+        solution = tl.dot(weighted, values, input_precision=PRECISION)
         store_tile(written + head * V, first, HEADS * V, token, column, V, inside, solution)
 
 
@@ -174,12 +174,12 @@ def carry_states(
         total = tl.load(decays + (first + end) * HEADS + head)
         seen = load_tile(keys + head * K, first, HEADS * K, token, channel, K, inside)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        values -= tl.dot(seen, narrow, get_dot_precision=PRECISION)
+        values -= tl.dot(seen, narrow, input_precision=PRECISION)
         store_tile(written + head * V, first, HEADS * V, token, column, V, inside, values)
         to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
         key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
         carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
-        carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), get_dot_precision=PRECISION)
+        carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), input_precision=PRECISION)
         incoming = last
     if result is not None:
         offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
@@ -209,12 +209,12 @@ def compute_results(
     offsets, is_state = state_offsets(number * HEADS + head, channel, column, K, V)
     state = tl.load(states + offsets, mask=is_state, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    mixed = from_state[:, None] * tl.dot(query, state, get_dot_precision=PRECISION)
+    mixed = from_state[:, None] * tl.dot(query, state, input_precision=PRECISION)
     is_pair = mask_document_pairs(own, inside, CHUNK)
     pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-    scores = tl.dot(query, key, get_dot_precision=PRECISION) * pair_decay
+    scores = tl.dot(query, key, input_precision=PRECISION) * pair_decay
     values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-    mixed += tl.dot(scores.to(values.dtype), values, get_dot_precision=PRECISION)
+    mixed += tl.dot(scores.to(values.dtype), values, input_precision=PRECISION)
     store_tile(result + head * V, first, HEADS * V, token, column, V, inside, mixed)
 
 
@@ -239,9 +239,9 @@ def compute_grad_written(
     # By key and query: the transpose of the scores.
     is_pair = (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
     pair_decay = tl.exp(tl.where(is_pair, sums[None, :] - sums[:, None], -float("inf")))
-    scores = tl.dot(key, query, get_dot_precision=PRECISION) * pair_decay
+    scores = tl.dot(key, query, input_precision=PRECISION) * pair_decay
     grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
-    product = tl.dot(scores.to(grads.dtype), grads, get_dot_precision=PRECISION)
+    product = tl.dot(scores.to(grads.dtype), grads, input_precision=PRECISION)
     store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, product)
 
 
@@ -274,14 +274,14 @@ def carry_gradients_back(
         from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
         key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
         values = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        values += to_end[:, None] * tl.dot(key, narrow, get_dot_precision=PRECISION)
+        values += to_end[:, None] * tl.dot(key, narrow, input_precision=PRECISION)
         store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, values)
         query = load_transposed(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
         seen = load_transposed(keys + head * K, first, HEADS * K, token, channel, K, inside)
         grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
-        carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), get_dot_precision=PRECISION)
-        carried -= tl.dot(seen, values.to(seen.dtype), get_dot_precision=PRECISION)
+        carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), input_precision=PRECISION)
+        carried -= tl.dot(seen, values.to(seen.dtype), input_precision=PRECISION)
     if grad_state is not None:
         offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
         tl.store(grad_state + offsets, carried, mask=is_state)
@@ -311,10 +311,10 @@ def compute_product_gradients(
         grad_state = tl.load(grad_states + offsets, mask=is_state, other=0.0)
         grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        to_query += tl.dot(grads, tl.trans(state), get_dot_precision=PRECISION)
-        to_key += tl.dot(values, tl.trans(grad_state), get_dot_precision=PRECISION)
-        by_query += tl.dot(grads, tl.trans(values), get_dot_precision=PRECISION)
-        by_key += tl.dot(values, tl.trans(grads), get_dot_precision=PRECISION)
+        to_query += tl.dot(grads, tl.trans(state), input_precision=PRECISION)
+        to_key += tl.dot(values, tl.trans(grad_state), input_precision=PRECISION)
+        by_query += tl.dot(grads, tl.trans(values), input_precision=PRECISION)
+        by_key += tl.dot(values, tl.trans(grads), input_precision=PRECISION)
         along += state.to(tl.float32) * grad_state.to(tl.float32)
     sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
     total = tl.load(decays + (first + end) * HEADS + head)
@@ -330,14 +330,14 @@ def compute_product_gradients(
     by_query *= tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     is_pair = (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
     by_key *= tl.exp(tl.where(is_pair, sums[None, :] - sums[:, None], -float("inf")))
-    through_pairs = by_query * tl.dot(query, tl.trans(key), get_dot_precision=PRECISION)
+    through_pairs = by_query * tl.dot(query, tl.trans(key), input_precision=PRECISION)
     grad_sums += tl.sum(through_pairs, 1) - tl.sum(through_pairs, 0)
     state_decay = tl.where(last == incoming, tl.exp(total), 0.0)
     at_end = tl.sum(from_end, 0) + state_decay * tl.sum(tl.sum(along, 1), 0)
     grad_sums += tl.where(token == end, at_end, 0.0)
     tl.store(grad_decays + (first + token) * HEADS + head, grad_sums, mask=inside)
-    to_query += tl.dot(by_query.to(key.dtype), key, get_dot_precision=PRECISION)
-    to_key += tl.dot(by_key.to(query.dtype), query, get_dot_precision=PRECISION)
+    to_query += tl.dot(by_query.to(key.dtype), key, input_precision=PRECISION)
+    to_key += tl.dot(by_key.to(query.dtype), query, input_precision=PRECISION)
     store_tile(grad_q + head * K, first, HEADS * K, token, channel, K, inside, to_query)
     store_tile(grad_k + head * K, first, HEADS * K, token, channel, K, inside, to_key)
 
@@ -365,7 +365,7 @@ def compute_system_gradients(
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
         grads = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
-        wanted = tl.dot(solved, grads, get_dot_precision=PRECISION)
+        wanted = tl.dot(solved, grads, input_precision=PRECISION)
         store_tile(grad_v + head * V, first, HEADS * V, token, column, V, inside, factors[:, None] * wanted)
         values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         grad_factors += tl.sum(wanted * values, 1)
@@ -373,15 +373,15 @@ def compute_system_gradients(
         offsets, is_state = state_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
         state = tl.load(states + offsets, mask=is_state, other=0.0)
         narrow = wanted.to(values.dtype)
-        by_pair -= tl.dot(narrow, tl.trans(values), get_dot_precision=PRECISION)
-        through_state -= tl.dot(narrow, tl.trans(state), get_dot_precision=PRECISION)
+        by_pair -= tl.dot(narrow, tl.trans(values), input_precision=PRECISION)
+        through_state -= tl.dot(narrow, tl.trans(state), input_precision=PRECISION)
     sums = tl.load(decays + by_head, mask=inside, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     is_pair = mask_document_pairs(own, inside, CHUNK)
     pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     by_pair = tl.where(token[:, None] > token[None, :], by_pair * pair_decay, 0.0)
-    through_pairs = by_pair * tl.dot(key, tl.trans(key), get_dot_precision=PRECISION)
+    through_pairs = by_pair * tl.dot(key, tl.trans(key), input_precision=PRECISION)
     along = from_state * tl.sum(through_state * key.to(tl.float32), 1)
     grad_factors += along + tl.sum(through_pairs, 1)
     tl.store(grad_beta + by_head, grad_factors.to(grad_beta.dtype.element_ty), mask=inside)
@@ -397,8 +397,8 @@ def compute_system_gradients(
     transposed = load_transposed(pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
     total = load_tile(partial_k + head * K, first, HEADS * K, token, channel, K, inside)
     total += (factors * from_state)[:, None] * through_state
-    total += tl.dot(by_pair.to(key.dtype), key, get_dot_precision=PRECISION)
-    total += tl.dot(transposed, key, get_dot_precision=PRECISION)
+    total += tl.dot(by_pair.to(key.dtype), key, input_precision=PRECISION)
+    total += tl.dot(transposed, key, input_precision=PRECISION)
     store_tile(grad_k + head * K, first, HEADS * K, token, channel, K, inside, total)
 
 

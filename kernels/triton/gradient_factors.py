@@ -21,7 +21,7 @@ def unify_gradient_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[
 
 
 @triton.jit
-def multiply(gradients, factors, FACTORS: tl.constexpr):
+def multiply_by_factors(gradients, factors, FACTORS: tl.constexpr):
     """Return gradients, in float32, times all factors; every product is rounded to their own dtype."""
     dtype = gradients.dtype
     gradients = gradients.to(tl.float32)

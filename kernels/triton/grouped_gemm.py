@@ -13,9 +13,9 @@ from torch import Tensor
 from drawloom.kernels.costs import no_scratch
 from drawloom.kernels.grouped_gemm import (
     GroupedGemmImplementation,
+    apply_grouped_gemm,
     count_outer_product_flops,
     count_row_product_flops,
-    grouped_gemm,
 )
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
@@ -43,7 +43,7 @@ def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: 
         raise ValueError(
             f"{len(x)} rows are more than 32-bit row indices can number, {MAX_ROWS}; use a smaller microbatch"
         )
-    return grouped_gemm(TRITON, x, weight, offsets, transposed)
+    return apply_grouped_gemm(TRITON, x, weight, offsets, transposed)
 
 
 def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _rows_kernel(
         a = tl.load(at, mask=inside[:, None] & (inner < inputs)[None, :], other=0.0)
         mask = (inner < inputs)[:, None] & (column < outputs)[None, :]
         b = tl.load(weight_at + inner.to(tl.int64)[:, None] * weight_row, mask=mask, other=0.0)
-        total = tl.dot(a, b, total, get_dot_precision=PRECISION)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
     at = result + row.to(tl.int64)[:, None] * outputs + column[None, :]
     tl.store(at, total.to(result.dtype.element_ty), mask=inside[:, None] & (column < outputs)[None, :])
 
@@ -185,7 +185,7 @@ def _matrices_kernel(
         left = tl.load(at, mask=(row < end)[None, :] & (of_a < height)[:, None], other=0.0)
         at = b + row.to(tl.int64)[:, None] * b_row + of_b.to(tl.int64)[None, :] * b_channel
         right = tl.load(at, mask=(row < end)[:, None] & (of_b < width)[None, :], other=0.0)
-        total = tl.dot(left, right, total, get_dot_precision=PRECISION)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
     at = result + (expert.to(tl.int64) * height + of_a[:, None]) * width + of_b[None, :]
     tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
 

@@ -53,8 +53,8 @@ def multiply_rows_by_tma(x: Tensor, weight: Tensor, offsets: Tensor, result: Ten
     is_transposed = layout is not weight
     tiles, across = len(x) // HEIGHT + num_experts, cdiv(outputs, WIDTH)
     _rows_kernel[(tiles * across,)](
-        tma.blocks(x, HEIGHT, STEP),
-        tma.blocks(layout, 1, *((WIDTH, STEP) if is_transposed else (STEP, WIDTH))),
+        tma.create_block_descriptor(x, HEIGHT, STEP),
+        tma.create_block_descriptor(layout, 1, *((WIDTH, STEP) if is_transposed else (STEP, WIDTH))),
         offsets,
         result,
         num_experts,
@@ -71,8 +71,8 @@ def sum_outer_products_by_tma(a: Tensor, b: Tensor, offsets: Tensor, result: Ten
     num_experts, height, width = result.shape
     down, across = cdiv(height, HEIGHT), cdiv(width, WIDTH)
     _matrices_kernel[(num_experts * down * across,)](
-        tma.blocks(a, STEP, HEIGHT),
-        tma.blocks(b, STEP, WIDTH),
+        tma.create_block_descriptor(a, STEP, HEIGHT),
+        tma.create_block_descriptor(b, STEP, WIDTH),
         a,
         b,
         offsets,
@@ -90,7 +90,7 @@ def sum_outer_products_by_tma(a: Tensor, b: Tensor, offsets: Tensor, result: Ten
 def _choose_layout(x: Tensor) -> Tensor | None:
     """Return x, or x with its last two dimensions exchanged, as TMA can read it; None if neither is possible."""
     layouts = (x, x.transpose(-1, -2)) if x.ndim == 3 else (x,)
-    return next((layout for layout in layouts if tma.fits(layout)), None)
+    return next((layout for layout in layouts if tma.can_copy_blocks_of(layout)), None)
 
 
 # fmt: off

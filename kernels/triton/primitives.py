@@ -123,7 +123,7 @@ def philox(key, draw, counter):
 
 
 @triton.jit
-def halves(word):
+def split_into_16bit_halves(word):
     """Return the lower and the upper 16 bits of n words, as 2 n numbers."""
     return tl.interleave(word & 0xFFFF, word >> 16)
 

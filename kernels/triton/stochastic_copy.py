@@ -9,7 +9,7 @@ from drawloom.kernels.costs import no_flops, no_scratch
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.stochastic_copy import PER_DRAW
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, halves, philox, round_stochastically
+from drawloom.kernels.triton.primitives import cdiv, philox, round_stochastically, split_into_16bit_halves
 
 BLOCK = 1024
 
@@ -58,4 +58,4 @@ def _stochastic_copy_kernel(target, source, key, counter, first, count, BLOCK: t
     noise = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 2)
     element = start + tl.arange(0, BLOCK)
     values = tl.load(source + element, mask=element < count, other=0.0)
-    tl.store(target + element, round_stochastically(values, halves(noise)), mask=element < count)
+    tl.store(target + element, round_stochastically(values, split_into_16bit_halves(noise)), mask=element < count)

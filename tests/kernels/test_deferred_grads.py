@@ -43,9 +43,9 @@ def test_gradients_are_deferred_only_within_defer() -> None:
         assert ask_one(double, grad) is None
         assert ask_other(double, grad) is not None
     assert ask_one(double, grad) is not None
-    [left] = deferral.take()
-    assert left.weight is one and torch.equal(left.compute(), 2 * grad)  # type: ignore[arg-type]
-    assert deferral.take() == []
+    [left] = deferral.take_queued_gradients()
+    assert left.weight is one and torch.equal(left.compute_sum(), 2 * grad)  # type: ignore[arg-type]
+    assert deferral.take_queued_gradients() == []
 
 
 def test_summands_are_added_in_their_order() -> None:
@@ -56,8 +56,8 @@ def test_summands_are_added_in_their_order() -> None:
     grads = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
     with deferral.defer():
         assert [ask(double, grad) for ask, grad in zip(uses, grads, strict=True)] == [None] * 3
-    (deferred,) = deferral.take()
-    total = deferred.compute()
+    (deferred,) = deferral.take_queued_gradients()
+    total = deferred.compute_sum()
     assert total is not None and total.equal(2 * grads[0] + 2 * grads[1] + 2 * grads[2])
     assert not deferred
 
@@ -70,7 +70,7 @@ def test_only_trainable_leaves_are_deferred() -> None:
         for undeferred in (weight() * 2, frozen):
             with deferral.defer():
                 assert get_weight_gradient_function(undeferred)(double, torch.randn(3)) is not None
-    assert deferral.take() == []
+    assert deferral.take_queued_gradients() == []
 
 
 def test_recordings_nest_and_end() -> None:
@@ -110,10 +110,10 @@ def test_changing_a_queued_tensor_in_place_is_an_error(changed: int) -> None:
     with deferral.defer():
         ask(lambda a, b: a * b.sum(0), tensors[0].view(3, 1).view(3), tensors[1].detach())
     tensors[changed].mul_(2)
-    (deferred,) = deferral.take()
+    (deferred,) = deferral.take_queued_gradients()
     shape = [r"\(3,\)", r"\(2, 3\)"][changed]
     with pytest.raises(ChangedInPlaceError, match=rf"a tensor float32 {shape} was .* a weight float32 \(3,\)"):
-        deferred.compute()
+        deferred.compute_sum()
 
 
 def test_computed_summands_are_added() -> None:
@@ -121,13 +121,13 @@ def test_computed_summands_are_added() -> None:
     deferral, one = Deferral(), weight()
     part = torch.randn(3)
     deferred = deferral.gradient_function_for(one)
-    deferred.add(None)
-    assert deferral.take() == []
+    deferred.queue_computed_summand(None)
+    assert deferral.take_queued_gradients() == []
     deferred = deferral.gradient_function_for(one)
-    deferred.add(part)
-    deferred.queue(double, part)
-    (deferred,) = deferral.take()
-    total: Any = deferred.compute()
+    deferred.queue_computed_summand(part)
+    deferred.queue_summand(double, part)
+    (deferred,) = deferral.take_queued_gradients()
+    total: Any = deferred.compute_sum()
     assert torch.equal(total, part + 2 * part)
 
 

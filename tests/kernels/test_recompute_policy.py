@@ -13,7 +13,7 @@ from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.checks import fault_of_policy, notes_of_policy
 from drawloom.kernels import recompute_policy
-from drawloom.kernels.recompute import rerun
+from drawloom.kernels.recompute import call_with_recomputation
 from drawloom.kernels.recompute_policy import apply_recompute_policy, make_recomputable
 from support import pipelines
 from support.pipelines import Recomputing, schedule
@@ -79,7 +79,7 @@ def test_stages_recompute_as_their_program_says(
 
     def rerun_and_count(forward: Any, *arguments: Any, **keywords: Any) -> Any:
         ran.append(forward)
-        return rerun(forward, *arguments, **keywords)
+        return call_with_recomputation(forward, *arguments, **keywords)
 
     monkeypatch.setattr(recompute_policy, "rerun", rerun_and_count)
     pipelines.steps([(Recomputing(schedule("zero_bubble_v"), policies), 3, False, False, "plain")], layers=4)

@@ -102,7 +102,7 @@ def choose_kernels(use: str, values: Values, _place: Path) -> Any:
     """Return each operation's implementation, or why it can't run; on a CPU `auto` has reasons to choose eager ones."""
     kernels: AutoKernels = build(use, device=ComputeDevice(kind="cpu"), **values)
     try:
-        return {operation: kernels.chosen(operation) for operation in OPERATIONS}
+        return {operation: kernels.choose_implementation_of(operation) for operation in OPERATIONS}
     except UserError as error:
         return str(error)  # without Triton's interpreter
 

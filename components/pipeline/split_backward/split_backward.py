@@ -75,9 +75,9 @@ class SplitBackward:
         try:
             grads = iter(self._compute_input_grads(_select_roots(outputs, output_grads), differentiable))
         except BaseException:
-            _clear_grads(self._deferral.take())
+            _clear_grads(self._deferral.take_queued_gradients())
             raise
-        self._deferred = self._deferral.take()
+        self._deferred = self._deferral.take_queued_gradients()
         # autograd.grad only returned gradients of the differentiable inputs.
         return [next(grads) if _is_differentiable(tensor) else None for tensor in inputs]
 
@@ -149,7 +149,7 @@ def _group_by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReducedPart
 def _clear_grads(deferred: Iterable[DeferredGrad]) -> None:
     """Drop the tensors kept for deferred gradients."""
     for gradient in deferred:
-        gradient.clear()
+        gradient.drop_queued_summands()
 
 
 _CAPTURE = -1
@@ -176,7 +176,7 @@ class _Capturing:
             if hooks:
                 self._suspended.append((hooks, dict(hooks)))
                 hooks.clear()
-            hooks[_CAPTURE] = self._deferral.gradient_function_for(leaf).add
+            hooks[_CAPTURE] = self._deferral.gradient_function_for(leaf).queue_computed_summand
             self._captured.append(hooks)
 
     def __exit__(self, *_: object) -> None:

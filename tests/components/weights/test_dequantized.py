@@ -87,7 +87,7 @@ def test_nf4_of_bitsandbytes_is_read_and_kept(nested: bool, tmp_path: Path) -> N
         load_folder(tmp_path, module, rename({"a.weight": "a.weight"}))
         values = module.weight if weight_format is None else NF4.dequantize(module.weight)
         assert torch.equal(values, expected)
-    codes, _ = NF4.split(module.weight.detach())
+    codes, _ = NF4.unpack_storage(module.weight.detach())
     assert torch.equal(codes.flatten(), tensors["a.weight"].flatten())
 
 
@@ -167,7 +167,7 @@ def test_mxfp4_is_kept_through_a_transpose() -> None:
     tensors = {"a.weight_blocks": blocks, "a.weight_scales": scales}
     module = Frozen((experts, outputs, inputs), MXFP4)
     load(InMemory(tensors), module, transpose("a.weight", 1, 2))
-    codes, kept_scales = MXFP4.split(module.weight.detach())
+    codes, kept_scales = MXFP4.unpack_storage(module.weight.detach())
     assert torch.equal(codes, blocks)
     assert torch.equal(kept_scales, torch.exp2(scales.float() - 127).bfloat16())
 

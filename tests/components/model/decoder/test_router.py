@@ -17,7 +17,7 @@ from drawloom.components.model.decoder.router import (
     compute_router_z_loss,
 )
 from drawloom.components.parallel.row_sums import RowSums
-from drawloom.kernels.recompute import get_recompute_wrapper, rerun
+from drawloom.kernels.recompute import call_with_recomputation, get_recompute_wrapper
 from support.qwen3 import cpu_kernels
 from support.seeding import seeds
 
@@ -185,7 +185,7 @@ def test_observers_see_each_microbatch_once() -> None:
     assert torch.equal(tokens, chosen.flatten().bincount(minlength=6)) and int(tokens.sum()) == 2 * 9 * 2
     torch.testing.assert_close(scores.sum(-1), torch.ones(18, dtype=torch.float64))
     assert not scores.requires_grad
-    _, best = rerun(made, hidden, weights)
+    _, best = call_with_recomputation(made, hidden, weights)
     saved: Any = get_recompute_wrapper(best.grad_fn._raw_saved_other)
     saved.value()  # as where the gradients of weights are computed, outside of torch's backward pass
     best.sum().backward()
