@@ -11,7 +11,14 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
-from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, cut_into_ranges, pad_size, state_of
+from drawloom.components.optim.streamed_states import (
+    SLOTS,
+    Slots,
+    StreamedStep,
+    cut_into_ranges,
+    list_state_tensors,
+    round_up_to_alignment,
+)
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
@@ -145,7 +152,7 @@ def test_slices_of_rows_are_cut_between_rows() -> None:
     whole.weight.copy_(param.weight)
     ranges = list(cut_into_ranges(0, param, 2048))
     assert [part.start for part in ranges] == [0, *(part.stop for part in ranges[:-1])] and len(ranges) > 2
-    assert ranges[-1].stop == 2700 and all(part.start % 30 == 0 and part.bytes <= 2048 for part in ranges)
+    assert ranges[-1].stop == 2700 and all(part.start % 30 == 0 and part.state_bytes <= 2048 for part in ranges)
     slots = Slots(DelayedTransfers(4), DEVICE, 2048)
     slots.open()
     streamed, resident = StreamedStep(AdamwEager, slots, [param], False), AdamwEager([whole])
@@ -155,12 +162,16 @@ def test_slices_of_rows_are_cut_between_rows() -> None:
         resident.step(grads, scalars, number)
     slots.transfers.synchronize()
     assert torch.equal(param.weight, whole.weight)
-    assert all(torch.equal(state_of(param)[name], tensor) for name, tensor in state_of(whole).items())
+    assert all(
+        torch.equal(list_state_tensors(param)[name], tensor) for name, tensor in list_state_tensors(whole).items()
+    )
 
 
 def test_a_slot_smaller_than_a_row_is_an_error() -> None:
     """The error has both sizes and the setting."""
-    with pytest.raises(UserError, match=rf"takes {2 * pad_size(1024)} bytes, and a slot has 512; .* larger slot_bytes"):
+    with pytest.raises(
+        UserError, match=rf"takes {2 * round_up_to_alignment(1024)} bytes, and a slot has 512; .* larger slot_bytes"
+    ):
         open_optimizer(narrow_weights(), DelayedTransfers(), slot_bytes=512)
 
 
