@@ -56,13 +56,13 @@ torch.library.define("drawloom::attention_backward", "(Tensor grad, Tensor q, Te
 
 
 @torch.library.register_fake("drawloom::attention")  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     return q.new_empty(*q.shape[:3], v.shape[3]), lse
 
 
 @torch.library.register_fake("drawloom::attention_backward")  # type: ignore[untyped-decorator]
-def _(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
+def _fake_attention_backward(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor in inputs]
 
 

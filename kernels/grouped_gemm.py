@@ -138,7 +138,7 @@ def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
 
 
 @_multiply_rows_by_expert.register_fake
-def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _fake_multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[2])
 
 
@@ -148,7 +148,7 @@ def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tens
 
 
 @_sum_outer_products_by_expert.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _fake_sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 

@@ -120,7 +120,7 @@ def keep_rounded_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
 
 def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
     with torch.no_grad():
-        return kernels.quantize(x.reshape(-1, x.shape[-1]), transposed)
+        return kernels.quantize_rows(x.reshape(-1, x.shape[-1]), transposed)
 
 
 class KeptWeights:
@@ -191,7 +191,7 @@ class _LinearFloat8(Function):
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
         sizes = [*map(len, weights)]
         parts = zip(torch.split(elements, sizes), torch.split(weight_scale, sizes), strict=True)
-        results = [kernels.multiply(data, scale, *part, fast=True) for part in parts]
+        results = [kernels.multiply_scaled(data, scale, *part, fast=True) for part in parts]
         if bias is not None:
             results[0] += bias
         return tuple(result.view(*x.shape[:-1], -1) for result in results)
@@ -206,7 +206,9 @@ class _LinearFloat8(Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             elements = _transpose_weights(kernels, weights, weight_scale, ctx.transposed)
-            grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+            grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
+                ctx.inputs_shape
+            )
         grad_weights = _compute_or_defer_weight_gradients(ctx, rounded, x, weights)
         grad_bias = rows[0].sum(0) if ctx.needs_input_grad[1] else None
         return grad_x, grad_bias, None, None, None, None, None, *grad_weights
@@ -241,7 +243,7 @@ class _WeightGradient(Addable):
     number: int = 0
 
     def __call__(self, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.kernels.multiply(grad, scale, x, None, fast=False)
+        return self.kernels.multiply_scaled(grad, scale, x, None, fast=False)
 
     def compute_in_dtype(self, dtype: torch.dtype, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
         return self(grad, scale, x).to(dtype)
@@ -284,30 +286,36 @@ class _MlpFloat8(Function):
         ctx.needs_weights = ctx.needs_input_grad[1:4]
         *needs_first, needs_down = ctx.needs_weights
         elements, first_scale, first_transposed = _round_weights(kernels, [gate, up])
-        both = kernels.multiply(data, scale, elements, first_scale, fast=True)
-        inner = Float8Rows(*call_recomputable_in_autograd_function(kernels.swiglu, both, needs_down))
+        gate_and_up = kernels.multiply_scaled(data, scale, elements, first_scale, fast=True)
+        inner = Float8Rows(*call_recomputable_in_autograd_function(kernels.quantize_swiglu, gate_and_up, needs_down))
         elements, second_scale, second_transposed = _round_weights(kernels, [down])
         ctx.transposed = first_transposed, second_transposed
         ctx.save_for_backward(
-            *(gate, up, down, first_scale, second_scale, both, scale, transposed if any(needs_first) else None),
+            *(gate, up, down, first_scale, second_scale, gate_and_up, scale, transposed if any(needs_first) else None),
             *(inner.scale, inner.transposed if needs_down else None),
         )
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
-        return kernels.multiply(inner.data, inner.scale, elements, second_scale, fast=True).view(*x.shape[:-1], -1)
+        return kernels.multiply_scaled(inner.data, inner.scale, elements, second_scale, fast=True).view(
+            *x.shape[:-1], -1
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, _, first_scale, _, both, x_scale, x, _, _ = ctx.saved_tensors
+        gate, up, _, first_scale, _, gate_and_up, x_scale, x, _, _ = ctx.saved_tensors
         kernels: Float8Kernels = ctx.kernels
         grad_inner, grad_down = _compute_down_projection_gradients(ctx, grad)
         needs_x_scale = ctx.needs_weights[0] or ctx.needs_weights[1]
-        rounded = kernels.swiglu_gradient(grad_inner, both, first_scale, x_scale if needs_x_scale else None)
+        rounded = kernels.quantize_swiglu_gradient(
+            grad_inner, gate_and_up, first_scale, x_scale if needs_x_scale else None
+        )
         del grad_inner  # as large as the products that follow
         grad_x = None
         if ctx.needs_input_grad[0]:
             elements = _transpose_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
-            grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+            grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
+                ctx.inputs_shape
+            )
             del elements
         return (
             grad_x,
@@ -328,7 +336,7 @@ def _compute_down_projection_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, 
     needs_down = ctx.needs_weights[2]
     rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], scale, inner_scale if needs_down else None)
     elements = _transpose_weights(kernels, [down], scale, ctx.transposed[1])
-    grad_inner = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False)
+    grad_inner = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False)
     if not needs_down:
         return grad_inner, None
     factors = rounded.columns, rounded.column_scale, inner.detach()

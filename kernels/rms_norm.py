@@ -20,7 +20,7 @@ def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = 
     """
     normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     if float8:
-        keep_rounded_rows(normed, EAGER.quantize(normed.detach().flatten(0, -2), False))
+        keep_rounded_rows(normed, EAGER.quantize_rows(normed.detach().flatten(0, -2), False))
     return normed
 
 

@@ -22,9 +22,11 @@ def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tenso
     return _ScaledSwiGlu.apply(gate, up, scale)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def swiglu_halves_eager(both: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Compute swiglu_eager of both (..., 2 * width), gate in the first half, up in the second; return (..., width)."""
-    gate, up = both.chunk(2, -1)
+def swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
+    """
+    Compute swiglu_eager of gate_and_up (..., 2 * width), gate in the first half, up in the second; return (..., width).
+    """
+    gate, up = gate_and_up.chunk(2, -1)
     return swiglu_eager(gate, up, scale)
 
 

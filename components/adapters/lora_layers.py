@@ -98,7 +98,7 @@ class LoraLinear(Linear, AdaptedLayer):
             scale = compute_dora_scale(
                 weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._ranks_sharing_weight_rows
             )
-            plain = self.multiply(dropped) if dropped is not x or self.bias is not None else y
+            plain = self.multiply_by_weight(dropped) if dropped is not x or self.bias is not None else y
             change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
         return y + change.to(y.dtype)
 

@@ -26,7 +26,7 @@ from drawloom.components.storage.durable_files import begin_folder, remove_folde
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_meta_model_with_adapters, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
-from drawloom.components.weights.mapper import parallel, same, sequential
+from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import Problem, UserError, component, setting
@@ -296,4 +296,4 @@ def _map_saved_tensor(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> 
         outputs.append(f"{PREFIX}{HEAD}")
     elif name in own:
         return Mapper((TensorGroup((name,), tuple(outputs), own[name].convert),))
-    return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*same(tensors)] * len(outputs)),))
+    return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*return_unchanged(tensors)] * len(outputs)),))

@@ -19,7 +19,7 @@ from drawloom.components.storage.safetensors.reader import open_safetensors_fold
 from drawloom.components.storage.tensor_source import TensorSource
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import identity, rename
-from drawloom.components.weights.nested import Style, find_name_nesting, to_multimodal_name
+from drawloom.components.weights.nested import NameNesting, find_name_nesting, to_multimodal_name
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.run")
@@ -38,7 +38,7 @@ class OriginFolder:
 
     folder: Path
     carried: Sequence[str]
-    style: Style
+    style: NameNesting
     config: dict[str, Any]
 
     def rename(self, mapper: Mapper) -> Mapper:

@@ -16,7 +16,7 @@ from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.durable_files import TempFolder, begin_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.load import stream
+from drawloom.components.weights.load import stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import to_dtype
 from drawloom.components.weights.save import (
@@ -101,7 +101,9 @@ class Share:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors written by the rank, any shape. Ranks that share slices call this together."""
-        return {name: tensor for name, tensor in stream(self.source, self.mapper) if name in self.writes}
+        return {
+            name: tensor for name, tensor in stream_converted_tensors(self.source, self.mapper) if name in self.writes
+        }
 
 
 @attrs.frozen
@@ -200,7 +202,7 @@ def _folder_path(temporary: TempFolder | None) -> str:
 
 
 def _write_own_files(folder: Path, files: list[PlannedFile], own: Share) -> None:
-    tensors: Iterator[tuple[str, Tensor]] = stream(own.source, own.mapper)
+    tensors: Iterator[tuple[str, Tensor]] = stream_converted_tensors(own.source, own.mapper)
     try:
         write_files(folder, files, ((name, tensor) for name, tensor in tensors if name in own.writes))
     finally:

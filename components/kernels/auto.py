@@ -299,11 +299,11 @@ class AutoKernels:
         function, options = self._functions_by_operation["linear_cross_entropy"], self._loss_options
         return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
 
-    def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
-        return call_recomputable(self._functions_by_operation["swiglu_halves"], both, scale)  # type: ignore[no-any-return]
+    def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
+        return call_recomputable(self._functions_by_operation["swiglu_halves"], gate_and_up, scale)  # type: ignore[no-any-return]
 
-    def oss_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        return call_recomputable(self._functions_by_operation["oss_swiglu_halves"], both, scale, alpha, limit)  # type: ignore[no-any-return]
+    def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+        return call_recomputable(self._functions_by_operation["oss_swiglu_halves"], gate_and_up, scale, alpha, limit)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
@@ -340,9 +340,9 @@ class PartMask(NamedTuple):
 
 def _gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Gather k (rows, tokens, heads, head_dim) and v (rows, tokens, heads, v_dim) of whole rows in one collective."""
-    both = part.gather(torch.cat([k.flatten(2), v.flatten(2)], 2))
-    whole_k, whole_v = torch.split(both, [k.shape[2:].numel(), v.shape[2:].numel()], 2)
-    rows, length = both.shape[:2]
+    keys_and_values = part.gather(torch.cat([k.flatten(2), v.flatten(2)], 2))
+    whole_k, whole_v = torch.split(keys_and_values, [k.shape[2:].numel(), v.shape[2:].numel()], 2)
+    rows, length = keys_and_values.shape[:2]
     return whole_k.view(rows, length, *k.shape[2:]), whole_v.view(rows, length, *v.shape[2:])
 
 

@@ -185,8 +185,8 @@ class AutoModel:
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return self.builder.blocks(module)
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
-        self.builder.initialise(name, parameter, seed, part_of)
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
+        self.builder.initialise(name, parameter, seed, tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
         return self.builder.forward_flops()

@@ -60,13 +60,13 @@ class LatentConfig(GroupedExpertsConfig):
         )
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """
         Yield the inherited faults, and one if the number of key heads is not the number of query heads.
 
         Latent attention has equally many of both.
         """
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         heads = given["num_attention_heads"]
         if (kv_heads := given.get("num_key_value_heads", heads)) != heads:
             why = f"num_key_value_heads = {kv_heads}, and latent attention has num_attention_heads = {heads}"

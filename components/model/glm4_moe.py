@@ -35,8 +35,8 @@ class Glm4MoeConfig(SigmoidExpertsConfig):
         return self.attention_bias and projection in ("q_proj", "k_proj", "v_proj")
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        yield from super().faults(given)
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        yield from super().find_faults(given)
         yield from find_rotary_dim_faults({"partial_rotary_factor": 0.5, **given})
 
 

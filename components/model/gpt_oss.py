@@ -63,8 +63,8 @@ class GptOssConfig(LayerTypesConfig):
         )
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        yield from super().faults(given)
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        yield from super().find_faults(given)
         yield from find_expert_count_faults(given)
 
 

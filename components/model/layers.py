@@ -65,9 +65,9 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
         omits_bias = self.style == "rowwise" and self.ranks.group.rank > 0
-        return self.multiply(x, None if omits_bias else self.bias)
+        return self.multiply_by_weight(x, None if omits_bias else self.bias)
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiply_by_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias (..., outputs) for x (..., inputs), in the layer's format."""
         if (weight_format := self.weight_formats.get("weight")) is not None:
             return self.kernels.linear_quantized(x.to(self.weight.dtype), self.weight, weight_format, bias)

@@ -36,9 +36,9 @@ class Phi3Config(DecoderConfig):
         return self.sliding_window
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults in the rotated part, and in scalings that transformers does not have for this family."""
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         yield from find_rotary_dim_faults({"partial_rotary_factor": 1.0, **given})
         for key in ("rope_scaling", "rope_parameters"):
             if (rope := given.get(key)) and rope.rope_type not in EXPORTED_ROPES:

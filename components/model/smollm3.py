@@ -46,9 +46,9 @@ class SmolLm3Config(LlamaConfig):
         return self.sliding_window if self.use_sliding_window and not self.no_rope_layers[layer] else None
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the fault of layers that no_rope_layers does not mention."""
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         layers, flags = given["num_hidden_layers"], given.get("no_rope_layers")
         if flags is not None and len(flags) < layers:
             why = f"no_rope_layers has {len(flags)} numbers, and num_hidden_layers = {layers}"

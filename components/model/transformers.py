@@ -159,12 +159,12 @@ class Transformers:
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [block for part in module.modules() if isinstance(part, TransformersLM) for block in part.blocks]
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
         constant = self._self_check_result.constants.get(replace_layer_number_by_star(name))
         std = first_config_value(self._config, "initializer_range", "init_std") or 0.02
         role = Role(False, "normal" if constant is None else constant)
         fill_with_initial_weights(
-            name, parameter, role, seed=seed, layers=self.num_hidden_layers, std=std, part_of=part_of
+            name, parameter, role, seed=seed, layers=self.num_hidden_layers, std=std, tensor_slice=tensor_slice
         )
 
     def uncast_parameters(self) -> Sequence[str]:

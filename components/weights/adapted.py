@@ -11,7 +11,7 @@ from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import convert
+from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper import parallel
 from drawloom.graph import UserError
 
@@ -114,7 +114,7 @@ def measure_merge_loss(mapper: Mapper, parameters: dict[str, ModelParameter], dt
             continue
         base = parameters[group.inputs[0]]
         wide_parameters = {name: parameters[name].whole().float() for name in group.inputs}
-        merged = convert(Mapper((group,)), wide_parameters)[group.outputs[0]]
+        merged = convert_tensors(Mapper((group,)), wide_parameters)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
         change = merged - wide_parameters[group.inputs[0]]
         error = MergeLoss(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))

@@ -37,7 +37,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
-def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert_tensors(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     Convert tensors, any shape, at once. Drops tensors without a use; raises KeyError if an input is missing.
     """
@@ -48,7 +48,7 @@ def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
+def stream_converted_tensors(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
     """Read, convert and yield tensors, any shape, group by group; at most one group is in memory."""
     for group in mapper.groups:
         # popped, so that a tensor is freed as soon as the consumer drops it
@@ -75,7 +75,7 @@ def _convert_group(group: TensorGroup, tensors: list[Tensor]) -> list[tuple[str,
         return list(zip(group.outputs, group.convert(tensors), strict=True))
 
 
-def load_folder(
+def fill_module_from_folder(
     folder: Path,
     module: nn.Module,
     mapper: Mapper,
@@ -92,7 +92,7 @@ def load_folder(
     if it equals an expected one bit for bit, because it is a tied copy. Parameters named in `without` stay
     unchanged; parameters in `places` are slices.
     """
-    load(open_and_check_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
+    fill_module(open_and_check_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
 
 
 def open_and_check_folder(
@@ -103,8 +103,8 @@ def open_and_check_folder(
     places: Mapping[str, TensorSlice] = {},
 ) -> TensorSource:
     """
-    Open a folder for `load_folder`, and check the files' headers. Raises UserError if the folder can't fill the
-    module.
+    Open a folder for `fill_module_from_folder`, and check the files' headers. Raises UserError if the folder can't fill
+    the module.
     """
     source = TextTensors(open_safetensors_folder(folder), frozenset(mapper.inputs))
     targets = _find_target_tensors(module, mapper, without)
@@ -123,7 +123,7 @@ def open_dequantized_source(folder: Path, mapper: Mapper) -> TensorSource:
     return StackedExperts(Dequantized(TextTensors(open_safetensors_folder(folder), inputs)), inputs)
 
 
-def load(
+def fill_module(
     source: TensorSource,
     module: nn.Module,
     mapper: Mapper,
@@ -152,7 +152,7 @@ def load(
     ]
     stored = attrs.evolve(quantized, stored=frozenset(name for group in kept for name in group.inputs))
     conversion = sequential(needed, *(parallel(*step) for step in steps))
-    for name, tensor in stream(StackedExperts(stored, needed.inputs), conversion):
+    for name, tensor in stream_converted_tensors(StackedExperts(stored, needed.inputs), conversion):
         if name in parameters:
             _fill_parameter(module, parameters[name], tensor, torch.device(device))
 

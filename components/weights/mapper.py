@@ -9,7 +9,7 @@ from torch import Tensor
 from drawloom.components.ports.weights import Mapper, TensorGroup
 
 
-def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def return_unchanged(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return tensors, any shape, unchanged and without a copy."""
     return tensors
 
@@ -37,7 +37,7 @@ def sequential(*mappers: Mapper) -> Mapper:
     return Mapper(tuple(_combine_into_one_group(parts) for parts in _find_components(_add_missing_identities(stages))))
 
 
-def shard(mapper: Mapper, count: int, index: int) -> Mapper:
+def select_worker_groups(mapper: Mapper, count: int, index: int) -> Mapper:
     """Return the groups for worker `index` among `count` workers: every count-th group from `index` on."""
     return Mapper(mapper.groups[index::count])
 
@@ -78,7 +78,7 @@ def _add_missing_identities(mappers: Sequence[Mapper]) -> list[Mapper]:
 
 def _extend_by_identities(mapper: Mapper, names: Iterable[str]) -> Mapper:
     """Extend a mapper by tensors it passes on unchanged. Raises ValueError if it already has one."""
-    passing = Mapper(tuple(TensorGroup((name,), (name,), same, same) for name in names))
+    passing = Mapper(tuple(TensorGroup((name,), (name,), return_unchanged, return_unchanged) for name in names))
     try:
         return parallel(mapper, passing)
     except ValueError as error:

@@ -12,7 +12,7 @@ from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
 from drawloom.components.storage.safetensors.writer import check_writable, new_safetensors_file
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.load import compute_group_output_specs, stream
+from drawloom.components.weights.load import compute_group_output_specs, stream_converted_tensors
 from drawloom.graph import UserError
 
 MAX_SHARD = 4 * 2**30  # bytes; files beyond 4 GiB are awkward to download and fail on some file systems
@@ -35,7 +35,7 @@ def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_sh
     A larger tensor has its own file. One mapper group is in memory at a time.
     """
     files = plan_files([compute_output_specs(source, mapper)], max_shard)
-    write_files(folder, files, stream(source, mapper))
+    write_files(folder, files, stream_converted_tensors(source, mapper))
     write_index(folder, files)
 
 

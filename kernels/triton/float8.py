@@ -51,7 +51,7 @@ TOKENS, CHANNELS = 128, 128
 class TritonFloat8:
     """Casts in Triton, and products by `torch._scaled_mm`."""
 
-    def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
+    def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
         data, scale = _quantize(x)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
@@ -69,17 +69,19 @@ class TritonFloat8:
             _quantize_weights_into([*weights], rows.data, rows.scale)
             _transpose_into(rows.data, rows.transposed, None, None, None)
 
-    def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
-        data, scale = _swiglu(both)
+    def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
+        data, scale = _swiglu(gate_and_up)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
         return Gradient(*_quantize_gradient([*grads], factor, row_scale))
 
-    def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        return Gradient(*_swiglu_gradient(grad, both, factor, row_scale))
+    def quantize_swiglu_gradient(
+        self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
+    ) -> Gradient:
+        return Gradient(*_swiglu_gradient(grad, gate_and_up, factor, row_scale))
 
-    def multiply(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
+    def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         columns = _get_ones(b) if b_scale is None else b_scale
         if not a.numel():
             return a.new_zeros(len(a), len(b), dtype=torch.bfloat16)
@@ -146,16 +148,16 @@ def _quantize_weights_into(weights: list[Tensor], data: Tensor, scale: Tensor) -
         _quantize_rows_into(weight, None, part, part_scale)
 
 
-def _allocate_swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
-    return _allocate_quantized_rows(both, len(both), both.shape[1] // 2)
+def _allocate_swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
+    return _allocate_quantized_rows(gate_and_up, len(gate_and_up), gate_and_up.shape[1] // 2)
 
 
 @register_kernel(
-    "float8_swiglu(Tensor both) -> (Tensor, Tensor)", fake=_allocate_swiglu, flops=no_flops, scratch=no_scratch
+    "float8_swiglu(Tensor gate_and_up) -> (Tensor, Tensor)", fake=_allocate_swiglu, flops=no_flops, scratch=no_scratch
 )
-def _swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_swiglu(both)
-    gate, up = both.chunk(2, 1)
+def _swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
+    data, scale = _allocate_swiglu(gate_and_up)
+    gate, up = gate_and_up.chunk(2, 1)
     _quantize_rows_into(gate, up, data, scale)
     return data, scale
 
@@ -186,41 +188,43 @@ def _quantize_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | 
 
 
 def _allocate_swiglu_gradient(
-    grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None
+    grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
     return _allocate_gradient([grad], factor, row_scale)
 
 
 @register_kernel(
-    "float8_swiglu_gradient(Tensor grad, Tensor both, Tensor factor, Tensor? row_scale) "
+    "float8_swiglu_gradient(Tensor grad, Tensor gate_and_up, Tensor factor, Tensor? row_scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_swiglu_gradient,
     flops=no_flops,
     scratch=no_scratch,
 )
-def _swiglu_gradient(grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    return _quantize_gradient_rows([grad], both, factor, row_scale)
+def _swiglu_gradient(grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+    return _quantize_gradient_rows([grad], gate_and_up, factor, row_scale)
 
 
 def _quantize_gradient_rows(
-    grads: list[Tensor], both: Tensor | None, factor: Tensor, row_scale: Tensor | None
+    grads: list[Tensor], gate_and_up: Tensor | None, factor: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Round the gradients, or with `both` SwiGLU's gradient, by rows, and with row_scale by columns."""
+    """Round the gradients, or with `gate_and_up` SwiGLU's gradient, by rows, and with row_scale by columns."""
     data, scale, columns, column_scale = _allocate_gradient(grads, factor, row_scale)
     if not data.numel():
         return data, scale, columns, column_scale.fill_(1.0)
     count, width = data.shape
     parts = row_factor = None
     programs = _choose_program_count(
-        data if both is None else grads[0], WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS
+        data if gate_and_up is None else grads[0], WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS
     )
     if row_scale is not None:
         parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
     results = data, scale, row_factor, parts
-    if both is None:
+    if gate_and_up is None:
         _launch_cast([*map(view_as_rows, grads)], None, factor, row_scale, *results, programs)
     else:
-        _launch_swiglu_gradient(view_as_rows(grads[0]), view_as_rows(both), factor, row_scale, *results, programs)
+        _launch_swiglu_gradient(
+            view_as_rows(grads[0]), view_as_rows(gate_and_up), factor, row_scale, *results, programs
+        )
     if parts is not None:
         inverse = scale.new_empty(width)
         _column_scale_kernel[(cdiv(width, COLUMNS),)](
@@ -343,7 +347,7 @@ def _launch_cast(
 
 def _launch_swiglu_gradient(
     grad: Tensor,
-    both: Tensor,
+    gate_and_up: Tensor,
     factor: Tensor,
     row_scale: Tensor | None,
     data: Tensor,
@@ -352,11 +356,11 @@ def _launch_swiglu_gradient(
     parts: Tensor | None,
     programs: int,
 ) -> None:
-    """Fill results like `_launch_cast` for SwiGLU's gradient: grad (rows, width), both (rows, 2 * width)."""
+    """Fill results like `_launch_cast` for SwiGLU's gradient: grad (rows, width), gate_and_up (rows, 2 * width)."""
     count, width = grad.shape
     _swiglu_gradient_kernel[(programs,)](
         grad,
-        both,
+        gate_and_up,
         factor.bfloat16(),  # exact, since factors are powers of two, and half the bytes
         row_scale,
         data,
@@ -366,7 +370,7 @@ def _launch_swiglu_gradient(
         count,
         width,
         grad.stride(0),
-        both.stride(0),
+        gate_and_up.stride(0),
         BLOCK=next_power_of_2(width),
         STAGES=STAGES if width <= WIDE else 1,
         num_warps=_choose_warp_count(width),
@@ -468,7 +472,7 @@ def _quantize_kernel(
 @cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _swiglu_gradient_kernel(
-    grad, both, factor, row_scale, data, scale, row_factor, parts, count, width, grad_stride, both_stride,
+    grad, gate_and_up, factor, row_scale, data, scale, row_factor, parts, count, width, grad_stride, gate_and_up_stride,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
@@ -482,7 +486,7 @@ def _swiglu_gradient_kernel(
         not_finite = tl.zeros((), tl.float32)
     for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
         grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        at = both + row * both_stride + column
+        at = gate_and_up + row * gate_and_up_stride + column
         gates = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
         share = sigmoid(gates)

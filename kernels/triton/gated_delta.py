@@ -170,7 +170,7 @@ class _Sizes(NamedTuple):
         return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v_block, v.itemsize)
 
     @property
-    def fits_ahead(self) -> bool:
+    def fits_several_chunks(self) -> bool:
         """Return whether several chunks' tiles fit into shared memory."""
         return self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256
 
@@ -244,7 +244,7 @@ def _carry_states(
         **{**sizes.constants, "BV": block},
         PRECISION=_float32_product_precision(),
         num_warps=4,
-        num_stages=4 if sizes.fits_ahead else 1,
+        num_stages=4 if sizes.fits_several_chunks else 1,
     )
     return states
 
@@ -302,7 +302,7 @@ def _backward(
     grad_q, grad_k = (v.new_empty(*v.shape[:3], sizes.width) for _ in "qk")
     grad_written, grad_states = v.new_empty(v.shape), torch.empty_like(states)
     by_chunk, constants = (sizes.chunks * sizes.rows, sizes.heads), sizes.constants
-    wide = 128 if sizes.v_width > MIN_BLOCK and sizes.fits_ahead else MIN_BLOCK
+    wide = 128 if sizes.v_width > MIN_BLOCK and sizes.fits_several_chunks else MIN_BLOCK
     blocks = cdiv(sizes.v_width, wide)
     kernels.compute_grad_written[(sizes.chunks * sizes.rows * blocks, sizes.heads)](
         *(grad, q, k, chunks.decays, ids, grad_written, sizes.length, sizes.chunks),
@@ -317,7 +317,7 @@ def _backward(
         **{**constants, "BV": block},
         PRECISION=precision,
         num_warps=4,
-        num_stages=3 if sizes.fits_ahead else 1,
+        num_stages=3 if sizes.fits_several_chunks else 1,
     )
     # Four warps read 32 columns in bounds; eight need 64, whose float32 tiles exceed shared memory for wide keys.
     is_large = sizes.itemsize == 4 and sizes.width > 64

@@ -20,14 +20,14 @@ def swiglu_triton(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tens
     return result
 
 
-def swiglu_halves_triton(both: Tensor, scale: Tensor | None = None) -> Tensor:
+def swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
     """
-    Compute swiglu_halves_eager for float32, bfloat16 and float16: both (..., 2 * width), scale (...,).
+    Compute swiglu_halves_eager for float32, bfloat16 and float16: gate_and_up (..., 2 * width), scale (...,).
 
-    Returns (..., width); the gradient of `both` is one tensor, without a concatenation.
+    Returns (..., width); the gradient of `gate_and_up` is one tensor, without a concatenation.
     """
-    check_floats("swiglu_halves_triton", both)
-    result: Tensor = _SwiGluHalves.apply(both, scale)  # type: ignore[no-untyped-call]
+    check_floats("swiglu_halves_triton", gate_and_up)
+    result: Tensor = _SwiGluHalves.apply(gate_and_up, scale)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -51,10 +51,10 @@ class _SwiGluHalves(Function):
     """SwiGLU of two halves of a tensor, which it saves."""
 
     @staticmethod
-    def forward(ctx: Any, both: Tensor, scale: Tensor | None) -> Tensor:
-        """Return (..., width) in the dtype of both (..., 2 * width); scale is (...)."""
-        ctx.save_for_backward(both, scale)
-        gate, up = both.chunk(2, -1)
+    def forward(ctx: Any, gate_and_up: Tensor, scale: Tensor | None) -> Tensor:
+        """Return (..., width) in the dtype of gate_and_up (..., 2 * width); scale is (...)."""
+        ctx.save_for_backward(gate_and_up, scale)
+        gate, up = gate_and_up.chunk(2, -1)
         return _forward(gate, up, scale)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -97,20 +97,20 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> t
     return results
 
 
-def _allocate_halves_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _allocate_halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the gradients of both halves in one tensor, and of the scale (empty without a scale)."""
-    return both.new_empty(both.shape), _allocate_scale(grad, scale)
+    return gate_and_up.new_empty(gate_and_up.shape), _allocate_scale(grad, scale)
 
 
 @register_kernel(
-    "swiglu_halves_backward(Tensor grad, Tensor both, Tensor? scale) -> (Tensor, Tensor)",
+    "swiglu_halves_backward(Tensor grad, Tensor gate_and_up, Tensor? scale) -> (Tensor, Tensor)",
     fake=_allocate_halves_backward,
     flops=no_flops,
     scratch=no_scratch,
 )
-def _halves_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    grad_both, grad_scale = _allocate_halves_backward(grad, both, scale)
-    launch_backward(SWIGLU, (grad, *both.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
+def _halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    grad_both, grad_scale = _allocate_halves_backward(grad, gate_and_up, scale)
+    launch_backward(SWIGLU, (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
     return grad_both, grad_scale
 
 

@@ -81,7 +81,7 @@ def test_stages_recompute_as_their_program_says(
         ran.append(forward)
         return call_with_recomputation(forward, *arguments, **keywords)
 
-    monkeypatch.setattr(recompute_policy, "rerun", rerun_and_count)
+    monkeypatch.setattr(recompute_policy, "call_with_recomputation", rerun_and_count)
     pipelines.steps([(Recomputing(schedule("zero_bubble_v"), policies), 3, False, False, "plain")], layers=4)
     assert len(ran) == 3 * blocks
 

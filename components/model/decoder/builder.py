@@ -25,7 +25,7 @@ from drawloom.components.model.decoder.hugging_face import (
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_rope_context_faults
-from drawloom.components.model.decoder.settings import build_architecture_from_settings, faults
+from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
 from drawloom.components.model.decoder.specs import DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.split_vocabulary import (
@@ -58,10 +58,10 @@ def fill_with_initial_weights(
     seed: int,
     layers: int,
     std: float,
-    part_of: TensorSlice | None = None,
+    tensor_slice: TensorSlice | None = None,
 ) -> None:
     """
-    Fill a parameter (any shape, any floating-point dtype), or its slice `part_of`, in place by its role.
+    Fill a parameter (any shape, any floating-point dtype), or its slice `tensor_slice`, in place by its role.
 
     Normal random numbers have the standard deviation `std`. The outputs of 2 * layers matrices are added to the
     residual stream; their standard deviation is divided by sqrt(2 * layers), so that the stream does not grow with
@@ -74,7 +74,7 @@ def fill_with_initial_weights(
         return
     # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
     scale = {"normal": std, "residual": std / math.sqrt(2 * layers)}.get(str(role.initial), 1.0)
-    part = part_of or TensorSlice.whole(tuple(parameter.shape))
+    part = tensor_slice or TensorSlice.whole(tuple(parameter.shape))
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
     if callable(role.initial):
         with torch.no_grad():
@@ -171,7 +171,7 @@ class DecoderBuilder:
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Yield problems with settings that are missing or contradict one another."""
-        for fault in faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
+        for fault in find_setting_faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
             yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
@@ -261,10 +261,10 @@ class DecoderBuilder:
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [part for part in module.modules() if isinstance(part, Block)]
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
         role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
-        fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, part_of=part_of)
+        fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
         return forward_flops(self.whole_module(), self.architecture)

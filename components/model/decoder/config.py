@@ -152,7 +152,7 @@ class DecoderConfig:
         )
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults in keys only this family has; `given` has at least the keys without a default."""
         yield from ()
 
@@ -196,9 +196,9 @@ class LayerTypesConfig(DecoderConfig):
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults if layers have no type, or an unknown one."""
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         layers, types = given["num_hidden_layers"], given.get("layer_types")
         if types is not None and len(types) < layers:
             why = f"layer_types has {len(types)} types, and num_hidden_layers = {layers}"
@@ -254,8 +254,8 @@ class MoeConfig(DecoderConfig):
         )
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        yield from super().faults(given)
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        yield from super().find_faults(given)
         yield from find_expert_count_faults(given)
 
     def layer_has_experts(self, number: int) -> bool:
@@ -287,9 +287,9 @@ class Qwen3MoeConfig(MoeConfig):
         return layer_has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults in layer numbers, and the fault if a layer without experts has no size."""
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         layers, step = given["num_hidden_layers"], given.get("decoder_sparse_step", 1)
         dense = given.get("mlp_only_layers", ())
         if strange := [number for number in dense if not 0 <= number < layers]:

@@ -111,22 +111,22 @@ class Experts(ExpertParallel, QuantizableLayer):
         """
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
         here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
-        both = self.project("gate_up_proj", here.rows, here.ends)
+        gate_and_up = self.project("gate_up_proj", here.rows, here.ends)
         if self.spec.biases:
-            both = both + self._look_up_biases("gate_up_proj_bias", here)
+            gate_and_up = gate_and_up + self._look_up_biases("gate_up_proj_bias", here)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
-        mixed = self._apply_gate(both, here.scale)
+        mixed = self._apply_gate(gate_and_up, here.scale)
         outputs = self.project("down_proj", mixed, here.ends)
         if self.spec.biases:
             scale = here.scale.where(_mask_used_rows(here), 0).unsqueeze(-1)
             outputs = outputs + (self._look_up_biases("down_proj_bias", here) * scale).to(outputs.dtype)
         return here.combine(outputs)
 
-    def _apply_gate(self, both: Tensor, scale: Tensor) -> Tensor:
-        """Return activation(gate) * up * scale, (rows, width), for `both` = gate and up (rows, 2 * width)."""
+    def _apply_gate(self, gate_and_up: Tensor, scale: Tensor) -> Tensor:
+        """Return activation(gate) * up * scale, (rows, width), for `gate_and_up` = gate and up (rows, 2 * width)."""
         if (clamp := self.spec.clamp) is None:
-            return self.kernels.swiglu_halves(both, scale)
-        return self.kernels.oss_swiglu_halves(both, scale, clamp.alpha, clamp.limit)
+            return self.kernels.swiglu_halves(gate_and_up, scale)
+        return self.kernels.oss_swiglu_halves(gate_and_up, scale, clamp.alpha, clamp.limit)
 
     def _look_up_biases(self, name: str, here: Dispatched) -> Tensor:
         """Return the bias of every row's expert, (rows, outputs), and zeros for unused rows."""

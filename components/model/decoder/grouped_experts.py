@@ -32,9 +32,9 @@ class GroupedExpertsConfig(MoeConfig):
         return number >= self.first_k_dense_replace
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults in expert groups, and the fault if no layer has experts."""
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
         if dense >= layers:
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"

@@ -93,14 +93,14 @@ class Family:
     mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = create_decoder_mapper
 
     @property
-    def keys(self) -> list[str]:
+    def config_keys(self) -> list[str]:
         """The keys in a `config.json` except rotary scaling, which has two forms."""
         return [field.name for field in attrs.fields(self.architecture) if field.name != "rope_scaling"]
 
     @property
-    def settings(self) -> list[str]:
+    def recipe_settings(self) -> list[str]:
         """The names of recipe settings that a `config.json` can set."""
-        return [*self.keys, "rope_scaling", "rope_parameters"]
+        return [*self.config_keys, "rope_scaling", "rope_parameters"]
 
 
 MAX_CONFIG = 2**20
@@ -115,7 +115,9 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 
 def build_hugging_face_config(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
     """Return the `config.json` for a model; `end` is the id that ends a text, if there is a tokenizer."""
-    numbers = {family.renamed.get(key, key): _convert_tuple_to_list(getattr(architecture, key)) for key in family.keys}
+    numbers = {
+        family.renamed.get(key, key): _convert_tuple_to_list(getattr(architecture, key)) for key in family.config_keys
+    }
     # transformers' defaults of a family may lie outside of a smaller vocabulary.
     known_end = {"pad_token_id": None} | ({} if end is None else {"eos_token_id": end})
     named = {"architectures": [family.class_name], "model_type": family.model_type}
@@ -193,8 +195,8 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
     config = {names.get(key, key): value for key, value in config.items()}
     try:
-        config = family.read(_copy_partial_rotary_factor(config, family.keys))
-        base, rope = parse_rope_config(config, "partial_rotary_factor" in family.keys)
+        config = family.read(_copy_partial_rotary_factor(config, family.config_keys))
+        base, rope = parse_rope_config(config, "partial_rotary_factor" in family.config_keys)
     except ValueError as error:
         raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
     config |= {"rope_theta": base}
@@ -203,7 +205,7 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
     config = {**family.hf_defaults, **{key: value for key, value in config.items() if value is not None}} | {
         key: None for key in family.nullable if key in config and config[key] is None
     }
-    values = {key: config[key] for key in family.keys if key in config}
+    values = {key: config[key] for key in family.config_keys if key in config}
     values = _add_head_sizes(family, values)
     for reason in (
         *_find_unsupported_values(family, config),
@@ -232,7 +234,7 @@ def find_architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSet
     )
     if architecture.rope_scaling is not None:
         yield from find_rope_faults(architecture.rope_scaling, architecture.rotary_dim)
-    yield from architecture.faults(attrs.asdict(architecture, recurse=False))
+    yield from architecture.find_faults(attrs.asdict(architecture, recurse=False))
 
 
 def _find_unsupported_values(family: Family, config: Mapping[str, Any]) -> Iterator[str]:

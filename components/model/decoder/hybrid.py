@@ -71,9 +71,9 @@ class HybridConfig(DecoderConfig):
         return attrs.evolve(first, name="linear_attn", spec=self.delta), last
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults if the rotated channels are odd, layers lack types, or value heads do not fit key heads."""
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         yield from find_rotary_dim_faults({"partial_rotary_factor": 0.25, **given})
         layers, types = given["num_hidden_layers"], given.get("layer_types")
         if types is not None and len(types) < layers:

@@ -128,7 +128,7 @@ class Decoder(TensorParallel):
             for window in dict.fromkeys(attention.window for attention in specs)
         }
         ropes = dict.fromkeys(attention.rope for attention in specs)
-        angles = {rope: None if rope is None else rope.angles(shared.positions) for rope in ropes}
+        angles = {rope: None if rope is None else rope.compute_cos_sin(shared.positions) for rope in ropes}
         recurrence = None
         if self.is_recurrent:
             recurrent: Any = self.kernels

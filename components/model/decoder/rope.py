@@ -37,7 +37,7 @@ class Rope:
     scaling: Scaling = None
     interleaved: bool = False
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, float32 (rows, length, dim // 2), for integer positions (rows, length)."""
         return rope_angles(positions, self.dim, self.base, self.scaling)
 

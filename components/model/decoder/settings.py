@@ -26,7 +26,7 @@ EXAMPLES = {
 }
 
 
-def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
+def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Return problems in a recipe's settings; None stands for a setting left out."""
     given = _drop_unset_settings(family, settings)
     if settings["config"] is not None:
@@ -47,7 +47,7 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
         if key in given:
             yield from find_rope_faults(given[key], _compute_rotary_dim(family, given), key)
     if given.keys() >= set(family.needed):
-        yield from family.architecture.faults(given)
+        yield from family.architecture.find_faults(given)
 
 
 def build_architecture_from_settings(
@@ -58,7 +58,7 @@ def build_architecture_from_settings(
 
     Raises UserError for invalid settings.
     """
-    for fault in faults(family, settings, tokens is not None):
+    for fault in find_setting_faults(family, settings, tokens is not None):
         raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
         architecture = _override_config(family, settings)
@@ -80,7 +80,7 @@ def build_architecture_from_settings(
 
 def _drop_unset_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the family's settings that are not None."""
-    return {key: settings[key] for key in family.settings if settings[key] is not None}
+    return {key: settings[key] for key in family.recipe_settings if settings[key] is not None}
 
 
 def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:

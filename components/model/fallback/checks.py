@@ -23,7 +23,7 @@ from drawloom.components.model.fallback.parts import (
 )
 from drawloom.components.model.fallback.shrink import shrink_config
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.components.weights.load import convert, persistent_tensors
+from drawloom.components.weights.load import convert_tensors, persistent_tensors
 from drawloom.kernels.attention import attention_eager, causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
@@ -153,7 +153,9 @@ class Comparison:
         """Raise SelfCheckError if converting parameters to tensors on disk and back changes them."""
         tensors = persistent_tensors(self._build_stage_module(0, self.count))
         mapper = create_conversion_mapper(self.reference, [*tensors])
-        again = convert_errors_to_failed_check("weights", lambda: convert(mapper.inverse(), convert(mapper, tensors)))
+        again = convert_errors_to_failed_check(
+            "weights", lambda: convert_tensors(mapper.inverse(), convert_tensors(mapper, tensors))
+        )
         if wrong := [name for name, tensor in tensors.items() if not torch.equal(again[name], tensor)]:
             raise SelfCheckError("weights", f"{wrong[0]} changes when it is converted to files and back")
 

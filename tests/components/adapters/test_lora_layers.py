@@ -11,7 +11,7 @@ from drawloom.components.model.layers import Linear
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.weights.adapted import build_meta_model_with_adapters, merge_mapper
-from drawloom.components.weights.load import convert
+from drawloom.components.weights.load import convert_tensors
 from support.adapted import adapt, fill_from_seed, lora
 from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, sparse
 
@@ -128,7 +128,7 @@ def test_merged_weights_compute_the_same(kind: str) -> None:
     tied = kind == "tied"
     whole = build_meta_model_with_adapters(model, adapters)
     parameters = dict(module.named_parameters())
-    merged = convert(merge_mapper(whole, tied), parameters)
+    merged = convert_tensors(merge_mapper(whole, tied), parameters)
     plain = KINDS[kind]()[0] if not tied else dense(tie_word_embeddings=False)
     twin = adapt(plain)
     names = [name for name, _ in twin.named_parameters()]

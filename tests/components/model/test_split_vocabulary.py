@@ -13,7 +13,7 @@ from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.split_vocabulary import NewTokens, find_new_tokens_fault, row_counts_by_parameter
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.adapted import OneStage
@@ -31,7 +31,7 @@ def loaded(folder: Path, tokenizer: Any, new_tokens: NewTokens) -> tuple[Decoder
     """Return the model of a folder with new tokens, and its module with the folder's weights."""
     model = AutoModel(kernels=cpu_kernels(), path=folder, tokenizer=tokenizer, new_tokens=new_tokens).builder
     module = model.build(LayerRange(0, 2, embedding=True, head=True))
-    load_folder(folder, module, model.hugging_face_mapper().inverse())
+    fill_module_from_folder(folder, module, model.hugging_face_mapper().inverse())
     return model, module
 
 

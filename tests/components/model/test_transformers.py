@@ -21,7 +21,7 @@ from drawloom.components.parallel.master_weights import compute_dtype
 from drawloom.components.ports.model import LanguageModel, LayerRange
 from drawloom.components.stages.model_precision import precision_of
 from drawloom.components.weights.adapted import fill_adapters, inject_adapters
-from drawloom.components.weights.load import convert, load_folder, persistent_tensors
+from drawloom.components.weights.load import convert_tensors, fill_module_from_folder, persistent_tensors
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import check_port
@@ -58,7 +58,7 @@ def saved(folder: Path, model_type: str, **changes: Any) -> tuple[Transformers, 
 def loaded(model: Transformers) -> Any:
     """Return the whole model with the folder's weights."""
     module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-    load_folder(model.path, module, model.hugging_face_mapper().inverse())
+    fill_module_from_folder(model.path, module, model.hugging_face_mapper().inverse())
     return module
 
 
@@ -91,7 +91,7 @@ def test_weights_are_read_and_written_under_the_names_on_disk(model_type: str, t
     tensors = persistent_tensors(loaded(model))
     for name, tensor in tensors.items():
         assert torch.equal(tensor, reference.state_dict()[name]), name
-    on_disk, written = load_file(tmp_path / "model.safetensors"), convert(model.hugging_face_mapper(), tensors)
+    on_disk, written = load_file(tmp_path / "model.safetensors"), convert_tensors(model.hugging_face_mapper(), tensors)
     assert on_disk.keys() == written.keys()
     assert all(torch.equal(on_disk[name], tensor) for name, tensor in written.items())
 
@@ -133,7 +133,7 @@ def test_two_stages_equal_the_whole_model(model_type: str, tmp_path: Path) -> No
     whole, layers = loaded(model), model.num_hidden_layers
     first, last = model.build(LayerRange(0, 1, True, False)), model.build(LayerRange(1, layers, False, True))
     for stage in (first, last):
-        load_folder(tmp_path, stage, model.hugging_face_mapper().inverse())
+        fill_module_from_folder(tmp_path, stage, model.hugging_face_mapper().inverse())
     names = [{name for name, _ in module.named_parameters()} for module in (first, last, whole)]
     shared_names = {f"{whole.parts.embedding}.weight"} if whole.parts.tied else set()
     assert names[0] | names[1] == names[2] and names[0] & names[1] == shared_names

@@ -8,21 +8,21 @@ import attrs
 import pytest
 
 from drawloom.components.model.decoder.rope import RopeScaling
-from drawloom.components.model.decoder.settings import build_architecture_from_settings, faults
+from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
 from drawloom.components.model.qwen3.dense import DENSE, Qwen3Dense
 from drawloom.components.model.qwen3.moe import MOE, Qwen3Moe
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
-NONE = dict.fromkeys(DENSE.settings) | {"config": None, "vocabulary_multiple": 1}
+NONE = dict.fromkeys(DENSE.recipe_settings) | {"config": None, "vocabulary_multiple": 1}
 
 
 Found = list[tuple[str | tuple[str, ...], str, str]]
 
 
 def faults_of(tokenizer: bool = False, **settings: Any) -> Found:
-    return [(fault.key, fault.why, fault.instead) for fault in faults(DENSE, NONE | settings, tokenizer)]
+    return [(fault.key, fault.why, fault.instead) for fault in find_setting_faults(DENSE, NONE | settings, tokenizer)]
 
 
 def test_sizes_that_fit_have_no_problem() -> None:
@@ -270,11 +270,11 @@ def test_a_config_sets_all_sizes(tmp_path: Path) -> None:
         assert Qwen3Dense(kernels=cpu_kernels(), config=config).architecture == other.architecture
 
 
-NO_EXPERTS = dict.fromkeys(MOE.settings) | {"config": None, "vocabulary_multiple": 1}
+NO_EXPERTS = dict.fromkeys(MOE.recipe_settings) | {"config": None, "vocabulary_multiple": 1}
 
 
 def faults_of_experts(**settings: Any) -> Found:
-    architecture = faults(MOE, NO_EXPERTS | settings, False)
+    architecture = find_setting_faults(MOE, NO_EXPERTS | settings, False)
     return [(fault.key, fault.why, fault.instead) for fault in architecture]
 
 
