@@ -203,13 +203,13 @@ class StochasticAdamW:
     def _compute_state_shapes(self, parameter: nn.Parameter) -> Specs:
         """Return (shape, dtype) by ParamState's fields for a parameter's state."""
         shape, means = tuple(parameter.shape), DTYPES[self.state_dtype]
-        has_8bit_means = means == torch.uint8 and parameter.ndim > 1
-        if means == torch.uint8 and not has_8bit_means:
+        has_codes = means == torch.uint8 and parameter.ndim > 1
+        if means == torch.uint8 and not has_codes:
             means = torch.float32  # a slice of a vector would cut blocks
         specs = {
             field: (shape, torch.int16 if field == "remainder" else means) for field in self._fields_by_key.values()
         }
-        if not has_8bit_means:
+        if not has_codes:
             return specs
         scales = (compute_scales_shape(shape), torch.float32)
         return specs | {"exp_avg_scale": scales, "exp_avg_sq_scale": scales}

@@ -328,8 +328,8 @@ class Planner:
         all_stages = sorted((stage for view in views for stage in view.stages.local), key=lambda stage: stage.index)
         policies = program.recompute or (recompute,) * program.stages
         # A cached view may have been made with other policies.
-        apply_recompute_policy = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in all_stages]
-        return {stage.index: meter.costs(stage, stage.index in split_stages) for stage in apply_recompute_policy}
+        recomputing = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in all_stages]
+        return {stage.index: meter.costs(stage, stage.index in split_stages) for stage in recomputing}
 
     def _rank_memory(
         self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]

@@ -257,12 +257,12 @@ def _find_wrong_shapes(
         if any(name not in specs for name in group.inputs):
             continue
         try:
-            compute_output_specs = compute_group_output_specs(group, specs)
+            output_specs = compute_group_output_specs(group, specs)
         except ValueError as error:
             yield str(error)
             continue
         origin = ", ".join(group.inputs)
-        pairs = [(spec.shape, shapes[name]) for name, spec in compute_output_specs.items() if name in shapes]
+        pairs = [(spec.shape, shapes[name]) for name, spec in output_specs.items() if name in shapes]
         wrong += [f"{origin} {actual} for {expected}" for actual, expected in pairs if actual != expected]
     if wrong:
         yield f"wrong shape {format_names(wrong)}"

@@ -146,9 +146,9 @@ def main() -> None:
         )
         worse += ours > best * (1 + 1e-9) or not cell.fits(*schedule)
         gain = 1 - ours / best
-        apply_recompute_policy = cell.search(recomputes=True)
-        again = cell.makespan(*apply_recompute_policy)
-        worse += again > ours * (1 + 1e-9) or not cell.fits(*apply_recompute_policy)
+        recomputing = cell.search(recomputes=True)
+        again = cell.makespan(*recomputing)
+        worse += again > ours * (1 + 1e-9) or not cell.fits(*recomputing)
         by_memory[cell.memory / cell.ranks].append(1 - again / ours)
         if (cell.last, cell.latency) == (1.3, 0.25) and best < float("inf"):
             gains.append(gain)

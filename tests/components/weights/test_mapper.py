@@ -205,11 +205,13 @@ def test_both_layouts_of_experts_are_converted() -> None:
 
 
 ORDER = """
-from drawloom.components.weights.mapper import parallel, sequential, select_worker_groups from
-drawloom.components.weights.mapper_ops import * names = [f"layers.{n}.{kind}" for n in range(20) for kind in ("q", "k",
-"v")] renamed = rename_by_pattern(names, r"layers\\\\.(\\\\d+)\\\\.(.)", r"m.\\\\1.\\\\2") joined =
-parallel(*(stack([f"m.{n}.{kind}" for kind in "qkv"], f"m.{n}") for n in range(0, 20, 2))) print([(g.inputs, g.outputs)
-for m in (sequential(renamed, joined), select_worker_groups(renamed, 3, 1)) for g in m.groups])
+from drawloom.components.weights.mapper import parallel, select_worker_groups, sequential
+from drawloom.components.weights.mapper_ops import *
+names = [f"layers.{n}.{kind}" for n in range(20) for kind in ("q", "k", "v")]
+renamed = rename_by_pattern(names, r"layers\\\\.(\\\\d+)\\\\.(.)", r"m.\\\\1.\\\\2")
+joined = parallel(*(stack([f"m.{n}.{kind}" for kind in "qkv"], f"m.{n}") for n in range(0, 20, 2)))
+mappers = sequential(renamed, joined), select_worker_groups(renamed, 3, 1)
+print([(g.inputs, g.outputs) for mapper in mappers for g in mapper.groups])
 """
 
 

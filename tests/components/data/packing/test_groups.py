@@ -28,12 +28,12 @@ def test_each_token_is_in_one_row(group: Group, sizes: list[int], length: int, s
     assert index.row_tokens().tolist() == [sum(piece.last - piece.first for piece in row) for row in rows]
     filled = [sum(piece.last - piece.first for piece in row) for row in rows]
     assert all(0 < size <= length for size in filled) and sum(filled) == index.tokens
-    create_token_counts = Counter(
+    token_counts = Counter(
         (part.document, token) for row in rows for part in row for token in range(part.first, part.last)
     )
     cut = {document for document in chosen.tolist() if sizes[document] % length == 1}
     wanted = {(number, token) for number in chosen.tolist() for token in range(sizes[number] - (number in cut))}
-    assert create_token_counts == Counter(wanted)
+    assert token_counts == Counter(wanted)
 
 
 def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None:

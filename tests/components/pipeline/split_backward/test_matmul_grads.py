@@ -241,9 +241,9 @@ def test_gradients_of_tensors_computed_from_a_weight_are_complete(
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
     expected = in_one(stage, inputs), pop_grads(kept)
-    compute_logit_grad_factors = in_two(stage, inputs), pop_grads(kept)
-    assert_same_grads(compute_logit_grad_factors[0], expected[0])
-    assert_same_grads((compute_logit_grad_factors[1], []), (expected[1], []))
+    split_grads = in_two(stage, inputs), pop_grads(kept)
+    assert_same_grads(split_grads[0], expected[0])
+    assert_same_grads((split_grads[1], []), (expected[1], []))
 
 
 @pytest.mark.parametrize("bias", [True, False])

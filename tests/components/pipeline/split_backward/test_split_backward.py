@@ -199,7 +199,7 @@ SPLIT_BY_TORCH = ["affine", "mlp", "residual", "norms", "convolutions", "dropout
 def test_both_passes_equal_torch_where_torch_is_right(name: str) -> None:
     """Both passes give the gradients of torch.distributed.pipelining's split backward."""
     stage, inputs = make_stage(name, "torch")
-    compute_logit_grad_factors = in_two(stage, inputs)
+    split_grads = in_two(stage, inputs)
     outputs = [
         output.clone() for output in run_forward(stage, inputs)
     ]  # torch detaches them in place, which views forbid
@@ -209,9 +209,7 @@ def test_both_passes_equal_torch_where_torch_is_right(name: str) -> None:
     pop_grads(inputs)
     stage_backward_weight(stage.parameters(), groups)
     expected = list(grads), pop_grads(list(stage.parameters()))
-    for one, other in zip(
-        [*compute_logit_grad_factors[0], *compute_logit_grad_factors[1]], [*expected[0], *expected[1]], strict=True
-    ):
+    for one, other in zip([*split_grads[0], *split_grads[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
@@ -427,9 +425,9 @@ def test_any_graph_equals_a_full_pass(
         return tuple(tensors[-outputs:])
 
     stage = Stage(forward, **weights, **vectors)
-    for compute_logit_grad_factors, expected in zip(in_two(stage, [x]), in_one(stage, [x]), strict=True):
-        assert [grad is None for grad in compute_logit_grad_factors] == [grad is None for grad in expected]
-        torch.testing.assert_close(compute_logit_grad_factors, expected, rtol=1e-12, atol=1e-12)
+    for split_grads, expected in zip(in_two(stage, [x]), in_one(stage, [x]), strict=True):
+        assert [grad is None for grad in split_grads] == [grad is None for grad in expected]
+        torch.testing.assert_close(split_grads, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
