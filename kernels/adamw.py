@@ -81,7 +81,7 @@ class ParamState:
 
     @property
     def has_pairs(self) -> bool:
-        """Return whether every random draw's two elements are neighbours in the weight."""
+        """Return whether all pairs of elements with a common random draw are neighbours in the weight."""
         return not any(number % PER_DRAW for number in (self.first, self.width, self.stride))
 
 

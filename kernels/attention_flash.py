@@ -107,7 +107,7 @@ def attention_flash(
 
 
 def why_not_flash(q: Tensor, v: Tensor, options: AttentionOptions) -> str:
-    """Return why flash attention can't compute q and v (..., width) with these options, or an empty string."""
+    """Return the reason why flash attention can't process q and v (..., width) with these options; empty if it can."""
     if options.softcap is not None:
         return "it has no softcap"
     if _padded_kernel_width(q, v) > MAX_WIDTH:

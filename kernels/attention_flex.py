@@ -127,7 +127,9 @@ def _find_least_and_greatest_by_block(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _list_key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for BlockMask, each query block's number of key blocks, and their indices; all heads share them."""
+    """
+    Return the arguments for BlockMask: by query block the number of key blocks, and their indices, equal for all heads.
+    """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
 

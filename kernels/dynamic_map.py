@@ -39,13 +39,13 @@ def compute_code_values(signed: bool) -> Tensor:
 
 @cache
 def compute_values_and_midpoints(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the values (256,) and the midpoints between them (255,), float32."""
+    """Return the float32 values of all codes (256,), ascending, and the midpoints between neighbours (255,)."""
     values = compute_code_values(signed)
     return values.to(device), ((values[:-1] + values[1:]) / 2).to(device)
 
 
 def compute_scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the scales' shape (..., blocks) for numbers (..., width)."""
+    """Return the shape of the scales, (..., blocks), for numbers with a shape (..., width)."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 

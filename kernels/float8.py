@@ -117,14 +117,14 @@ def compute_power_of_two_scales(largest: Tensor) -> Tensor:
 
 
 def allocate_rounded_weights(weights: Sequence[Tensor]) -> Float8Rows:
-    """Return memory for rounded weights (outputs, inputs), one below the other, with a transposed copy."""
+    """Allocate float8 rows for weights (outputs, inputs), concatenated along outputs, and a transposed copy."""
     outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
     data, transposed = (weights[0].new_empty(shape, dtype=E4M3) for shape in ((outputs, inputs), (inputs, outputs)))
     return Float8Rows(data, weights[0].new_empty(outputs, dtype=torch.float32), transposed)
 
 
 def compute_padded_row_count(rows: int) -> int:
-    """Return the padded row count for a transposed copy."""
+    """Return a row count, rounded up to the alignment of transposed copies."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 

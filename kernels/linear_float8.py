@@ -140,7 +140,7 @@ class KeptWeights:
         return self._versions == [weight._version for weight in self.weights]
 
     def start_rounding(self, kernels: Float8Kernels) -> None:
-        """Round the weights, and again by the same kernels whenever `round_again` is called."""
+        """Round the weights now, and remember the kernels for later calls of `round_again`."""
         self._kernels = kernels
         self.round_again()
 
@@ -153,7 +153,7 @@ class KeptWeights:
 
 
 def _round_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
-    """Round an operation's weights (outputs, inputs), or return the kept ones, with a transposed copy."""
+    """Return an operation's weights (outputs, inputs) in float8 with a transposed copy: kept ones, or rounded now."""
     kept: KeptWeights | None = getattr(weights[0], "float8", None)
     if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
         elements, scale = kernels.quantize_weights(weights)

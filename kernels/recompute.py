@@ -61,7 +61,7 @@ class Kept(Saved):
             collected.append(ref(self))
 
     def replace(self, tensor: Tensor) -> None:
-        """Take over a tensor (same shape) with the same values, in other memory."""
+        """Replace the kept tensor by a copy (same shape, same values) in other memory."""
         self._tensor = tensor
         self._version = tensor._version
 
@@ -258,7 +258,7 @@ class _Argument:
         self._requires_grad = tensor.requires_grad
 
     def restore(self) -> Tensor:
-        """Return the tensor (any shape) as another graph's start."""
+        """Return the tensor (any shape), detached: the repeated call builds its own graph."""
         return self._kept.value().detach().requires_grad_(self._requires_grad)
 
 
@@ -333,7 +333,7 @@ def call_recomputable_in_autograd_function(function: Callable[..., Any], *argume
 
 
 def record_recomputable_call(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Record that this function call returns these results, a tensor or a tuple of tensors."""
+    """Pass a function call's results, a tensor or a tuple of tensors, to the active `Selective`, if any."""
     if torch.compiler.is_compiling() or (selective := _selective.get()) is None:
         return
     values = *(results if isinstance(results, tuple) else (results,)), *arguments
@@ -364,7 +364,7 @@ class Selective:
         _selective.reset(self._token)
 
     def record_recomputable_call(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """Remember how to compute these results."""
+        """Remember the call behind these results for the backward pass."""
         tensors = results if isinstance(results, tuple) else (results,)
         call = _Repeated(function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments])
         for result in tensors:

@@ -66,7 +66,7 @@ def _widen_weight(weight: Tensor, wide: torch.dtype, zero_centered: bool) -> Ten
 
 
 def _sum_over_vectors(product: Tensor) -> Tensor:
-    """Return the sum over all vectors."""
+    """Sum a product (..., hidden_size) over all leading dimensions: the weight's gradient (hidden_size,)."""
     # This gradient can't be deferred: a split backward pass would keep the product, which is as large as x.
     return product.flatten(0, -2).sum(0) if product.ndim > 1 else product
 

@@ -196,7 +196,7 @@ def document_length_by_token(positions: Tensor) -> Tensor:
 def _compute_yarn_interpolation_weights(
     rotary_dim: int, base: float, yarn: YarnScaling, device: torch.device | str | None
 ) -> Tensor:
-    """Return the divided frequency's weight by pair, 0 to 1: (rotary_dim // 2,)."""
+    """Return by pair how much the divided frequency counts against the original one, 0 to 1: (rotary_dim // 2,)."""
     first, last = (
         _find_pair_with_rotations(rotations, rotary_dim, base, yarn.original_max_position_embeddings)
         for rotations in (yarn.beta_fast, yarn.beta_slow)

@@ -109,7 +109,7 @@ class WeightFormat:
 
 
 def split_into_blocks(rows: Tensor, size: int) -> Tensor:
-    """Return (..., blocks * size) as (..., blocks, size)."""
+    """Reshape (..., blocks * size) to (..., blocks, size)."""
     return rows.reshape(*rows.shape[:-1], -1, size)
 
 

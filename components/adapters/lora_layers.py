@@ -48,7 +48,7 @@ class LoraForm:
 
 
 def create_factor(*shape: int, like: Tensor) -> nn.Parameter:
-    """Return an uninitialized factor with this shape, with a weight's dtype and device."""
+    """Return an uninitialized parameter with a shape, and with the dtype and device of `like`."""
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
 

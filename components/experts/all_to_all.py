@@ -106,7 +106,10 @@ class TokenRoutes:
 
 
 def _deduplicate_ranks(rank: Tensor, ranks: int) -> Tensor:
-    """Return the different ranks for a token's choices (tokens, choices): (tokens, up to choices), padded with -1."""
+    """
+    Return every token's destination ranks without repetitions, padded with -1: (tokens, choices) to (tokens, up to
+    choices).
+    """
     is_chosen = torch.zeros(len(rank), ranks + 1, dtype=torch.int32, device=rank.device)
     is_chosen.scatter_(1, rank + 1, 1)
     values, indices = is_chosen[:, 1:].topk(min(rank.shape[1], ranks))
@@ -120,7 +123,7 @@ def _count_choices_by_rank(rank: Tensor, ranks: int) -> Tensor:
 
 
 def _drop_unused_rows(routes: Routes, rows: int) -> Routes:
-    """Cut off the rows behind the first `rows`, unused because of dropped choices."""
+    """Return the routes with the first `rows` rows; dropped choices leave the rows behind them unused."""
     dest, source, ends = routes
     return dest, source[:rows], ends
 

@@ -170,7 +170,8 @@ class SharedSlots:
 
     def limit(self, routes: Routes, capacity: float | None) -> tuple[Routes, Tensor | None]:
         """
-        Cut routes to the rows in use, counted while the host waits, or, with a capacity, to the rows it makes room for.
+        Cut routes to the rows in use, or to the rows that fit `capacity`. Without a capacity the host waits for the
+        count.
 
         With a capacity, also return a tensor (1,) on the device: NaN if rows were dropped, else 0. Raises UserError if
         an earlier layer dropped rows.

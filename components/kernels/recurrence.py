@@ -37,7 +37,7 @@ class WholeMask(NamedTuple):
         return cls(documents, cache)
 
     def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        """Apply a causal convolution to x (rows, length, channels) behind the cached tokens."""
+        """Apply a causal convolution to x (rows, length, channels), which continues the cached tokens, if any."""
         ids = self.documents.ids
         if self.cache is None:
             return function(x, weight, ids)
@@ -47,7 +47,7 @@ class WholeMask(NamedTuple):
         return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
 
     def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
-        """Apply the gated delta rule; with a cache to the cached tokens' state."""
+        """Apply the gated delta rule; with a cache, start from the cached state and store the new one."""
         if self.cache is None:
             return rule(*inputs, self.documents)[0]
         mixed, state = rule(*inputs, self.documents, self.cache.read_state())

@@ -84,7 +84,7 @@ def find_length_key(node: Any, name: str) -> str:
 
 
 def report_missing_sizes(node: Any, key: Any, text: str) -> Iterator[Problem]:
-    """Yield a problem at `key` if a length is in tokens and the node lacks an edge to the batch size or the rows."""
+    """Yield a problem at `key` for a length in tokens if the node has no edge to the batch size or to the rows."""
     missing = [f'{edge} = "@{name}"' for edge, name in SIZES.items() if not node.neighbour(edge)]
     if missing:
         yield node.problem(key, f"{text} needs the sizes of steps and rows", f"write {' and '.join(missing)}")

@@ -132,7 +132,7 @@ class ReferencedLoss(PairwiseLoss):
 
 
 def sum_by_answer(values: Tensor, documents: Tensor) -> Tensor:
-    """Sum values (rows, length) by document: float64 (rows, pairs, 2), zeros for missing documents."""
+    """Sum values (rows, length) over the tokens in every answer: float64 (rows, pairs, 2), 0 for missing answers."""
     rows, length = values.shape
     # A row has at most as many documents as tokens; counting the documents would wait for the GPU.
     slots = length + length % 2

@@ -44,7 +44,10 @@ class DeepseekV2Config(LatentConfig):
 
 
 def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert a null query rank; set one group for the greedy method. Raises ValueError for an unknown method."""
+    """
+    Convert a `config.json`: a null query rank becomes 0, and the greedy method one group. Raises ValueError for other
+    methods.
+    """
     method = config.get("topk_method", METHODS[False])
     if method not in METHODS.values():
         raise ValueError(f"says topk_method = {method!r}, where only {' and '.join(METHODS.values())} can be built")

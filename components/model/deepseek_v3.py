@@ -81,12 +81,12 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
 
 
 def query_rank_from_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with 0 for a query rank that is null, since recipes have no null."""
+    """Return a config whose query rank is 0 instead of null, because recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
 def query_rank_to_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with null for a query rank that is 0."""
+    """Return a config whose query rank is null instead of 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 
 

@@ -96,7 +96,7 @@ def _create_parameter_mapper(name: str) -> Mapper:
 
 
 def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Fill in transformers' scaling of positions, if a config has none."""
+    """Add transformers' default rotary scaling to a config without one."""
     if config.get("rope_scaling") or config.get("rope_parameters"):
         return config
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}

@@ -275,7 +275,7 @@ class ChunkedHead(_Chunked):
 
 
 def _gather_target_logit_and_lse(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the target's logit (arbitrary if ignored) and the log-sum-exp: (tokens, 2), at least float32."""
+    """Return by token the target's logit (arbitrary if ignored) and the log-sum-exp: (tokens, 2), at least float32."""
     wide = logits.to(_at_least_float32(logits))
     return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], wide.logsumexp(-1)], -1)
 

@@ -36,7 +36,7 @@ class Olmo3Config(LayerTypesConfig):
 
 
 def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Merge the bases for both layer types into one. Raises ValueError if they differ."""
+    """Replace the rotary bases by layer type by a single base. Raises ValueError if they differ."""
     config = split_rope_by_layer_type(config, "sliding_theta", THETA)
     full = config.get("rope_parameters") or {}
     theta = full.get("rope_theta", config.get("rope_theta", THETA)) if isinstance(full, dict) else THETA

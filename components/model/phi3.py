@@ -47,7 +47,7 @@ class Phi3Config(DecoderConfig):
 
 
 def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Rename the scaling `su`, as LongRoPE was called in the first files."""
+    """Rename rotary scaling `su` to `longrope`: the first files have the old name."""
     rope = config.get("rope_scaling")
     if isinstance(rope, Mapping) and rope.get("type") == "su":
         config = {**config, "rope_scaling": {**rope, "type": "longrope"}}
@@ -55,7 +55,9 @@ def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Repeat the original length at the top of a config, where transformers has a default."""
+    """
+    Copy the original length from the rotary scaling to the top of a config, where transformers would use a default.
+    """
     original = config.get("rope_parameters", {}).get("original_max_position_embeddings")
     return {**config, "original_max_position_embeddings": original or config["max_position_embeddings"]}
 

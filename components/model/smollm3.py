@@ -47,7 +47,7 @@ class SmolLm3Config(LlamaConfig):
 
     @classmethod
     def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the fault of layers that no_rope_layers does not mention."""
+        """Yield the inherited faults, and one if `no_rope_layers` is shorter than the model."""
         yield from super().find_faults(given)
         layers, flags = given["num_hidden_layers"], given.get("no_rope_layers")
         if flags is not None and len(flags) < layers:
@@ -56,7 +56,7 @@ class SmolLm3Config(LlamaConfig):
 
 
 def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Derive missing no_rope_layers from no_rope_layer_interval."""
+    """Add `no_rope_layers`, if a config lacks it, computed from `no_rope_layer_interval`."""
     interval, layers = config.get("no_rope_layer_interval", 4), config.get("num_hidden_layers")
     if config.get("no_rope_layers") is None and type(layers) is int and type(interval) is int and interval > 0:
         return {**config, "no_rope_layers": [int((layer + 1) % interval != 0) for layer in range(layers)]}

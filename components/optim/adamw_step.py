@@ -73,7 +73,9 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         torch._foreach_add_(steps, 1 if self.found_inf is None else [1 - self.found_inf] * len(steps))
 
     def _get_stepper(self, number: int, parts: list[nn.Parameter], weight_decay: float) -> Any:
-        """Return the kernel with the addresses of these weights and their state, built anew if the weights changed."""
+        """
+        Return a kernel launcher for these weights and their state, the cached one if the same weights have gradients.
+        """
         known, stepper = self._steppers.get(number, ((), None))
         if len(known) != len(parts) or any(a is not b for a, b in zip(known, parts, strict=True)):
             # Imported here, because Triton is not available on every machine.

@@ -61,7 +61,7 @@ class _Share:
 
     @property
     def sender_ranks(self) -> list[int]:
-        """Return one rank per part missing on the owner: the first rank with the part."""
+        """Return the ranks that send parts to the owner: for every missing part the first rank with it."""
         first: dict[TensorSlice, int] = {}
         for rank, part in enumerate(self.parts):
             if part is not None:
@@ -206,7 +206,9 @@ def _are_stacks_of_whole_matrices(slices: Sequence[TensorSlice]) -> bool:
 
 
 def _assign_regions_to_owners(slices: Sequence[TensorSlice]) -> Iterator[tuple[TensorSlice, int]]:
-    """Yield regions and their owners: every slice, divided along its first dimension among the ranks with a copy."""
+    """
+    Yield (region, owning rank): every slice is divided along its first dimension among the ranks that hold a copy.
+    """
     ranks_by_slice: dict[TensorSlice, list[int]] = {}
     for rank, part in enumerate(slices):
         if part.numel:

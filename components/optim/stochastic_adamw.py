@@ -358,7 +358,7 @@ def compute_scales_slice(name: str, part: TensorSlice | None) -> TensorSlice | N
 
 def locate_slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:
     """
-    Return where a slice's elements are in the flat tensor: index of the first, row width, and row stride.
+    Return the layout of a slice in the flat tensor: first element's index, row width and row stride, in elements.
 
     None is the whole tensor. Raises UserError for a slice whose rows are not equally far apart.
     """

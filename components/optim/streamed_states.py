@@ -68,7 +68,7 @@ class Range:
 
 
 def round_up_to_alignment(size: int) -> int:
-    """Return a number of bytes, rounded up to whole alignments."""
+    """Round a size in bytes up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -111,7 +111,9 @@ def cut_into_ranges(number: int, param: ParamState, size: int) -> Iterator[Range
 
 
 def _slice_flat_state(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
-    """Return a flat state tensor's part, such as scales, for a weight's elements `start` to `stop` out of `count`."""
+    """
+    Return the slice of a flat state tensor, such as scales, for a weight's elements `start` to `stop` out of `count`.
+    """
     return tensor[start * len(tensor) // count : stop * len(tensor) // count]
 
 

@@ -21,7 +21,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 
 def inject_adapters(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     """
-    Add adapters to a module on the meta device, and freeze everything they do not train.
+    Add adapters to a module on the meta device, and freeze all parameters they do not train.
 
     Returns the adapters' target patterns with a match.
     """
@@ -52,7 +52,7 @@ def find_adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]
 
 @contextmanager
 def disable_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Disable the modules' adapters inside the context."""
+    """Run the context with all adapters in the modules switched off, so layers compute with their base weights."""
     layers = [layer for module in modules for _, layer in find_adapted_layers(module)]
     for layer in layers:
         layer.active = False

@@ -77,7 +77,10 @@ def _add_missing_identities(mappers: Sequence[Mapper]) -> list[Mapper]:
 
 
 def _extend_by_identities(mapper: Mapper, names: Iterable[str]) -> Mapper:
-    """Extend a mapper by tensors it passes on unchanged. Raises ValueError if it already has one."""
+    """
+    Add groups to a mapper that return the named tensors unchanged. Raises ValueError if it already has one of the
+    names.
+    """
     passing = Mapper(tuple(TensorGroup((name,), (name,), return_unchanged, return_unchanged) for name in names))
     try:
         return parallel(mapper, passing)

@@ -27,7 +27,9 @@ class StackedExperts:
 
     @cached_property
     def _expert_names_by_stacked_name(self) -> dict[str, Sequence[Sequence[str]]]:
-        """The names of all experts' projections by the stacked tensor's name; gate and up are two lists."""
+        """
+        Names in files by stacked tensor name: one list with all experts' projections, or two lists for gate and up.
+        """
         specs = self.source.specs()
         counts: dict[str, int] = {}
         for name in specs:

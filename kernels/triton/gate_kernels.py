@@ -102,7 +102,7 @@ def _clamp_but_keep_nan(x, least: tl.constexpr, most: tl.constexpr):
 
 @triton.jit
 def _compute_activation_and_derivative(gates, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the function of the gate, and its derivative."""
+    """Return the activated gates and the activation's derivatives."""
     if FUNCTION == GELU_TANH_GATE:
         # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond 10 it is 0 or 1, and
         # the cube of a large gate would overflow.
@@ -128,7 +128,7 @@ def _compute_activation_and_derivative(gates, FUNCTION: tl.constexpr, ALPHA: tl.
 
 @triton.jit
 def _compute_up_factor_and_derivative(ups, FUNCTION: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the factor of the activated gate, and its derivative."""
+    """Return the activated gates' factors, computed from `ups`, and the factors' derivatives."""
     if FUNCTION == CLAMPED_GATE:
         factor = _clamp_but_keep_nan(ups, -LIMIT, LIMIT) + 1.0
         derivative = tl.where((ups <= LIMIT) & (ups >= -LIMIT), 1.0, 0.0)

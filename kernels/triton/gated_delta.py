@@ -90,7 +90,7 @@ def _allocate_forward(
 
 
 def _float32_product_precision() -> str:
-    """Return how float32 is multiplied: in three parts of TF32, unless torch is told to use one."""
+    """Return tl.dot's precision for float32: "tf32" if torch allows TF32, else "tf32x3"."""
     # Products in full float32 do not use tensor cores, and take minutes to compile here.
     return "tf32" if get_dot_precision() == "tf32" else "tf32x3"
 

@@ -9,7 +9,7 @@ from drawloom.kernels.scale import scale
 
 def unify_gradient_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
     """
-    Return gradients (any shapes) in one dtype, as a launch reads them, and their factors, float32 (factors,).
+    Return gradients (any shapes) in one dtype, as a launch needs, and remaining factors, float32 (factors,).
 
     Mixed dtypes are rare enough for copies.
     """

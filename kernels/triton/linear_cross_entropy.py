@@ -211,7 +211,7 @@ class _InChunks(Function):
 def _recompute_both_gradients(
     ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute both gradients where a loss depends on lse, whose gradient the forward pass cannot know."""
+    """Return hidden and weight gradients from recomputed logits: lse has a gradient, unknown in the forward pass."""
     hidden, weight, targets, factors, lse, *_ = ctx.saved_tensors
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     weighted_grad = None if grad_losses is None else grad_losses.where(targets != ctx.ignore_index, 0) * factors

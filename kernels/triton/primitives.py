@@ -36,7 +36,8 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
 
 def unify_angle_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Return cos and sin (rows, length, pairs) with equal strides, the last one 1: kernels accept one set of strides.
+    Return cos and sin (rows, length, pairs) with equal strides and last stride 1, since kernels accept one set of
+    strides.
     """
     cos, sin = contiguous_last_dim(cos), contiguous_last_dim(sin)
     return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())

@@ -197,7 +197,7 @@ class LayerTypesConfig(DecoderConfig):
 
     @classmethod
     def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults if layers have no type, or an unknown one."""
+        """Yield the inherited faults, and one if `layer_types` is shorter than the model or has an unknown type."""
         yield from super().find_faults(given)
         layers, types = given["num_hidden_layers"], given.get("layer_types")
         if types is not None and len(types) < layers:

@@ -86,7 +86,7 @@ class HybridConfig(DecoderConfig):
 
 
 def hybrid_config_from_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Drop keys for positions in images, which do not matter to text, and derive missing layer types."""
+    """Convert a `config.json`: drop keys for positions in images, which text lacks, and derive missing layer types."""
     interval, layers = config.get("full_attention_interval", 4), config.get("num_hidden_layers")
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping):

@@ -168,7 +168,9 @@ class Router(Linear, RowSums):
         return chosen, best if factor == 1.0 else best * factor
 
     def _compute_linear_aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return a scalar with the gradient of the rows' load-balancing losses, but linear in the probabilities."""
+        """
+        Return a scalar, linear in the probabilities, whose gradients equal the rows' load-balancing losses' gradients.
+        """
         counts = self.row_counts(chosen, weights, self.num_experts)
         grad = compute_aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
         return (self.repeat_by_token(grad.to(scores.dtype), weights) * self._normalise_unless_softmax(scores)).sum()
@@ -194,7 +196,9 @@ class Router(Linear, RowSums):
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
     def _call_observers(self, chosen: Tensor, scores: Tensor) -> None:
-        """Call the observers with tokens by expert and probabilities, in training and outside recomputation."""
+        """
+        Call the observers with token counts by expert and the probabilities; only in training, not in recomputation.
+        """
         # Evaluations have no gradients; what is computed again was counted before.
         if torch.is_grad_enabled() and not is_recomputing():
             flat = chosen.flatten()

@@ -69,7 +69,7 @@ class TransformersLM(nn.Module):
         self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
 
     def _replace_modules_outside_span(self) -> None:
-        """Replace layers and modules outside the span by placeholders without parameters."""
+        """Replace all modules that other stages own by placeholders without parameters."""
         layers = self._layers
         for number, layer in enumerate(layers):
             if not self.span.first <= number < self.span.last:
@@ -164,7 +164,10 @@ class _Product(nn.Module):
 
 
 def convert_layers_to_kernels(module: nn.Module, kernels: Kernels) -> None:
-    """Turn linear layers, embeddings and norms into drawloom's in place, with their parameters; save buffer values."""
+    """
+    Change the classes of linear layers, embeddings and norms to drawloom's in place; parameters stay, buffer values are
+    kept.
+    """
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__class__ = Linear

@@ -40,7 +40,7 @@ def replace_layer_number_by_star(name: str) -> str:
 
 
 def find_model_parts(whole: Any) -> Parts:
-    """Find the parts of a causal LM. Raises SelfCheckError for a model that isn't built of them."""
+    """Find a causal LM's embedding, layers, norm and head. Raises SelfCheckError for a model without these parts."""
     names = {part: name for name, part in whole.named_modules()}
     embedding, head = _get_embeddings(whole)
     if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:

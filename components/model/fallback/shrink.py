@@ -82,7 +82,10 @@ def _shrink_value(key: str, value: Any) -> Any:
 
 
 def _shrink_kv_heads(heads: int, kv_heads: int, small_heads: int) -> int:
-    """Return fewer key-value heads in the same way: one for all queries, one for every query, or grouped."""
+    """
+    Return the small model's key-value heads, with the same sharing: one for all queries, one per query head, or
+    grouped.
+    """
     if kv_heads in (1, heads):
         return 1 if kv_heads == 1 else small_heads
     return max(1, small_heads // 2)
