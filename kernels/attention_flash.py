@@ -91,7 +91,7 @@ def attention_flash(
     (rows, length, heads, v_dim), a meta tensor for meta tensors. Raises ValueError for a softcap or wide heads.
     """
     if problem := why_not_flash(q, v, options):
-        raise ValueError(f"torch's flash attention can't compute this: {problem}; choose the implementation 'flex'")
+        raise ValueError(f"torch's flash attention can't run: {problem}; choose the implementation 'flex'")
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
     width = _padded_kernel_width(q, v)
@@ -130,7 +130,9 @@ def compute_document_offsets(
     the number of documents is the result's size; on the meta device the size is 1.
     """
     if queries is not None:
-        raise ValueError("torch's flash attention does not accept queries of a part of a document")
+        raise ValueError(
+            "torch's flash attention needs the queries of whole documents; choose the implementation 'flex'"
+        )
     if document_ids.is_meta:
         return DocumentOffsets(document_ids.new_empty(1, dtype=torch.int32), window)
     # The first token of a row always begins a document, also if the last row ended with the same id.

@@ -81,7 +81,9 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
 def check_float8_operands(x: Tensor, weight: Tensor) -> None:
     """Raise TypeError unless operands are bfloat16, and ValueError for unsuitable widths."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        raise TypeError(f"products in float8 round bfloat16 operands, and these are {x.dtype} and {weight.dtype}")
+        raise TypeError(
+            f"float8 products need bfloat16 operands, and these are {x.dtype} and {weight.dtype}; cast them to bfloat16"
+        )
     if any(width % ALIGNMENT for width in weight.shape):
         raise ValueError(f"a weight {tuple(weight.shape)} has a width that is not divisible by {ALIGNMENT}")
 

@@ -312,7 +312,10 @@ class StochasticAdamW:
             raise KeyError(f"optimizer state differs for {sorted(other)}")
         steps = {state[name]["steps"] for name in self._params}
         if len(steps) > 1:
-            raise ValueError(f"parameters have taken different numbers of steps, {sorted(steps)}")
+            raise ValueError(
+                f"the state's parameters have different step counts, {sorted(steps)}; "
+                "optim.stochastic_adamw keeps one count for all"
+            )
         if self._transfers is not None:
             self._transfers.synchronize()
         for stepper in self._streamed_steps:
@@ -372,5 +375,7 @@ def locate_slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:
         return first, ALL, 0
     if any(strides[dim] != strides[inner] * part.size[inner] for dim, inner in pairwise(numbers_rows)):
         text = f"a slice of shape {part.size} at {part.offsets} of a tensor of shape {part.shape}"
-        raise UserError(f"optim.stochastic_adamw has no noise for {text}; take another mesh or optimizer")
+        raise UserError(
+            f"optim.stochastic_adamw can't number the noise for {text}; change the mesh, or use optim.adamw"
+        )
     return first, part.size[last] * strides[last], strides[numbers_rows[-1]]

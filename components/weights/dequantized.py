@@ -110,12 +110,17 @@ def _find_nf4(source: TensorSource, specs: Specs) -> Found:
         if not marker:
             continue
         if kind != NF4.name:
-            raise UserError(f"{name} is in bitsandbytes' format {kind}, but only nf4 is supported; take another folder")
+            raise UserError(
+                f"{name} is in bitsandbytes' format {kind}, but only nf4 is supported; use a folder "
+                "with nf4 weights, or without quantization"
+            )
         state = json.loads(bytes(source.tensor(key).tolist()))
         shape = tuple(state["shape"])
         if state["blocksize"] != NF4.block or shape[-1] % NF4.block:
             text = f"{name} has rows of {shape[-1]} elements in blocks of {state['blocksize']}"
-            raise UserError(f"{text}, and only rows of whole blocks of {NF4.block} are read; take another folder")
+            raise UserError(
+                f"{text}, and only rows of whole blocks of {NF4.block} can be read; use a folder without quantization"
+            )
         ends = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", NF4_STATE)
         parts = tuple(name + end for end in ends if name + end in specs)
 
@@ -130,7 +135,9 @@ def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Ma
     """Read an NF4 weight's codes and scales as its storage. Raises UserError for another code table."""
     codes, scales = source.tensor(name), source.tensor(f"{name}.absmax")
     if not torch.equal(source.tensor(f"{name}.quant_map"), torch.tensor(NF4_VALUES)):
-        raise UserError(f"{name}.quant_map has other values than NF4; take another folder")
+        raise UserError(
+            f"{name}.quant_map is not the NF4 table; use a folder whose weights are in nf4, or not quantized"
+        )
     if "nested_offset" in state:
         values, largest = (source.tensor(f"{name}.nested_{part}") for part in ("quant_map", "absmax"))
         repeated = largest.repeat_interleave(state["nested_blocksize"])[: len(scales)]
@@ -149,7 +156,9 @@ def _find_float8(source: TensorSource, specs: Specs) -> Found:
         tiles = tuple(math.ceil(size / TILE) for size in spec.shape[-2:])
         if specs[scales].shape != (*spec.shape[:-2], *tiles) or spec.shape[-1] % TILE:
             text = f"{name} is {spec.shape} with scales {specs[scales].shape}"
-            raise UserError(f"{text}, and only scales of tiles of {TILE} x {TILE} are read; take another folder")
+            raise UserError(
+                f"{text}, and only scales of tiles of {TILE} x {TILE} can be read; use a folder without quantization"
+            )
 
         def read(name: str = name, shape: tuple[int, ...] = spec.shape) -> Tensor:
             by_row = source.tensor(name + TILE_SCALES).float().repeat_interleave(TILE, -2)[..., : shape[-2], :]

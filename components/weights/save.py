@@ -75,7 +75,9 @@ def check_storable(specs: Mapping[str, TensorSpec]) -> None:
     try:
         check_writable(specs)
     except ValueError as error:
-        raise UserError(f"the tensors can't be written: {error}; give it another one") from error
+        raise UserError(
+            f"safetensors files can't store these tensors: {error}; change this name, dtype or shape"
+        ) from error
 
 
 def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -85,7 +87,9 @@ def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tu
             for expected in file.specs:
                 name, tensor = next(tensors)
                 if name != expected:
-                    raise ValueError(f"{name} was given where {expected} was planned")
+                    raise ValueError(
+                        f"tensor {name} came where the plan has {expected}; pass the tensors in the planned order"
+                    )
                 writer.write(name, tensor)
 
 

@@ -198,7 +198,7 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
         config = family.read(_copy_partial_rotary_factor(config, family.config_keys))
         base, rope = parse_rope_config(config, "partial_rotary_factor" in family.config_keys)
     except ValueError as error:
-        raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
+        raise UserError(f"config: {path} {error}; use the config.json of {family.called} instead") from error
     config |= {"rope_theta": base}
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
         config["use_sliding_window"] = False  # as to transformers; a missing window is the default
@@ -212,12 +212,12 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
         *_find_missing_keys(family, values),
         *_find_invalid_values(family, values),
     ):
-        raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
+        raise UserError(f"config: {path} {reason}; use the config.json of {family.called} instead")
     architecture = family.architecture(**{**values, "rope_scaling": rope})
     for fault in find_architecture_faults(architecture):
-        raise UserError(f"config: in {path}, {fault.why}; take the config.json of {family.called}")
+        raise UserError(f"config: in {path}, {fault.why}; use the config.json of {family.called} instead")
     if reason := _find_window_contradiction(architecture, config):
-        raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
+        raise UserError(f"config: {path} {reason}; use the config.json of {family.called} instead")
     return architecture
 
 

@@ -22,7 +22,7 @@ def check_hidden_states_request(shared: TokenContext, layers: int) -> None:
     if unknown := [number for number in asked if not 0 <= number <= layers]:
         raise ValueError(f"there are no hidden states of layer {unknown[0]}: the model has layers 0 to {layers}")
     if shared.mean_weights is not None and (shared.hidden_states is None or shared.hidden_states.documents is None):
-        raise ValueError("mean_weights is for means: ask for hidden_states=HiddenStates(layers, documents=1)")
+        raise ValueError("mean_weights needs document means; request hidden_states=HiddenStates(layers, documents=1)")
     if asked and shared.part is not None:
         raise ValueError(
             "hidden states can't be returned with context parallelism, because each rank has only a part of a row"

@@ -127,7 +127,7 @@ def test_experts_that_cannot_be_built_are_refused(tmp_path: Path, changes: dict[
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as caught:
         read_config(MOE, tmp_path)
-    assert message in str(caught.value) and "take the config.json of a Qwen3 model with experts" in str(caught.value)
+    assert message in str(caught.value) and "use the config.json of a Qwen3 model with experts" in str(caught.value)
 
 
 def test_both_forms_of_the_rotary_base_are_read(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_impossible_means_are_refused() -> None:
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="no hidden states of layer 3: the model has layers 0 to 2"):
         check_hidden_states_request(context(tokens, hidden_states=HiddenStates((3,))), 2)
-    with pytest.raises(ValueError, match="mean_weights is for means"):
+    with pytest.raises(ValueError, match="mean_weights needs document means"):
         check_hidden_states_request(context(tokens, hidden_states=HiddenStates((1,)), mean_weights=tokens), 2)
     part: Any = object()
     with pytest.raises(ValueError, match="hidden states can't be returned with context parallelism"):
