@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drawloom.kernels.attention import AttentionImplementation, attention_eager, causal_mask
+from drawloom.kernels.attention import AttentionImplementation, attention_eager, create_causal_mask
 from drawloom.kernels.attention_flash import attention_flash, why_not_flash
 from drawloom.kernels.attention_flex import FLEX, block_mask
 from drawloom.kernels.attention_meta import attention_on_meta
@@ -60,7 +60,7 @@ def attention_cudnn(
         documents = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
         return FLEX.attend(q, k, v, block_mask(documents), options, sinks)
     if server == "eager":
-        return attention_eager(q, k, v, causal_mask(q.shape[1], q.shape[1], None, q.device), options, sinks)
+        return attention_eager(q, k, v, create_causal_mask(q.shape[1], q.shape[1], None, q.device), options, sinks)
     if sinks is not None:
         return attend_with_statistics(CudnnKernel(options.scale), q, k, v, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

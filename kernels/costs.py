@@ -21,12 +21,12 @@ Scratch = Callable[..., int]
 """Return the most bytes that exist only while an operation runs, from some of its arguments by name."""
 
 
-def no_flops() -> float:
+def return_zero_flops() -> float:
     """Return 0, for an operation without matrix products, such as a pointwise one."""
     return 0.0
 
 
-def no_scratch() -> int:
+def return_zero_scratch_bytes() -> int:
     """Return 0, for an operation that allocates its results and little else."""
     return 0
 

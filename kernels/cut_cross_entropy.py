@@ -25,7 +25,7 @@ from drawloom.kernels.vocab_parallel import (
     SplitVocabulary,
     all_reduce_gradient,
     combine_lse_and_target_logit_over_ranks,
-    local_targets,
+    find_local_target_rows,
 )
 
 
@@ -97,10 +97,10 @@ def apply_cut_cross_entropy(
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     weight_gradient = get_weight_gradient_function(weight)
     losses, lse = _CutCrossEntropy.apply(tokens, weight, flat, cut, implementation, weight_gradient)  # type: ignore[no-untyped-call]
-    return weigh_losses(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    return multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
 
 
-def weigh_losses(losses: Tensor, token_weights: Tensor | None) -> Tensor:
+def multiply_by_token_weights(losses: Tensor, token_weights: Tensor | None) -> Tensor:
     """Multiply losses (...) by their tokens' weights (...), if any."""
     return losses if token_weights is None else losses * token_weights
 
@@ -141,7 +141,7 @@ class _CutCrossEntropy(Function):
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
         """Return loss and log-sum-exp by token, both (tokens,), at least float32."""
-        local = local_targets(targets, len(weight), cut.ignore_index, cut.part)
+        local = find_local_target_rows(targets, len(weight), cut.ignore_index, cut.part)
         lse, target_logit = combine_lse_and_target_logit_over_ranks(
             *implementation.forward(hidden, weight, local, cut), cut.part
         )
@@ -157,7 +157,7 @@ class _CutCrossEntropy(Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, lse = ctx.saved_tensors
         grad, grad_lse = compute_logit_grad_factors(grad_losses, grad_lse, targets != ctx.cut.ignore_index, lse.dtype)
-        local = local_targets(targets, len(weight), ctx.cut.ignore_index, ctx.cut.part)
+        local = find_local_target_rows(targets, len(weight), ctx.cut.ignore_index, ctx.cut.part)
         needs, inputs = Needs(*ctx.needs_input_grad[:2]), (hidden, weight, local, lse, grad)
         # A deferred weight gradient computes the logits a third time, in exchange for keeping none.
         if needs.weight and getattr(ctx.weight_gradient, "active", False):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_scratch, register_costs
+from drawloom.kernels.costs import register_costs, return_zero_scratch_bytes
 from drawloom.kernels.deferred_grads import (
     WeightGradient,
     get_weight_gradient_function,
@@ -123,7 +123,7 @@ def count_outer_product_flops(a: Tensor, b: Tensor) -> float:
     return 2.0 * a.numel() * b.shape[-1]
 
 
-def _torch_flops(self: Tensor, mat2: Tensor) -> float:
+def _count_torch_flops(self: Tensor, mat2: Tensor) -> float:
     # Rows times matrices (3 dimensions), or sums of products of rows (2 dimensions): the count is the same.
     return 2.0 * self.numel() * mat2.shape[-1]
 
@@ -179,9 +179,15 @@ def _pad_last_dim(x: Tensor, dimension: int) -> Tensor:
     return F.pad(x, (0, -x.shape[dimension] % multiple)) if x.shape[dimension] % multiple else x
 
 
-register_costs(torch.ops.drawloom.grouped_gemm_rows_eager, flops=count_row_product_flops, scratch=no_scratch)
-register_costs(torch.ops.drawloom.grouped_gemm_matrices_eager, flops=count_outer_product_flops, scratch=no_scratch)
-register_costs(torch.ops.aten._grouped_mm, flops=_torch_flops, scratch=no_scratch)  # torch 2.11 does not count it
+register_costs(
+    torch.ops.drawloom.grouped_gemm_rows_eager, flops=count_row_product_flops, scratch=return_zero_scratch_bytes
+)
+register_costs(
+    torch.ops.drawloom.grouped_gemm_matrices_eager, flops=count_outer_product_flops, scratch=return_zero_scratch_bytes
+)
+register_costs(
+    torch.ops.aten._grouped_mm, flops=_count_torch_flops, scratch=return_zero_scratch_bytes
+)  # torch 2.11 does not count it
 
 EAGER = GroupedGemmImplementation(_multiply_rows_by_expert, _sum_outer_products_by_expert)
 TORCH = GroupedGemmImplementation(_multiply_rows_by_torch, _sum_outer_products_by_torch)

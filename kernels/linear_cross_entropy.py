@@ -14,8 +14,8 @@ from drawloom.kernels.cut_cross_entropy import (
     LogitCut,
     compute_logit_grad_factors,
     cut_cross_entropy_eager,
+    multiply_by_token_weights,
     pass_none_for_unused_grads,
-    weigh_losses,
 )
 from drawloom.kernels.deferred_grads import (
     MatrixProduct,
@@ -46,7 +46,7 @@ def linear_cross_entropy_eager(
         return cut_cross_entropy_eager(hidden, weight, targets, cut, token_weights)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     losses, lse = _WholeProbabilities.apply(tokens, weight, flat, ignore_index, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call]
-    return weigh_losses(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    return multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
 
 
 @supports_deferred_weight_gradient

@@ -37,7 +37,7 @@ class SplitVocabulary(Protocol):
         ...
 
 
-def local_targets(targets: Tensor, rows: int, ignore_index: int, part: SplitVocabulary | None) -> Tensor:
+def find_local_target_rows(targets: Tensor, rows: int, ignore_index: int, part: SplitVocabulary | None) -> Tensor:
     """Return the targets' local rows, int64 (tokens,), or -1 if they are on another rank or ignored."""
     is_learned = targets != ignore_index
     if part is None:

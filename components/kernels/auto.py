@@ -24,7 +24,7 @@ from drawloom.components.ports.model import RowPart, VocabularyPart
 from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.attention import attention_eager, causal_mask
+from drawloom.kernels.attention import attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
@@ -263,7 +263,7 @@ class AutoKernels:
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
             k, v = mask.cache.extend(k, v)
-            visible = causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
+            visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
             return attention_eager(q, k, v, visible, options, sinks)
         return self._functions_by_operation["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 

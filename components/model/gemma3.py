@@ -31,7 +31,7 @@ class Gemma3Config(LayerTypesConfig):
     attention_bias: bool = False
 
     @property
-    def score_scale(self) -> float:
+    def attention_score_scale(self) -> float:
         return float(self.query_pre_attn_scalar**-0.5)
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:

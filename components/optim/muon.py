@@ -15,7 +15,7 @@ from drawloom.components.optim.parameter_groups import (
     find_group_indices,
     find_targets_fault,
 )
-from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
+from drawloom.components.optim.shared_matrices import SharedMatrices, count_orthogonalize_flops
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.slices import TensorSlice
@@ -76,7 +76,7 @@ class Muon(TorchOptimizer):
         slices, matrices = self.parameters.slices(), self._find_muon_matrices()
         parts = ((slices[name], part) for name, part in self.parameters.named_parameters() if part in matrices)
         shapes = (tuple(part.shape) if tensor_slice is None else tensor_slice.shape for tensor_slice, part in parts)
-        return sum(orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing_group.size
+        return sum(count_orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing_group.size
 
     @property
     def _sharing_group(self) -> Group:
@@ -142,7 +142,7 @@ class MuonStep(WideGradientStep):
         for group in self.param_groups:
             for part in group["params"]:
                 name = self._names[part]
-                rate = group["lr"] * _lr_multiplier(self._adjust, self._slices[name].shape)
+                rate = group["lr"] * _compute_lr_multiplier(self._adjust, self._slices[name].shape)
                 updated = part * (1 - group["lr"] * group["weight_decay"])
                 self._copy_unless_inf_found(part, updated.add_(directions[name], alpha=-rate))
 
@@ -159,7 +159,7 @@ class MuonStep(WideGradientStep):
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, tensor, value))
 
 
-def _lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...]) -> float:
+def _compute_lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...]) -> float:
     """Return the learning-rate multiplier for whole matrices (..., rows, columns)."""
     rows, columns = shape[-2:]
     return math.sqrt(max(1, rows / columns)) if adjustment == "original" else 0.2 * math.sqrt(max(rows, columns))

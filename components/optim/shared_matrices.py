@@ -40,7 +40,7 @@ def orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:
     return (x if wide is flat else x.mT).reshape(matrices.shape)
 
 
-def orthogonalize_flops(shape: Sequence[int], ns_steps: int) -> float:
+def count_orthogonalize_flops(shape: Sequence[int], ns_steps: int) -> float:
     """Return `orthogonalize`'s floating-point operations for matrices with a shape."""
     *stack, small, large = *shape[:-2], *sorted(shape[-2:])
     return ns_steps * prod(stack) * (4.0 * small**2 * large + 2.0 * small**3)
@@ -88,7 +88,7 @@ class SharedMatrices:
             {name: TensorSlice(tuple(shape), tuple(offsets), tuple(size)) for name, shape, offsets, size in rank_fields}
             for rank_fields in ranks.gather_json(fields)
         ]
-        self._shares = list(_plan_shares(slices_by_rank))
+        self._shares = list(_plan_matrix_shares(slices_by_rank))
         self._owned_shares = [share for share in self._shares if share.owner == ranks.rank]
         self._exchanges = any(share.parts.count(None) < ranks.size - 1 for share in self._shares)
 
@@ -181,22 +181,22 @@ class SharedMatrices:
         return torch.split(rows, [size for sizes in received for size in sizes])
 
 
-def _plan_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> Iterator[_Share]:
+def _plan_matrix_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> Iterator[_Share]:
     """Yield all matrices' shares, the same on every rank. All ranks have slices with the same names."""
     work = [0] * len(slices_by_rank)
     first_rank = slices_by_rank[0]
-    for name in sorted(first_rank, key=lambda name: (-_estimate_cost(first_rank[name].shape), name)):
+    for name in sorted(first_rank, key=lambda name: (-_estimate_multiplications(first_rank[name].shape), name)):
         slices = [rank_slices[name] for rank_slices in slices_by_rank]
         if _are_stacks_of_whole_matrices(slices):
             regions = list(_assign_regions_to_owners(slices))
         else:
             regions = [(TensorSlice.whole(slices[0].shape), min(range(len(work)), key=work.__getitem__))]
         for region, owner in regions:
-            work[owner] += _estimate_cost(region.size)
+            work[owner] += _estimate_multiplications(region.size)
             yield _Share(name, region, owner, [region.overlap(part) for part in slices])
 
 
-def _estimate_cost(shape: Sequence[int]) -> int:
+def _estimate_multiplications(shape: Sequence[int]) -> int:
     """Return roughly an iteration's number of multiplications."""
     return prod(shape) * min(shape[-2:])
 

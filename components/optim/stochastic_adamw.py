@@ -264,13 +264,13 @@ class StochasticAdamW:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the state on the device: of all of it, or of the slots."""
-        size = self._state_bytes()
+        size = self._count_state_bytes()
         return {"optimizer_state": size if self.states == "device" else SLOTS * min(self.slot_bytes, size)}
 
     def host_bytes(self) -> int:
-        return self._state_bytes() if self.states == "host" else 0
+        return self._count_state_bytes() if self.states == "host" else 0
 
-    def _state_bytes(self) -> int:
+    def _count_state_bytes(self) -> int:
         specs = [self._compute_state_shapes(parameter).values() for _, parameter in self.parameters.named_parameters()]
         return sum(prod(shape) * dtype.itemsize for named in specs for shape, dtype in named)
 

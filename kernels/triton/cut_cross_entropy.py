@@ -61,11 +61,11 @@ def _fake_forward(
     return lse, torch.empty_like(lse)
 
 
-def _forward_flops(hidden: Tensor, weight: Tensor) -> float:
+def _count_forward_flops(hidden: Tensor, weight: Tensor) -> float:
     return 2.0 * hidden.numel() * len(weight)
 
 
-def _forward_scratch(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
+def _count_forward_scratch_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
     # In other dtypes no logits are written.
     return count_logits_bytes(hidden, weight, max_logits) if _multiplies_by_torch(hidden) else 0
 
@@ -74,8 +74,8 @@ def _forward_scratch(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
     "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int tokens, int words, int max_logits) "
     "-> (Tensor, Tensor)",
     fake=_fake_forward,
-    flops=_forward_flops,
-    scratch=_forward_scratch,
+    flops=_count_forward_flops,
+    scratch=_count_forward_scratch_bytes,
 )
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, tokens: int, words: int, max_logits: int
@@ -155,11 +155,13 @@ def _fake_backward(
     return grad_hidden, weight.new_empty(weight.shape if needs_weight else 0)
 
 
-def _backward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
+def _count_backward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
     return 2.0 * hidden.numel() * len(weight) * (1 + needs_hidden + needs_weight)
 
 
-def _backward_scratch(hidden: Tensor, weight: Tensor, filter_eps: float, max_logits: int, needs_weight: bool) -> int:
+def _count_backward_scratch_bytes(
+    hidden: Tensor, weight: Tensor, filter_eps: float, max_logits: int, needs_weight: bool
+) -> int:
     """Return the bytes for logit gradients, float32 sums, and the sorted copy of the weight."""
     sums = 4 * weight.numel() if needs_weight and weight.dtype != torch.float32 else 0
     return count_logits_bytes(hidden, weight, max_logits) + sums + (weight.nbytes if filter_eps else 0)
@@ -170,8 +172,8 @@ def _backward_scratch(hidden: Tensor, weight: Tensor, filter_eps: float, max_log
     "Tensor? grad_lse, float filter_eps, int tokens, int words, int max_logits, bool needs_hidden, bool needs_weight) "
     "-> (Tensor, Tensor)",
     fake=_fake_backward,
-    flops=_backward_flops,
-    scratch=_backward_scratch,
+    flops=_count_backward_flops,
+    scratch=_count_backward_scratch_bytes,
 )
 def _backward(
     hidden: Tensor,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv
@@ -29,7 +29,10 @@ def _allocate_result(stored: Tensor, name: str) -> Tensor:
 
 
 @register_kernel(
-    "dequantize(Tensor stored, str name) -> Tensor", fake=_allocate_result, flops=no_flops, scratch=no_scratch
+    "dequantize(Tensor stored, str name) -> Tensor",
+    fake=_allocate_result,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _dequantize(stored: Tensor, name: str) -> Tensor:
     result, weight_format = _allocate_result(stored, name), FORMATS[name]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import (
     E4M3,
     MIN_SCALE_EXPONENT,
@@ -117,7 +117,10 @@ def _allocate_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "float8_quantize(Tensor x) -> (Tensor, Tensor)", fake=_allocate_quantized, flops=no_flops, scratch=no_scratch
+    "float8_quantize(Tensor x) -> (Tensor, Tensor)",
+    fake=_allocate_quantized,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     data, scale = _allocate_quantized(x)
@@ -132,8 +135,8 @@ def _allocate_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
 @register_kernel(
     "float8_quantize_weights(Tensor[] weights) -> (Tensor, Tensor)",
     fake=_allocate_weights,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _quantize_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     data, scale = _allocate_weights(weights)
@@ -153,7 +156,10 @@ def _allocate_swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "float8_swiglu(Tensor gate_and_up) -> (Tensor, Tensor)", fake=_allocate_swiglu, flops=no_flops, scratch=no_scratch
+    "float8_swiglu(Tensor gate_and_up) -> (Tensor, Tensor)",
+    fake=_allocate_swiglu,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
     data, scale = _allocate_swiglu(gate_and_up)
@@ -180,8 +186,8 @@ def _allocate_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | 
 @register_kernel(
     "float8_quantize_gradient(Tensor[] grads, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_gradient,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _quantize_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
     return _quantize_gradient_rows(grads, None, factor, row_scale)
@@ -197,8 +203,8 @@ def _allocate_swiglu_gradient(
     "float8_swiglu_gradient(Tensor grad, Tensor gate_and_up, Tensor factor, Tensor? row_scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_swiglu_gradient,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _swiglu_gradient(grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
     return _quantize_gradient_rows([grad], gate_and_up, factor, row_scale)
@@ -247,7 +253,12 @@ def _allocate_transpose(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], compute_padded_row_count(len(x)), dtype=E4M3)
 
 
-@register_kernel("float8_transpose(Tensor x) -> Tensor", fake=_allocate_transpose, flops=no_flops, scratch=no_scratch)
+@register_kernel(
+    "float8_transpose(Tensor x) -> Tensor",
+    fake=_allocate_transpose,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
+)
 def _transpose(x: Tensor) -> Tensor:
     result = _allocate_transpose(x)
     if result.numel():
@@ -262,8 +273,8 @@ def _allocate_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor
 @register_kernel(
     "float8_transpose_weights(Tensor[] weights, Tensor scale) -> Tensor",
     fake=_allocate_transposed_weights,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _transpose_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
     result = _allocate_transposed_weights(weights, scale)

@@ -95,38 +95,40 @@ def _float32_product_precision() -> str:
     return "tf32" if get_dot_precision() == "tf32" else "tf32x3"
 
 
-def _forward_flops(k: Tensor, v: Tensor) -> float:
+def _count_forward_flops(k: Tensor, v: Tensor) -> float:
     """Return the products' FLOPs, for all tokens and heads."""
     width, v_width = k.shape[3], v.shape[3]
     inside = 6 * CHUNK * width + 4 * CHUNK * v_width + 2 * CHUNK * CHUNK / 3
     return v.shape[:3].numel() * (6 * width * v_width + inside)
 
 
-def _backward_flops(k: Tensor, v: Tensor) -> float:
+def _count_backward_flops(k: Tensor, v: Tensor) -> float:
     """Return the backward pass's FLOPs; it computes chunks and states again."""
     width, v_width = k.shape[3], v.shape[3]
-    return _forward_flops(k, v) + v.shape[:3].numel() * (14 * width * v_width + CHUNK * (18 * width + 10 * v_width))
+    return _count_forward_flops(k, v) + v.shape[:3].numel() * (
+        14 * width * v_width + CHUNK * (18 * width + 10 * v_width)
+    )
 
 
-def _forward_scratch(k: Tensor, v: Tensor) -> int:
+def _count_forward_scratch_bytes(k: Tensor, v: Tensor) -> int:
     tokens = v.shape[:3].numel()
     states = cdiv(v.shape[1], CHUNK) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3]
     return (tokens * (k.shape[3] + v.shape[3] + CHUNK) + states) * v.itemsize + 4 * tokens
 
 
-def _backward_scratch(k: Tensor, v: Tensor) -> int:
+def _count_backward_scratch_bytes(k: Tensor, v: Tensor) -> int:
     tokens = v.shape[:3].numel()
     states = cdiv(v.shape[1], CHUNK) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3]
     by_value_head = tokens * k.shape[3] * (4 + 2 * v.itemsize)
-    return _forward_scratch(k, v) + (tokens * v.shape[3] + states) * v.itemsize + by_value_head + 8 * tokens
+    return _count_forward_scratch_bytes(k, v) + (tokens * v.shape[3] + states) * v.itemsize + by_value_head + 8 * tokens
 
 
 @register_kernel(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor ids, Tensor before, Tensor? state) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_forward,
-    flops=_forward_flops,
-    scratch=_forward_scratch,
+    flops=_count_forward_flops,
+    scratch=_count_forward_scratch_bytes,
 )
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
@@ -272,8 +274,8 @@ def _allocate_backward(
     "Tensor ids, Tensor before, Tensor? state, Tensor decays, Tensor inverse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=_backward_flops,
-    scratch=_backward_scratch,
+    flops=_count_backward_flops,
+    scratch=_count_backward_scratch_bytes,
 )
 def _backward(
     grad: Tensor,
@@ -357,7 +359,7 @@ def _sum_over_value_heads(grad: Tensor, sizes: _Sizes) -> Tensor:
     summed = grad.new_empty(sizes.rows, sizes.length, sizes.heads // sizes.groups, sizes.width)
     count, block = summed.shape[:3].numel(), next_power_of_2(sizes.width)
     size = max(1, 4096 // block)
-    kernels.sum_groups[(cdiv(count, size),)](
+    kernels.sum_groups_kernel[(cdiv(count, size),)](
         grad, summed, count, GROUPS=sizes.groups, K=sizes.width, BK=block, SIZE=size, num_warps=4
     )
     return summed

@@ -59,7 +59,7 @@ def store_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside
 
 
 @triton.jit
-def state_offsets(number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
+def compute_state_tile_offsets(number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
     """Return offsets and the mask for a tile (k_columns, v_columns) in a state."""
     offsets = number.to(tl.int64) * (K * V) + k_columns[:, None] * V + v_columns[None, :]
     return offsets, (k_columns < K)[:, None] & (v_columns < V)[None, :]
@@ -158,11 +158,11 @@ def carry_states(
     column = tl.program_id(0) * BV + tl.arange(0, BV)
     carried = tl.zeros((BK, BV), tl.float32)
     if state is not None:
-        offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
+        offsets, is_state = compute_state_tile_offsets(row * HEADS + head, channel, column, K, V)
         carried += tl.load(state + offsets, mask=is_state, other=0.0).to(tl.float32)
     incoming = tl.load(before + row)
     for chunk in range(0, chunks):
-        offsets, is_state = state_offsets((row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        offsets, is_state = compute_state_tile_offsets((row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(states.dtype.element_ty)
         tl.store(states + offsets, narrow, mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
@@ -182,7 +182,7 @@ def carry_states(
         carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), input_precision=PRECISION)
         incoming = last
     if result is not None:
-        offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
+        offsets, is_state = compute_state_tile_offsets(row * HEADS + head, channel, column, K, V)
         tl.store(result + offsets, carried, mask=is_state)
 
 
@@ -206,7 +206,7 @@ def compute_results(
     sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
     query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    offsets, is_state = state_offsets(number * HEADS + head, channel, column, K, V)
+    offsets, is_state = compute_state_tile_offsets(number * HEADS + head, channel, column, K, V)
     state = tl.load(states + offsets, mask=is_state, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     mixed = from_state[:, None] * tl.dot(query, state, input_precision=PRECISION)
@@ -258,11 +258,11 @@ def carry_gradients_back(
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
-    offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
+    offsets, is_state = compute_state_tile_offsets(row * HEADS + head, channel, column, K, V)
     carried = tl.load(grad_last + offsets, mask=is_state, other=0.0).to(tl.float32)
     for back in range(0, chunks):
         chunk = chunks - 1 - back
-        offsets, is_state = state_offsets((row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        offsets, is_state = compute_state_tile_offsets((row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(grad_states.dtype.element_ty)
         tl.store(grad_states + offsets, narrow, mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
@@ -283,7 +283,7 @@ def carry_gradients_back(
         carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), input_precision=PRECISION)
         carried -= tl.dot(seen, values.to(seen.dtype), input_precision=PRECISION)
     if grad_state is not None:
-        offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
+        offsets, is_state = compute_state_tile_offsets(row * HEADS + head, channel, column, K, V)
         tl.store(grad_state + offsets, carried, mask=is_state)
 
 
@@ -306,7 +306,7 @@ def compute_product_gradients(
     along = tl.zeros((BK, BV), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        offsets, is_state = state_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
+        offsets, is_state = compute_state_tile_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
         state = tl.load(states + offsets, mask=is_state, other=0.0)
         grad_state = tl.load(grad_states + offsets, mask=is_state, other=0.0)
         grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
@@ -370,7 +370,7 @@ def compute_system_gradients(
         values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         grad_factors += tl.sum(wanted * values, 1)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        offsets, is_state = state_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
+        offsets, is_state = compute_state_tile_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
         state = tl.load(states + offsets, mask=is_state, other=0.0)
         narrow = wanted.to(values.dtype)
         by_pair -= tl.dot(narrow, tl.trans(values), input_precision=PRECISION)
@@ -405,7 +405,7 @@ def compute_system_gradients(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["count"])
-def sum_groups(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
+def sum_groups_kernel(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
     # fmt: on
     """Store the sum of gradients over value heads with a common key head."""
     key_head = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)

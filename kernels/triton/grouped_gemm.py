@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_scratch
+from drawloom.kernels.costs import return_zero_scratch_bytes
 from drawloom.kernels.grouped_gemm import (
     GroupedGemmImplementation,
     apply_grouped_gemm,
@@ -54,7 +54,7 @@ def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     "grouped_gemm_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
     fake=_allocate_rows,
     flops=count_row_product_flops,
-    scratch=no_scratch,
+    scratch=return_zero_scratch_bytes,
 )
 def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_rows(x, weight, offsets)
@@ -95,7 +95,7 @@ def _allocate_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     "grouped_gemm_matrices(Tensor a, Tensor b, Tensor offsets) -> Tensor",
     fake=_allocate_matrices,
     flops=count_outer_product_flops,
-    scratch=no_scratch,
+    scratch=return_zero_scratch_bytes,
 )
 def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_matrices(a, b, offsets)

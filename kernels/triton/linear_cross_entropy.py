@@ -25,8 +25,8 @@ from drawloom.kernels.cut_cross_entropy import (
     Needs,
     compute_logit_grad_factors,
     count_logits_bytes,
+    multiply_by_token_weights,
     pass_none_for_unused_grads,
-    weigh_losses,
 )
 from drawloom.kernels.deferred_grads import (
     MatrixProduct,
@@ -38,7 +38,7 @@ from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_power_of_2
-from drawloom.kernels.vocab_parallel import local_targets
+from drawloom.kernels.vocab_parallel import find_local_target_rows
 
 MAX_LOGITS = 5 * 2**28
 """Limit on logits in memory at once: 2.5 GiB in bfloat16, or 8192 tokens by 160 thousand words."""
@@ -66,7 +66,7 @@ def linear_cross_entropy_triton(
     common = tokens, weight, flat, ignore_index, torch.is_grad_enabled(), get_weight_gradient_function(weight)
     if len(tokens) * len(weight) <= MAX_LOGITS:
         losses, lse = _WholeLogits.apply(*common)  # type: ignore[no-untyped-call]
-        return weigh_losses(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+        return multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
     factors = (flat != ignore_index).to(torch.float32)
     if token_weights is not None:
         factors = factors * token_weights.detach().reshape(-1)
@@ -106,7 +106,7 @@ class _WholeLogits(Function):
         grad, grad_lse = compute_logit_grad_factors(grad_losses, grad_lse, targets != ctx.ignore_index, torch.float32)
         inputs = [grad.unsqueeze(-1)]
         if grad_lse is not None:
-            local = local_targets(targets, ctx.vocab, ctx.ignore_index, None)
+            local = find_local_target_rows(targets, ctx.vocab, ctx.ignore_index, None)
             is_word = (local >= 0) & (local < ctx.vocab)
             inputs += [local.where(is_word, 0), grad_lse.where(is_word, 0).unsqueeze(-1)]
         grad_hidden = None if weight is None else _compute_hidden_gradient(grad_logits, weight, *inputs)
@@ -203,7 +203,7 @@ class _InChunks(Function):
         if is_uniform:
             grad_weight = ctx.weight_gradient(_scale_gradient, sum_grad_weight, grad_losses[:1], weight)
         else:
-            local = local_targets(targets, len(weight), ctx.ignore_index, None)
+            local = find_local_target_rows(targets, len(weight), ctx.ignore_index, None)
             grad_weight = ctx.weight_gradient(_recompute_weight_gradient, hidden, weight, local, lse, finite * factors)
         return grad_hidden, grad_weight, None, None, None, None, None
 
@@ -216,7 +216,7 @@ def _recompute_both_gradients(
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     weighted_grad = None if grad_losses is None else grad_losses.where(targets != ctx.ignore_index, 0) * factors
     grad, grad_lse = compute_logit_grad_factors(weighted_grad, grad_lse, targets != ctx.ignore_index, torch.float32)
-    local = local_targets(targets, len(weight), ctx.ignore_index, None)
+    local = find_local_target_rows(targets, len(weight), ctx.ignore_index, None)
     inputs = [hidden, weight, local, lse, grad] + ([] if grad_lse is None else [grad_lse])
     grad_weight = ctx.weight_gradient(_recompute_weight_gradient, *inputs) if needs_weight else None
     if not needs_hidden:
@@ -248,11 +248,11 @@ def _fake_grad_logits(
     return losses, torch.empty_like(losses), hidden.new_empty((len(hidden), len(weight)) if needed else 0)
 
 
-def _grad_logits_flops(hidden: Tensor, weight: Tensor) -> float:
+def _count_grad_logits_flops(hidden: Tensor, weight: Tensor) -> float:
     return 2.0 * hidden.numel() * len(weight)
 
 
-def _grad_logits_scratch(hidden: Tensor, weight: Tensor, needed: bool) -> int:
+def _count_grad_logits_scratch_bytes(hidden: Tensor, weight: Tensor, needed: bool) -> int:
     # Logits whose gradients are needed are a result.
     return 0 if needed else count_logits_bytes(hidden, weight, MAX_LOGITS)
 
@@ -261,8 +261,8 @@ def _grad_logits_scratch(hidden: Tensor, weight: Tensor, needed: bool) -> int:
     "linear_cross_entropy_grad_logits(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool needed)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_fake_grad_logits,
-    flops=_grad_logits_flops,
-    scratch=_grad_logits_scratch,
+    flops=_count_grad_logits_flops,
+    scratch=_count_grad_logits_scratch_bytes,
 )
 def _grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
@@ -291,7 +291,7 @@ def _fake_forward(
     return losses, torch.empty_like(losses), grad_hidden, grad_weight
 
 
-def _forward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
+def _count_forward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
     return 2.0 * hidden.numel() * len(weight) * (1 + needs_hidden + needs_weight)
 
 
@@ -299,7 +299,7 @@ def _forward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_wei
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor factors, int ignore_index, "
     "bool needs_hidden, bool needs_weight, int max_logits) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
-    flops=_forward_flops,
+    flops=_count_forward_flops,
     scratch=count_logits_bytes,
 )
 def _forward(

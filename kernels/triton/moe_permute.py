@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import cache_launches
@@ -114,8 +114,8 @@ def _allocate_copied_rows(
     " bool weighted)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_allocate_copied_rows,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _copy_tokens_to_rows(
     x: Tensor,
@@ -165,8 +165,8 @@ def _allocate_sums(
 @register_kernel(
     "moe_gather(Tensor rows, Tensor? probabilities, Tensor? row_scalars, Tensor dest_row) -> (Tensor, Tensor)",
     fake=_allocate_sums,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _sum_rows_by_token(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor

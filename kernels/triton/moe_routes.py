@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.moe import DROPPED, Routes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import cache_launches
@@ -46,8 +46,8 @@ def _allocate_tables(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, 
 @register_kernel(
     "moe_routes(Tensor expert_indices, int num_experts) -> (Tensor, Tensor, Tensor)",
     fake=_allocate_tables,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, choices, offsets = _allocate_tables(expert_indices, num_experts)

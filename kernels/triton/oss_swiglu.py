@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.gate_kernels import CLAMPED, Gate, launch_backward, launch_forward
 from drawloom.kernels.triton.primitives import check_floats
@@ -46,8 +46,8 @@ def _allocate_forward(gate_and_up: Tensor, scale: Tensor | None, alpha: float, l
 @register_kernel(
     "oss_swiglu_halves(Tensor gate_and_up, Tensor? scale, float alpha, float limit) -> Tensor",
     fake=_allocate_forward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _forward(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
     result = _allocate_forward(gate_and_up, scale, alpha, limit)
@@ -68,8 +68,8 @@ def _allocate_backward(
     "oss_swiglu_halves_backward(Tensor grad, Tensor gate_and_up, Tensor? scale, float alpha, float limit) "
     "-> (Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _backward(
     grad: Tensor, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.primitives import (
     cdiv,
@@ -75,8 +75,8 @@ def _allocate_forward(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor cos, Tensor sin)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_forward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
@@ -137,8 +137,8 @@ def _allocate_backward(
     "qk_norm_rope_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, "
     "Tensor q_rstd, Tensor k_rstd, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _backward(
     q_grad: Tensor,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.rope import rotate
+from drawloom.kernels.triton.rope import rotate_pairs
 
 # fmt: off
 
@@ -48,7 +48,7 @@ def _norm_and_rotate(
     weight_a, weight_b = _load_pairs(weight, within, pair, PAIRS)
     cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
     sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
-    a, b = rotate(a * scale * weight_a, b * scale * weight_b, cosines, sines, False)
+    a, b = rotate_pairs(a * scale * weight_a, b * scale * weight_b, cosines, sines, False)
     _store_pairs(result + vector * (2 * PAIRS), a, b, mask, pair, PAIRS)
 
 
@@ -95,7 +95,7 @@ def _rotate_back_and_norm(
         cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
         sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(rstd + vector, mask=inside, other=0.0)
-        grad_a, grad_b = rotate(grad_a, grad_b, cosines, sines, True)
+        grad_a, grad_b = rotate_pairs(grad_a, grad_b, cosines, sines, True)
         a *= scale
         b *= scale
         total_a += grad_a * a

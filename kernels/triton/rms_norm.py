@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import E4M3, Float8Rows
 from drawloom.kernels.linear_float8 import keep_rounded_rows
 from drawloom.kernels.operation import once_differentiable, register_kernel
@@ -133,8 +133,8 @@ def _allocate_forward(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centered, bool float8) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_forward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
@@ -186,8 +186,8 @@ def _allocate_backward(
     "rms_norm_backward(Tensor grad, Tensor? grad_summed, Tensor x, Tensor weight, Tensor rstd, bool zero_centered, "
     "bool needs_weight) -> (Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _backward(
     grad: Tensor,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
@@ -68,8 +68,8 @@ def _allocate_result(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rev
 @register_kernel(
     "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> Tensor",
     fake=_allocate_result,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
     result = _allocate_result(x, cos, sin, interleaved, reverse)
@@ -84,8 +84,8 @@ def _fake_rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 @register_kernel(
     "rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> ()",
     fake=_fake_rotate_in_place,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
     dense = contiguous_last_dim(x)
@@ -129,7 +129,7 @@ def _launch_rotation(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interl
 
 
 @triton.jit
-def rotate(a, b, cos, sin, REVERSE: tl.constexpr):
+def rotate_pairs(a, b, cos, sin, REVERSE: tl.constexpr):
     """Rotate both channels of pairs by angles, or by the negative angles."""
     if REVERSE:
         sin = -sin
@@ -163,13 +163,13 @@ def _rope_kernel(
         rotates = inside & (channel < 2 * PAIRS)
         values = tl.load(x + channel, mask=rotates, other=0.0).to(tl.float32)
         a, b = tl.split(values.reshape(VECTORS, BLOCK, 2))
-        a, b = rotate(a, b, cosines, sines, REVERSE)
+        a, b = rotate_pairs(a, b, cosines, sines, REVERSE)
         values = tl.join(a, b).reshape(VECTORS, 2 * BLOCK).to(result.dtype.element_ty)
         tl.store(result + channel, values, mask=rotates)
     else:
         a = tl.load(x + pair, mask=is_pair, other=0.0).to(tl.float32)
         b = tl.load(x + PAIRS + pair, mask=is_pair, other=0.0).to(tl.float32)
-        a, b = rotate(a, b, cosines, sines, REVERSE)
+        a, b = rotate_pairs(a, b, cosines, sines, REVERSE)
         tl.store(result + pair, a.to(result.dtype.element_ty), mask=is_pair)
         tl.store(result + PAIRS + pair, b.to(result.dtype.element_ty), mask=is_pair)
     if REST:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.stochastic_copy import PER_DRAW
 from drawloom.kernels.triton.launch import cache_launches
@@ -33,8 +33,8 @@ def _fake_copy(target: Tensor, source: Tensor, key: int, counter: int, first: in
 @register_kernel(
     "stochastic_copy(Tensor(a!) target, Tensor source, int key, int counter, int first) -> ()",
     fake=_fake_copy,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
     if not source.numel():

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.gate_kernels import SILU, Gate, launch_backward, launch_forward
 from drawloom.kernels.triton.primitives import check_floats
@@ -71,8 +71,8 @@ def _allocate_forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
 @register_kernel(
     "swiglu(Tensor gate, Tensor up, Tensor? scale) -> Tensor",
     fake=_allocate_forward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
     result = _allocate_forward(gate, up, scale)
@@ -88,8 +88,8 @@ def _allocate_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | N
 @register_kernel(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up, Tensor? scale) -> (Tensor, Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     results = _allocate_backward(grad, gate, up, scale)
@@ -105,8 +105,8 @@ def _allocate_halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor |
 @register_kernel(
     "swiglu_halves_backward(Tensor grad, Tensor gate_and_up, Tensor? scale) -> (Tensor, Tensor)",
     fake=_allocate_halves_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     grad_both, grad_scale = _allocate_halves_backward(grad, gate_and_up, scale)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from drawloom.kernels.attention_flash import attention_flash, compute_document_offsets
 
 
@@ -27,7 +27,7 @@ def test_varlen_attention_equals_eager(kv_heads: int) -> None:
         )
         actual, expected = (
             attention_flash(q, k, v, compute_document_offsets(document_ids)),
-            attention_eager(q, k, v, causal_document_mask(document_ids)),
+            attention_eager(q, k, v, create_causal_document_mask(document_ids)),
         )
         torch.testing.assert_close(actual, expected, atol=0.02, rtol=0.02)
         grads = torch.autograd.grad(actual.sum(), (q, k, v))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.attention import Attend, attention_eager, causal_document_mask
+from drawloom.kernels.attention import Attend, attention_eager, create_causal_document_mask
 from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS, choose_whole_rows_implementation
 from drawloom.kernels.attention_flash import attention_flash, compute_document_offsets, why_not_flash
 from drawloom.kernels.attention_flex import FLEX, block_mask
@@ -131,7 +131,7 @@ def test_servers_equal_attention_over_all_scores(case: str, deterministic: bool)
         torch.use_deterministic_algorithms(False)
     for (mixed, grads), (_, _, documents) in zip(results, runs, strict=True):
         wide = [x.detach().float().requires_grad_() for x in learned]
-        mask = causal_document_mask(documents, None if documents is whole else 40)
+        mask = create_causal_document_mask(documents, None if documents is whole else 40)
         exact = attention_eager(wide[0], wide[1], wide[2], mask, options, wide[3] if sinks is not None else None)
         torch.testing.assert_close(mixed.float(), exact, atol=0.03, rtol=0.03)
         for grad, expected in zip(grads, torch.autograd.grad(exact, wide, seed.float()), strict=True):

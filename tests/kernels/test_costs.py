@@ -17,9 +17,9 @@ from drawloom.kernels.costs import (
     compute_operation_costs,
     has_costs,
     moves_data,
-    no_flops,
-    no_scratch,
     register_costs,
+    return_zero_flops,
+    return_zero_scratch_bytes,
 )
 from drawloom.kernels.operation import register_kernel
 
@@ -69,8 +69,10 @@ def test_an_argument_in_front_does_not_change_costs() -> None:
 def test_a_cost_function_of_an_unknown_argument_is_an_error() -> None:
     """A renamed argument fails when the module is imported, and not in a plan."""
     with pytest.raises(TypeError, match=r"does not have the arguments \['queries'\]"):
-        register_costs(torch.ops.drawloom.attention, flops=lambda queries: 0.0, scratch=no_scratch)
-    register = register_kernel("test_unknown(Tensor a) -> Tensor", fake=torch.empty_like, flops=no_flops, scratch=len)
+        register_costs(torch.ops.drawloom.attention, flops=lambda queries: 0.0, scratch=return_zero_scratch_bytes)
+    register = register_kernel(
+        "test_unknown(Tensor a) -> Tensor", fake=torch.empty_like, flops=return_zero_flops, scratch=len
+    )
     with pytest.raises(TypeError, match="does not have the arguments"):
         register(torch.clone)
 

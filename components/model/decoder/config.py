@@ -106,7 +106,7 @@ class DecoderConfig:
         return 1.0
 
     @property
-    def score_scale(self) -> float | None:
+    def attention_score_scale(self) -> float | None:
         """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
         return None
 
@@ -137,7 +137,7 @@ class DecoderConfig:
             rope=self.rope_of(layer),
             window=self.window_of(layer),
             qk_norm=self.qk_norm,
-            options=AttentionOptions(scale=self.score_scale),
+            options=AttentionOptions(scale=self.attention_score_scale),
         )
 
     def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:

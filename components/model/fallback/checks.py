@@ -24,7 +24,7 @@ from drawloom.components.model.fallback.parts import (
 from drawloom.components.model.fallback.shrink import shrink_config
 from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.weights.load import convert_tensors, persistent_tensors
-from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class PlainKernels:
 
     def attention_mask(self, documents: Tensor, window: int | None = None, *_: Any) -> Tensor:
         """Return the mask of documents int64 (rows, length): bool (rows, 1, length, length)."""
-        return causal_document_mask(documents, window)
+        return create_causal_document_mask(documents, window)
 
 
 @attrs.frozen
