@@ -5,7 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from drawloom.components.adapters.lora_layers import PEFT, LoraForm, choose_merge_dtype, compute_initial_std, factor
+from drawloom.components.adapters.lora_layers import (
+    PEFT,
+    LoraForm,
+    choose_merge_dtype,
+    compute_initial_std,
+    create_factor,
+)
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
@@ -30,8 +36,8 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         vocab_size, hidden_size = embedding.weight.shape
         self.form = form
         self.vocab_size = vocab_size
-        self.lora_A = factor(form.rank, hidden_size, like=embedding.weight)
-        self.lora_B = factor(vocab_size, form.rank, like=embedding.weight)
+        self.lora_A = create_factor(form.rank, hidden_size, like=embedding.weight)
+        self.lora_B = create_factor(vocab_size, form.rank, like=embedding.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size), in any floating dtype, to (..., vocab_size), in the table's dtype."""
@@ -41,7 +47,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         y = kernels.linear(x, table)
         if not self.active:
             return y
-        low = kernels.linear(self.form.drop(x).to(self.lora_A.dtype), self.lora_A)
+        low = kernels.linear(self.form.apply_dropout(x).to(self.lora_A.dtype), self.lora_A)
         return y + (kernels.linear(low, self.lora_B) * self.form.scale).to(y.dtype)
 
     def head(self) -> Head:
@@ -76,4 +82,4 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_names})
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.form.low_rank(name)]
+        return [self.form.describe_low_rank(name)]

@@ -62,7 +62,8 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
         text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
         with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
             encoded = (
-                (line, _encode_prompt_and_completion(tokenizer, line, template)) for line in read_object_lines(options.paths)
+                (line, _encode_prompt_and_completion(tokenizer, line, template))
+                for line in read_object_lines(options.paths)
             )
             while batch := [*islice(encoded, options.rows)]:
                 scores = _score_answers(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])

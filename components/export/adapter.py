@@ -24,9 +24,9 @@ from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stag
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_at_once
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
-from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_adapted_model, find_adapted_layers
+from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_meta_model_with_adapters, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
-from drawloom.components.weights.mapper import parallel, same, sequential
+from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import Problem, UserError, component, setting
@@ -90,7 +90,7 @@ class AdapterExport:
 
     def _make_mapper_and_config(self) -> tuple[Mapper, dict[str, Any]]:
         """Return the mapper from parameters to PEFT's tensors, and the content for `make_peft_config.json`."""
-        whole = build_adapted_model(self.model, self.stages.local[0].adapters)
+        whole = build_meta_model_with_adapters(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
         mapper, config = make_peft_mapper(whole, files, tied), make_peft_config(whole, files, tied, self.base_model)
@@ -309,4 +309,4 @@ def _map_tuned_tensor(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> 
         outputs.append(f"{PREFIX}{HEAD}")
     elif name in own:
         return Mapper((TensorGroup((name,), tuple(outputs), own[name].convert),))
-    return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*same(tensors)] * len(outputs)),))
+    return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*return_unchanged(tensors)] * len(outputs)),))

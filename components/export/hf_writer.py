@@ -21,7 +21,7 @@ from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.components.weights.adapted import (
     HEAD,
     MergeLoss,
-    build_adapted_model,
+    build_meta_model_with_adapters,
     make_merge_mapper,
     measure_merge_loss,
 )
@@ -73,7 +73,7 @@ def write_hugging_face_folder(
     adapters = stages.local[0].adapters
     tied, merged = bool(config.get("tie_word_embeddings")), Mapper(())
     if adapters:
-        merged = make_merge_mapper(build_adapted_model(model, adapters), tied)
+        merged = make_merge_mapper(build_meta_model_with_adapters(model, adapters), tied)
     mapper = sequential(merged, model.hugging_face_mapper())
     origin = find_origin_folder(model, stages, group)
     if origin is not None:

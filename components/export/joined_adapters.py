@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import find_adapted_layers
-from drawloom.components.weights.mapper import parallel, same, sequential
+from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.graph import UserError
 
 PREFIX = "base_model.model."
@@ -104,6 +104,6 @@ def find_joined_layers(whole: nn.Module, file_mapper: Mapper) -> Iterator[Joined
     for group in file_mapper.groups:
         layers = [name.removesuffix(".weight") for name in group.inputs]
         parts = {name: adapted[name] for name in layers if name in adapted}
-        if parts and (group.outputs != group.inputs or group.convert is not same):
+        if parts and (group.outputs != group.inputs or group.convert is not return_unchanged):
             rows = [len(whole.get_parameter(name)) for name in group.inputs]
             yield JoinedLayer(group.outputs[0].removesuffix(".weight"), group, parts, rows)

@@ -19,7 +19,7 @@ from drawloom.components.storage.safetensors.reader import open_safetensors_fold
 from drawloom.components.storage.tensor_source import TensorSource
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import identity, rename
-from drawloom.components.weights.nested import Style, find_style, nested_name
+from drawloom.components.weights.nested import NameNesting, find_name_nesting, to_multimodal_name
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.run")
@@ -38,12 +38,12 @@ class OriginFolder:
 
     folder: Path
     carried: Sequence[str]
-    style: Style
+    style: NameNesting
     config: dict[str, Any]
 
     def map_to_names_in_folder(self, mapper: Mapper) -> Mapper:
         """Return a mapper to the names in the folder, for a mapper to a text model's names."""
-        names = {name: nested_name(name, self.style) for name in mapper.outputs}
+        names = {name: to_multimodal_name(name, self.style) for name in mapper.outputs}
         return sequential(mapper, rename(names)) if self.style else mapper
 
     def add_to(self, share: Share) -> Share:
@@ -92,7 +92,7 @@ def _describe_origin_as_json(model: Any, folder: Path) -> dict[str, Any] | None:
     try:
         names, patterns = list(open_safetensors_folder(folder).specs()), model.hugging_face_mapper().ignored
         carried = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        style = [list(pair) for pair in find_style(names)]
+        style = [list(pair) for pair in find_name_nesting(names)]
         if not (carried or style):
             return None
         return {"carried": carried, "style": style, "config": model.update_folder_config(folder / "config.json")}

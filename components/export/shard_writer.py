@@ -16,13 +16,13 @@ from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.durable_files import TempFolder, create_temp_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.load import stream
+from drawloom.components.weights.load import stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import to_dtype
 from drawloom.components.weights.save import (
     PlannedFile,
-    check_names,
-    output_specs,
+    check_storable,
+    compute_output_specs,
     plan_files,
     write_files,
     write_index,
@@ -101,7 +101,9 @@ class Share:
 
     def compute_tensors(self) -> dict[str, Tensor]:
         """Return all tensors written by the rank, any shape. Ranks that share slices call this together."""
-        return {name: tensor for name, tensor in stream(self.source, self.mapper) if name in self.writes}
+        return {
+            name: tensor for name, tensor in stream_converted_tensors(self.source, self.mapper) if name in self.writes
+        }
 
 
 @attrs.frozen
@@ -188,8 +190,8 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
 
 def _share_specs_as_json(own: Share) -> dict[str, Any]:
     """Return shapes and dtypes for the tensors a rank will write, as JSON."""
-    specs = {name: spec for name, spec in output_specs(own.source, own.mapper).items() if name in own.writes}
-    check_names(specs)
+    specs = {name: spec for name, spec in compute_output_specs(own.source, own.mapper).items() if name in own.writes}
+    check_storable(specs)
     return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}
 
 
@@ -202,7 +204,7 @@ def _path_or_empty(temporary: TempFolder | None) -> str:
 
 
 def _write_own_files(folder: Path, files: list[PlannedFile], own: Share) -> None:
-    tensors: Iterator[tuple[str, Tensor]] = stream(own.source, own.mapper)
+    tensors: Iterator[tuple[str, Tensor]] = stream_converted_tensors(own.source, own.mapper)
     try:
         write_files(folder, files, ((name, tensor) for name, tensor in tensors if name in own.writes))
     finally:

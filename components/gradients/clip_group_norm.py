@@ -46,7 +46,9 @@ class ClipGroupNorm:
 
     def _compute_norm(self) -> Tensor:
         """Return the group's norm over all ranks, float64 ()."""
-        gradients = [gradient_or_zeros(part) for name, part in self.parameters.owned_parameters() if self._is_in_group(name)]
+        gradients = [
+            gradient_or_zeros(part) for name, part in self.parameters.owned_parameters() if self._is_in_group(name)
+        ]
         if not self._checked:
             self._check_patterns_match(len(gradients))
         filled = [gradient for gradient in gradients if gradient.numel()]  # a rank may have an empty slice

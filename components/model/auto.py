@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
 from drawloom.components.model.decoder.config import find_tensor_parallel_faults, num_experts
-from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
-from drawloom.components.model.decoder.rope import rope_context_faults
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_json
+from drawloom.components.model.decoder.rope import find_rope_context_faults
 from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
@@ -35,14 +35,14 @@ from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
-from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens
+from drawloom.components.model.split_vocabulary import NewTokens, find_new_tokens_fault
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import open_fitting_folder
+from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph import UserError, component, setting, wired
 from drawloom.graph.recipe.lockfile import LOCK
 
@@ -90,7 +90,7 @@ class AutoModel:
     path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
     new_tokens: NewTokens = setting(
         default=0,
-        check=fault_of_new_tokens,
+        check=find_new_tokens_fault,
         doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
         "which the folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
@@ -138,7 +138,7 @@ class AutoModel:
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            yield from rope_context_faults(read_config(_find_component(path).family, path).rope_scaling)
+            yield from find_rope_context_faults(read_config(_find_component(path).family, path).rope_scaling)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -165,7 +165,7 @@ class AutoModel:
         return self.path if self.weights else None
 
     def list_input_files(self) -> dict[str, list[Path]]:
-        return {"path": [config_path(self.path)]}
+        return {"path": [locate_config_json(self.path)]}
 
     @property
     def num_hidden_layers(self) -> int:
@@ -185,8 +185,8 @@ class AutoModel:
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return self.builder.blocks(module)
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
-        self.builder.initialise(name, parameter, seed, part_of)
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
+        self.builder.initialise(name, parameter, seed, tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
         return self.builder.forward_flops()
@@ -209,7 +209,7 @@ def _check_weights(path: Path, new_tokens: NewTokens) -> None:
     builder = _create_builder_without_kernels(path, new_tokens)
     with torch.device("meta"):
         module = builder.build(LayerRange(0, builder.num_hidden_layers, embedding=True, head=True))
-    open_fitting_folder(path, module, builder.hugging_face_mapper().inverse())
+    open_and_check_folder(path, module, builder.hugging_face_mapper().inverse())
 
 
 def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:
@@ -220,7 +220,7 @@ def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> Decode
 
 def _find_component(path: Path) -> type[DecoderBuilder]:
     """Return the builder class for a `config.json`'s family. Raises UserError for an unknown family."""
-    file = config_path(path)
+    file = locate_config_json(path)
     kind = read_json(file).get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)

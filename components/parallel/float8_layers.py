@@ -79,7 +79,7 @@ class KeptFloat8:
             return
         for kept in self._kept:
             if not kept.is_current or any(weight.requires_grad for weight in kept.weights):
-                kept.round()
+                kept.round_again()
         self._rounded_at = versions
 
     def mark_all_changed(self) -> None:

@@ -37,7 +37,7 @@ from drawloom.components.ports.program import Action, Program, iterate_actions
 from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
-from drawloom.components.weights.adapted import without_adapters
+from drawloom.components.weights.adapted import disable_adapters
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -227,7 +227,7 @@ class ProgramExecutor:
     def _compute_reference_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
         """Return log-probabilities under the model without adapters by microbatch, on the last stage's rank."""
         outputs: dict[int, Tensor] = {}
-        with without_adapters(stage.module for stage in self.stages.local):
+        with disable_adapters(stage.module for stage in self.stages.local):
             finishing = [_replace_loss(objective.token_logps, microbatch) for microbatch in inputs]
             self._infer_microbatches(finishing, outputs.__setitem__)
         # A tensor of inference mode can't be part of an autograd graph, but its clone can.

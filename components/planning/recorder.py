@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
 from drawloom.components.planning.attention import AttentionFractions
-from drawloom.kernels.costs import OperationCosts, bind_arguments, moves_data, operation_costs
+from drawloom.kernels.costs import OperationCosts, bind_arguments, compute_operation_costs, moves_data
 
 
 @attrs.frozen
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function.overloadpacket is COLLECTIVE:
             self._count_collective(bind_arguments(function, args, kwargs), result)
         elif moves_data(function, bool(new)):
-            self._count_operation(operation_costs(function, args, kwargs, result), inputs, outputs)
+            self._count_operation(compute_operation_costs(function, args, kwargs, result), inputs, outputs)
         return result
 
     def _count_storage_once(self, tensor: Tensor) -> None:

@@ -29,7 +29,7 @@ from drawloom.components.stages.activation_specs import copy_tree_to_meta
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.graph import UserError
-from drawloom.kernels.deferred_grads import fuse_on_meta
+from drawloom.kernels.deferred_grads import fuse_gradient_sums_on_meta
 from drawloom.kernels.recompute_policy import make_recomputable
 
 Passes = dict[str, PassCost]
@@ -131,7 +131,7 @@ class StageMeter:
             if parameter.requires_grad:
                 # Gradients exist since an earlier microbatch (gradient accumulation), so that no pass allocates them.
                 parameter.grad = torch.empty_like(parameter, dtype=self.gradient)
-        fused = fuse_on_meta() if self.device.is_gpu else nullcontext()
+        fused = fuse_gradient_sums_on_meta() if self.device.is_gpu else nullcontext()
         with ExitStack() as hooks, fused, recorder:
             for handle in self._label_modules(recorder, stage):
                 hooks.callback(handle.remove)

@@ -22,11 +22,11 @@ class ExpertKernels(Kernels, Protocol):
     end; its length is the number of rows that operations return.
     """
 
-    def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
+    def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
         """Apply `swiglu` to both halves of (..., 2 * width); result (..., width)."""
         ...
 
-    def oss_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+    def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
         """
         Return (up + 1) * gate * sigmoid(alpha * gate) for the halves of (..., 2 * width), with `swiglu`'s scale.
 

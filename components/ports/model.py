@@ -249,9 +249,9 @@ class Model(Protocol):
         """
         ...
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
         """
-        Fill a parameter, or the slice `part_of` of a parameter, in place with its initial values.
+        Fill a parameter, or the slice `tensor_slice` of a parameter, in place with its initial values.
 
         An element depends only on the seed, the parameter's name and the element's index, and is bitwise equal on every
         device and for every slice.

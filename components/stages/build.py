@@ -27,7 +27,7 @@ from drawloom.components.ports.pipeline import (
 )
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import LOSS, Transform
-from drawloom.components.weights.adapted import build_adapted_model, inject
+from drawloom.components.weights.adapted import build_meta_model_with_adapters, inject_adapters
 from drawloom.graph import UserError
 
 
@@ -69,7 +69,7 @@ class StageBuilder:
             spans = split_off_embedding_and_head(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]
         if self.adapters:
-            build_adapted_model(
+            build_meta_model_with_adapters(
                 self.model, self.adapters
             )  # checks patterns on the whole model, not on this rank's part
         splits: dict[str, RankSlice] = {}
@@ -90,7 +90,7 @@ class StageBuilder:
         """Build a layer range's module on the meta device, not yet split, with adapters and transforms."""
         with torch.device("meta"):
             module = self.model.build(span)
-            inject(self.adapters, module)
+            inject_adapters(self.adapters, module)
         if span.head and (loss_module := find_loss_module(self.loss)) is not None:
             module.add_module(LOSS, loss_module)
         for transform in self.transforms:

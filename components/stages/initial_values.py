@@ -19,7 +19,12 @@ from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.weights.adapted import adapter_names, fill_adapters
-from drawloom.components.weights.load import folder_fingerprint, load_folder, open_dequantized, stream
+from drawloom.components.weights.load import (
+    fill_module_from_folder,
+    folder_fingerprint,
+    open_dequantized_source,
+    stream_converted_tensors,
+)
 from drawloom.components.weights.mapper import select_outputs
 from drawloom.graph import UserError
 
@@ -87,7 +92,11 @@ class InitialValues:
         """Return a whole parameter's initial values with this shape and dtype, not rounded to a quantized format."""
         if self.folder is None:
             return self._draw_whole_parameter(name, shape, dtype)
-        tensors = dict(stream(open_dequantized(self.folder, self._mapper), select_outputs(self._mapper, {name})))
+        tensors = dict(
+            stream_converted_tensors(
+                open_dequantized_source(self.folder, self._mapper), select_outputs(self._mapper, {name})
+            )
+        )
         return tensors[name].to(self.device, dtype)
 
     def format_changed_source_error(self) -> str:
@@ -111,7 +120,7 @@ class InitialValues:
         """Load a module's parameters from the folder, except for adapters."""
         mapper = self._mapper
         try:
-            load_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
+            fill_module_from_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
         except UserError as error:
             prefix = "weights: " if self.weights else ""  # otherwise the folder is not in this setting
             raise UserError(f"{prefix}{error}", error.exit_code) from error

@@ -14,9 +14,14 @@ from torch import Tensor
 
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.moe_peers import Peers
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.moe_permute import gather_into, row_settings, spread_token, tile_settings
-from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.moe_permute import (
+    choose_row_constants,
+    choose_tile_constants,
+    spread_token,
+    sum_rows_by_token_into,
+)
+from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, view_as_rows
 
 ENTRIES = 1024
 """Choices that a program of `localize_choices` or `limit_routes` processes."""
@@ -32,7 +37,7 @@ class PeerExchangeTriton:
     def publish_tokens(values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
         """Write hidden states, and perhaps scalars and choices (tokens, columns), to slots (slots, columns)."""
         hidden, *others = values[0], *(tensor.contiguous() for tensor in values[1:])
-        hidden = as_rows(hidden) if hidden.numel() else hidden
+        hidden = view_as_rows(hidden) if hidden.numel() else hidden
         slots, width = own_slots[0].shape
         top_k = others[0].shape[1] if others else 0
         scalars, choices = others or (None, None)
@@ -49,7 +54,7 @@ class PeerExchangeTriton:
             hidden.stride(0) if len(hidden) else width,
             CHOICES=top_k,
             TOGETHER=next_power_of_2(max(top_k, 1)),
-            **row_settings(width, ELEMENTS_PER_WARP),
+            **choose_row_constants(width, ELEMENTS_PER_WARP),
         )
 
     @staticmethod
@@ -108,7 +113,7 @@ class PeerExchangeTriton:
                 row_scalars,
                 len(like),
                 like.shape[1],
-                **tile_settings(dest_row, like.shape[1]),
+                **choose_tile_constants(dest_row, like.shape[1]),
             )
         return rows, row_scalars
 
@@ -118,7 +123,7 @@ class PeerExchangeTriton:
     ) -> None:
         """Write rows (rows, hidden_size), scalars (rows,) to sums (tokens, hidden_size), by_choice (tokens, top_k)."""
         check_floats("moe_peers by triton", rows)
-        gather_into(as_rows(rows) if rows.numel() else rows, None, scalars, dest_row, sums, by_choice)
+        sum_rows_by_token_into(view_as_rows(rows) if rows.numel() else rows, None, scalars, dest_row, sums, by_choice)
 
     @staticmethod
     def read_sums(
@@ -143,7 +148,7 @@ class PeerExchangeTriton:
                 CHOICES=top_k,
                 TOGETHER=next_power_of_2(max(top_k, 1)),
                 enable_fp_fusion=True,
-                **row_settings(like.shape[1], ELEMENTS_PER_WARP),
+                **choose_row_constants(like.shape[1], ELEMENTS_PER_WARP),
             )
         return total, choice_scalars
 
@@ -152,7 +157,7 @@ TRITON = PeerExchangeTriton()
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["tokens"])
 def _publish_kernel(
     hidden, scalars, choices, to_hidden, to_scalars, to_choices, tokens, width, stride,
@@ -175,7 +180,7 @@ def _publish_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count", "room"])
 def _limit_kernel(
     dest_row, offsets, limited, ends, flag, max_rows, count, experts, room,
@@ -195,7 +200,7 @@ def _limit_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["first"])
 def _choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.constexpr):
     # fmt: on
@@ -208,7 +213,7 @@ def _choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
 def _rows_kernel(
     tokens, scalars, dest_row, rows, row_scalars, slots, width,
@@ -231,7 +236,7 @@ def _rows_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["first"])
 def _sums_kernel(
     staged, by_choice, chosen, total, choice_scalars, first, experts, width,

@@ -41,7 +41,11 @@ def build_drawloom(name: str, ranks: int, microbatches: int) -> int:
     """Build a middle rank's program, and return its number of actions and messages."""
     rank = ranks // 2
     return len(
-        [*iterate_actions(lower_to_rank_program(build_program_for_lowering(schedule(name), rank, ranks, microbatches), rank))]
+        [
+            *iterate_actions(
+                lower_to_rank_program(build_program_for_lowering(schedule(name), rank, ranks, microbatches), rank)
+            )
+        ]
     )
 
 

@@ -13,8 +13,8 @@ from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.checks import describe_recompute_fault, describe_recompute_policy
 from drawloom.kernels import recompute_policy
-from drawloom.kernels.recompute import rerun
-from drawloom.kernels.recompute_policy import make_recomputable, recomputing
+from drawloom.kernels.recompute import call_with_recomputation
+from drawloom.kernels.recompute_policy import apply_recompute_policy, make_recomputable
 from support import pipelines
 from support.pipelines import Recomputing, schedule
 from support.processes import run_ranks
@@ -79,9 +79,9 @@ def test_stages_recompute_as_their_program_says(
 
     def rerun_and_count(forward: Any, *arguments: Any, **keywords: Any) -> Any:
         ran.append(forward)
-        return rerun(forward, *arguments, **keywords)
+        return call_with_recomputation(forward, *arguments, **keywords)
 
-    monkeypatch.setattr(recompute_policy, "rerun", rerun_and_count)
+    monkeypatch.setattr(recompute_policy, "call_with_recomputation", rerun_and_count)
     pipelines.steps([(Recomputing(schedule("zero_bubble_v"), policies), 3, False, False, "plain")], layers=4)
     assert len(ran) == 3 * blocks
 
@@ -157,7 +157,7 @@ def losses_of(model: Any, policy: Recompute) -> tuple[Any, Any]:
         return head.token_losses(hidden, tokens, None)[0]
 
     def losses() -> Tensor:
-        with recomputing(policy):
+        with apply_recompute_policy(policy):
             return module(tokens, shared, finish)  # type: ignore[no-any-return]
 
     return module, losses

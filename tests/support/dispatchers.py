@@ -32,7 +32,7 @@ def experts_of(**changes: Any) -> Experts:
     """Build a layer's experts in float64 on the meta device."""
     model = sparse(num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=5, **changes)
     with torch.device("meta"):
-        spec: Any = model.architecture.mlp_of(0)
+        spec: Any = model.architecture.mlp_spec_of(0)
         return Experts(WIDTH, spec, model.kernels).double()
 
 

@@ -16,7 +16,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.components.weights.load import load_folder, persistent_tensors
+from drawloom.components.weights.load import fill_module_from_folder, persistent_tensors
 from support.adapted import OneStage, adapt, lora
 from support.qwen3 import (
     SIZES,
@@ -121,7 +121,7 @@ def assert_files_go_both_ways(model: DecoderBuilder, folder: Path) -> None:
     read = type(model)(kernels=cpu_kernels(), config=folder / "theirs")
     assert read.architecture == model.architecture, json.loads((folder / "theirs/config.json").read_text())
     again = read.build(LayerRange(0, read.num_hidden_layers, embedding=True, head=True))
-    load_folder(folder / "theirs", again, read.hugging_face_mapper().inverse())
+    fill_module_from_folder(folder / "theirs", again, read.hugging_face_mapper().inverse())
     write_hugging_face_folder(folder / "ours", read, OneStage(again))
     loaded = kinds.from_pretrained(folder / "ours", attn_implementation="eager")
     tokens = torch.randint(model.vocab_size, (2, 11))

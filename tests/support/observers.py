@@ -102,7 +102,7 @@ def choose_kernels(use: str, values: Values, _place: Path) -> Any:
     """Return each operation's implementation, or why it can't run; on a CPU `auto` has reasons to choose eager ones."""
     kernels: AutoKernels = build(use, device=ComputeDevice(kind="cpu"), **values)
     try:
-        return {operation: kernels.chosen(operation) for operation in OPERATIONS}
+        return {operation: kernels.choose_implementation_of(operation) for operation in OPERATIONS}
     except UserError as error:
         return str(error)  # without Triton's interpreter
 
@@ -139,7 +139,7 @@ def filter_of(use: str, values: Values, _place: Path) -> Any:
 
         return record
 
-    with mock.patch("drawloom.components.kernels.auto.load", load):
+    with mock.patch("drawloom.components.kernels.auto.load_implementation", load):
         x = torch.zeros(2, 2)
         build(use, device=ComputeDevice(kind="cpu"), **values).linear_cross_entropy(x, x, x[0].long())
     return calls

@@ -30,9 +30,9 @@ class GatedMlp(TensorParallel):
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """Map hidden states (..., hidden_size), of the parameters' dtype; split tokens with `ranks`."""
-        return self.ranks.reduce_scatter_tokens(self._apply_network(self.ranks.gather_tokens(hidden)))
+        return self.ranks.reduce_scatter_tokens(self._compute_partial_outputs(self.ranks.gather_tokens(hidden)))
 
-    def _apply_network(self, hidden: Tensor) -> Tensor:
+    def _compute_partial_outputs(self, hidden: Tensor) -> Tensor:
         """Apply this rank's inner channels to all tokens' hidden states (..., hidden_size); return partial sums."""
         if self.list_fused_float8_layers():
             gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight

@@ -103,7 +103,10 @@ def insert_shard_actions(
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
     positioned = [
-        (position, part) for position, item in enumerate(rank_program) for part in iterate_actions([item]) if part.op in OPS
+        (position, part)
+        for position, item in enumerate(rank_program)
+        for part in iterate_actions([item])
+        if part.op in OPS
     ]
     computes = sorted({position for position, _ in positioned})
     first = {part.stage: (position, part.microbatch) for position, part in reversed(positioned)}
@@ -150,7 +153,10 @@ def insert_offload_actions(rank_program: RankProgram, offloaded_stages: Set[int]
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
     positioned = [
-        (position, part) for position, item in enumerate(rank_program) for part in iterate_actions([item]) if part.op in OPS
+        (position, part)
+        for position, item in enumerate(rank_program)
+        for part in iterate_actions([item])
+        if part.op in OPS
     ]
     for start, end in list_offloaded_passes([part for _, part in positioned], offloaded_stages):
         position, part = positioned[start]

@@ -22,7 +22,7 @@ from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.recompute import Collecting, Kept
-from drawloom.kernels.recompute_policy import recomputing
+from drawloom.kernels.recompute_policy import apply_recompute_policy
 
 
 @attrs.define(eq=False)
@@ -74,7 +74,7 @@ class StageRunner:
         collecting = Collecting() if keeps and self.stage.offload else None
         with Accumulation() if split is None else split.forward(), collecting or nullcontext():
             if keeps and self.stage.recompute != "none":
-                with recomputing(self.stage.recompute):
+                with apply_recompute_policy(self.stage.recompute):
                     outputs = self._run_module(microbatch, inputs, shared, batch, finish)
             else:
                 outputs = self._run_module(microbatch, inputs, shared, batch, finish)

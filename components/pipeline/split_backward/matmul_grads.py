@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, record_versions
-from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, wrapper_of
+from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, get_recompute_wrapper
 
 Users = dict[Node | None, list[Node | None]]
 """Nodes with an edge to a node, by this node; None stands for the outputs of the graph."""
@@ -109,8 +109,8 @@ class Product:
 
     def hook_gradient_capture(self, deferral: Deferral) -> RemovableHandle:
         """Register a hook that queues the gradients of weight and bias once the product's gradient is computed."""
-        queue, gradient, other = deferral.grad_for(self.weight).queue_versioned, self.gradient, self.other
-        queue_bias = None if self.bias is None else deferral.grad_for(self.bias).queue_versioned
+        queue, gradient, other = deferral.gradient_function_for(self.weight).queue_versioned, self.gradient, self.other
+        queue_bias = None if self.bias is None else deferral.gradient_function_for(self.bias).queue_versioned
         bias_gradient = self.bias_gradient
 
         def capture_gradient(_: object, grads: tuple[Tensor | None, ...]) -> None:
@@ -222,7 +222,7 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
 def _get_weight_with_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
     """Return the saved weight, transposed or cast, with its autograd graph; None if it would have to be recomputed."""
     variable = getattr(node, edges.raw[side])
-    if variable.unpack_hook is not None and not isinstance(wrapper_of(variable), Kept):
+    if variable.unpack_hook is not None and not isinstance(get_recompute_wrapper(variable), Kept):
         return None
     made: Tensor = getattr(node, edges.saved[side])
     return made
@@ -298,7 +298,7 @@ class ConvolutionGradients:
 def _find_other_factor(node: Node, edges: Edges, side: int) -> Saved | None:
     """Return the other factor, perhaps to be recomputed; None if foreign saved-tensor hooks keep it."""
     variable = getattr(node, edges.raw[side])
-    return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else wrapper_of(variable)
+    return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else get_recompute_wrapper(variable)
 
 
 def _needs_backward(node: Node | None, users: Users) -> bool:

@@ -77,9 +77,9 @@ class SplitBackward:
                 self._compute_input_grads(_select_differentiable_outputs(outputs, output_grads), differentiable)
             )
         except BaseException:
-            _drop_kept_tensors(self._deferral.take())
+            _drop_kept_tensors(self._deferral.take_queued_gradients())
             raise
-        self._deferred = self._deferral.take()
+        self._deferred = self._deferral.take_queued_gradients()
         # autograd.grad only returned gradients of the differentiable inputs.
         return [next(grads) if _is_differentiable(tensor) else None for tensor in inputs]
 
@@ -151,7 +151,7 @@ def _group_by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReducedPart
 def _drop_kept_tensors(deferred: Iterable[DeferredGrad]) -> None:
     """Drop the tensors from which deferred gradients would be computed."""
     for gradient in deferred:
-        gradient.clear()
+        gradient.drop_queued_summands()
 
 
 _CAPTURE = -1
@@ -178,7 +178,7 @@ class _Capturing:
             if hooks:
                 self._suspended.append((hooks, dict(hooks)))
                 hooks.clear()
-            hooks[_CAPTURE] = self._deferral.grad_for(leaf).add
+            hooks[_CAPTURE] = self._deferral.gradient_function_for(leaf).queue_computed_summand
             self._captured.append(hooks)
 
     def __exit__(self, *_: object) -> None:

@@ -44,7 +44,7 @@ from drawloom.components.ports.pipeline import make_state_of_batches  # noqa: E4
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
-from drawloom.kernels.recompute_policy import recomputing  # noqa: E402
+from drawloom.kernels.recompute_policy import apply_recompute_policy  # noqa: E402
 from support import pipelines  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -190,7 +190,7 @@ def _measure_kept_bytes(module: Any, loss: NextToken, batch: TokenBatch, policy:
     for _ in range(2):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        with recomputing(policy):
+        with apply_recompute_policy(policy):
             output = module(*loss.inputs(batch), lambda hidden, head: loss.loss(hidden, head, batch)[0])
         left = torch.cuda.memory_allocated() - before
         del output

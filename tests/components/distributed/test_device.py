@@ -11,7 +11,7 @@ import torch
 from drawloom.components.distributed import cpu_threads
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.graph import UserError
-from drawloom.kernels.triton.primitives import input_precision
+from drawloom.kernels.triton.primitives import get_dot_precision
 
 
 @attrs.define
@@ -119,7 +119,7 @@ def test_float32_products_are_set_and_restored(tf32: bool, name: str, monkeypatc
         torch.set_float32_matmul_precision(before)
         try:
             device.open()
-            assert torch.backends.cuda.matmul.allow_tf32 is tf32 and input_precision() == name
+            assert torch.backends.cuda.matmul.allow_tf32 is tf32 and get_dot_precision() == name
             device.close()
             assert torch.get_float32_matmul_precision() == before
         finally:

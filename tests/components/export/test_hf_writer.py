@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError
 from support.processes import run_ranks
 from support.qwen3 import dense, logits_of, one_document, sparse, whole
@@ -77,7 +77,7 @@ def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> Non
     again = type(model)(kernels=model.kernels, config=tmp_path / "export")
     assert again.architecture == model.architecture
     read = whole(again)
-    load_folder(tmp_path / "export", read, again.hugging_face_mapper().inverse())
+    fill_module_from_folder(tmp_path / "export", read, again.hugging_face_mapper().inverse())
     written = dict(module.named_parameters())
     assert all(torch.equal(parameter, written[name]) for name, parameter in read.named_parameters())
 
@@ -92,7 +92,7 @@ def test_a_folder_saved_by_transformers_is_read(tmp_path: Path, make: Make) -> N
         theirs.save_pretrained(tmp_path / f"second{tied}", max_shard_size="5KB")
         again = type(model)(kernels=model.kernels, config=tmp_path / f"second{tied}")
         module = whole(again)
-        load_folder(tmp_path / f"second{tied}", module, again.hugging_face_mapper().inverse())
+        fill_module_from_folder(tmp_path / f"second{tied}", module, again.hugging_face_mapper().inverse())
         tokens = torch.randint(29, (1, 6))
         torch.testing.assert_close(
             logits_of(module, tokens, one_document(1, 6)), theirs(tokens).logits, atol=1e-5, rtol=1e-5

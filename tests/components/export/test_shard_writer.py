@@ -19,7 +19,7 @@ from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.weights.mapper import parallel, shard
+from drawloom.components.weights.mapper import parallel, select_worker_groups
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.components.weights.save import PlannedFile
 from drawloom.graph import UserError
@@ -79,7 +79,7 @@ def _world() -> TorchGroup:
 def _deal(folder: Path) -> None:
     """Distribute groups among ranks with the same tensors."""
     world = _world()
-    dealt = shard(mapper(), world.size, world.rank)
+    dealt = select_worker_groups(mapper(), world.size, world.rank)
     write_shares(folder, Share(InMemory(tensors()), dealt, dealt.outputs), world, 100, config_beside)
 
 
@@ -149,14 +149,14 @@ from torch.distributed.tensor import Shard
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.shard_writer import share, write_shares
 from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.load import convert
+from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper_ops import distribute
 import test_shard_writer as here
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
 mesh = init_device_mesh("cpu", (2,))
 whole = here.tensors()
-spread = convert(parallel(*(distribute(name, mesh, [Shard(0)]) for name in whole)), whole)
+spread = convert_tensors(parallel(*(distribute(name, mesh, [Shard(0)]) for name in whole)), whole)
 world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
 mapper = here.mapper()
 mine = share(here.parameters(spread), mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)

@@ -10,7 +10,7 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.recurrence import RecurrentKernels
 from drawloom.graph.types.port_match import find_mismatches
-from drawloom.kernels.recompute import Selective, rerun
+from drawloom.kernels.recompute import Selective, call_with_recomputation
 from support.exchanges import Exchange, ThreadPart, run_threads
 from support.qwen3 import cpu_kernels
 from support.recurrences import draw_recurrence, requiring_grad
@@ -112,7 +112,7 @@ def test_a_recomputed_recurrent_layer_has_the_same_bits() -> None:
     expected = torch.autograd.grad(plain.square().sum(), learned)
     with Selective():
         (selective,) = layer(x)
-    for again in (selective, rerun(layer, x)[0]):
+    for again in (selective, call_with_recomputation(layer, x)[0]):
         assert torch.equal(again, plain)
         for grad, wanted in zip(torch.autograd.grad(again.square().sum(), learned), expected, strict=True):
             assert torch.equal(grad, wanted)

@@ -26,7 +26,9 @@ TEXT = 'corpus.paths=["*.txt"]'
 
 def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
     """Return a small model of a family."""
-    sizes = {key: size for key, size in (SPARSE_SIZES | {"num_key_value_heads": 4}).items() if key in kind.family.keys}
+    sizes = {
+        key: size for key, size in (SPARSE_SIZES | {"num_key_value_heads": 4}).items() if key in kind.family.config_keys
+    }
     return small(kind, **sizes)
 
 

@@ -12,7 +12,7 @@ from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.load import fill_module_from_folder
 from support.adapted import OneStage
 from support.families import (
     assert_all_projections_are_adapted,
@@ -88,7 +88,7 @@ def test_experts_in_mxfp4_are_read_like_transformers(tmp_path: Path) -> None:
         wanted[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, path)
     module = model.build(LayerRange(0, 2, embedding=True, head=True))
-    load_folder(tmp_path / "packed", module, model.hugging_face_mapper().inverse())
+    fill_module_from_folder(tmp_path / "packed", module, model.hugging_face_mapper().inverse())
     write_hugging_face_folder(tmp_path / "plain", model, OneStage(module))
     read = load_file(tmp_path / "plain" / "model.safetensors")
     for name, tensor in wanted.items():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import drawloom
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.optim.stochastic_adamw import StochasticAdamW, slice_rows
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW, locate_slice_rows
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import gradient_or_zeros
@@ -197,7 +197,7 @@ def test_rows_of_a_slice_have_their_index_in_the_whole(data: st.DataObject) -> N
     expected = torch.arange(prod(shape)).view(shape)[tensor_slice.index()].flatten()
     elements = torch.arange(tensor_slice.numel)
     try:
-        first, width, stride = slice_rows(tensor_slice)
+        first, width, stride = locate_slice_rows(tensor_slice)
     except UserError:
         begins = expected[torch.cat([torch.tensor([0]), (expected.diff() > 1).nonzero().flatten() + 1])]
         assert len({*begins.diff().tolist()}) > 1

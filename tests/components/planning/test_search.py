@@ -90,7 +90,8 @@ def test_experts_are_tried_on_one_rank_and_on_several() -> None:
     words = ("mesh.data_shard=2", "mesh.expert=2", "stages.dispatcher.use=experts.all_to_all", "vars.length=64")
     recipe = Recipe.load("moe", *words, "batch.global_size=8", "batch.micro_size=4")
     every = [
-        tomli.loads(candidate.format_overlay) for candidate in search_fastest_plans(recipe, find_device_model("h200"), 2)
+        tomli.loads(candidate.format_overlay)
+        for candidate in search_fastest_plans(recipe, find_device_model("h200"), 2)
     ]
     ways = {(candidate["mesh"]["expert"], candidate["stages"]["dispatcher"]["use"]) for candidate in every}
     assert ways == {(1, "experts.local"), (2, "experts.all_to_all")}

@@ -70,7 +70,7 @@ def test_a_slice_starts_as_in_the_whole_parameter(make: Callable[..., DecoderBui
             part = torch.empty_like(parameter.narrow(dim, begin, size - begin))
             offsets = tuple(begin if axis == dim else 0 for axis in range(parameter.ndim))
             model.initialise(
-                name, part, seed=5, part_of=TensorSlice(tuple(parameter.shape), offsets, tuple(part.shape))
+                name, part, seed=5, tensor_slice=TensorSlice(tuple(parameter.shape), offsets, tuple(part.shape))
             )
             assert torch.equal(part, parameter.narrow(dim, begin, size - begin)), name
 

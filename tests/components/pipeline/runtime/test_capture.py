@@ -19,7 +19,7 @@ from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 from drawloom.kernels import recompute_policy
-from drawloom.kernels.recompute import rerun
+from drawloom.kernels.recompute import call_with_recomputation
 from support import pipelines
 from support.processes import run_ranks
 
@@ -103,14 +103,14 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
 
     def count_and_rerun(*given: Any, **named: Any) -> Any:
         ran.append(given)
-        return rerun(*given, **named)
+        return call_with_recomputation(*given, **named)
 
     def after_evaluation(executor: ProgramExecutor, state: StepState) -> None:
         executor.evaluate(make_state_of_batches(state["batches"]))
         train(executor, state)
 
     train = ProgramExecutor.train
-    monkeypatch.setattr(recompute_policy, "rerun", count_and_rerun)
+    monkeypatch.setattr(recompute_policy, "call_with_recomputation", count_and_rerun)
     monkeypatch.setattr(ProgramExecutor, "train", after_evaluation)
     program = pipelines.Recomputing(pipelines.schedule("zero_bubble_v"), ("none", "blocks"))
     steps([(program, 3, False, False, "plain")], True)
