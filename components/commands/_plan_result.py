@@ -143,7 +143,7 @@ class SearchResult(Result):
 
     @classmethod
     def of(cls, choices: Sequence[PlanChoice], overlay: Path | None) -> "SearchResult":
-        """Make the result for the plans of a search, and the overlay file that was written."""
+        """Make the result for the plans of a search, and the written overlay file."""
         plans = [
             SearchedPlan(**_plan_data_fields(choice.plan), toml=choice.format_overlay.splitlines())
             for choice in choices

@@ -37,7 +37,7 @@ def format_array_script(
     max_parallel_tasks: int | None,
     options: Sequence[str],
 ) -> str:
-    """Return a script for `sbatch` that runs a command per array task, `max_parallel_tasks` of them together."""
+    """Return a script for `sbatch` with a command per array task, `max_parallel_tasks` of them together."""
     return SCRIPT.format(
         name=name.replace(" ", "_"),
         last=len(commands) - 1,

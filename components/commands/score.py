@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", type=parse_output_path, metavar="FILE", required=True, help="the JSON-lines file to write"
     )
     parser.add_argument("--template", type=Path, metavar="FILE", help="a chat template (default: the tokenizer's)")
-    parser.add_argument(
-        "--rows", type=integer_parser(), default=8, help="answers that are computed together (default 8)"
-    )
+    parser.add_argument("--rows", type=integer_parser(), default=8, help="answers computed together (default 8)")
 
 
 @output_class

@@ -193,7 +193,7 @@ def _load_and_check_runs(options: argparse.Namespace, project: Project) -> list[
         runs.append(SweepRun(point, folder / point.name, words, recipe))
     if errors := [problem for problem in problems.values() if not problem.warning]:
         raise RecipeError(errors)
-    options.console.warn(problems.values())
+    options.console.print_warnings(problems.values())
     return runs
 
 

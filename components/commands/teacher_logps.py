@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=integer_parser(), default=64, metavar="K", help="tokens by position (default 64)"
     )
-    parser.add_argument("--rows", type=integer_parser(), default=8, help="rows that are computed together (default 8)")
+    parser.add_argument("--rows", type=integer_parser(), default=8, help="rows computed together (default 8)")
     parser.epilog = "Set single values with node.key=value."
 
 

@@ -169,7 +169,7 @@ class LatentBuilder(GroupedExpertsBuilder):
     qk_nope_head_dim: int | None = setting(
         default=None,
         check=create_size_check("head_dim"),
-        doc="channels of queries and keys that are not rotated; default: 128",
+        doc="channels of queries and keys without rotation; default: 128",
     )
     v_head_dim: int | None = setting(
         default=None, check=create_size_check("head_dim"), doc="width of values; default: 128"

@@ -347,7 +347,7 @@ class ValidationData(Protocol):
     """Fixed validation rows, always in the same order."""
 
     def row_counts(self) -> tuple[int, int]:
-        """Return (rows that all ranks together evaluate, rows to choose from)."""
+        """Return (rows evaluated by all ranks together, rows to choose from)."""
         ...
 
     def batches(self) -> Iterator[Batch]:

@@ -345,7 +345,7 @@ class UncastParameters(Protocol):
     """A model with parameters that layers use in the parameter dtype, as if `precision.uncast` named them."""
 
     def uncast_parameters(self) -> Sequence[str]:
-        """Return name patterns (fnmatch) for the parameters that are not cast to the compute dtype."""
+        """Return name patterns (fnmatch) for parameters without a cast to the compute dtype."""
         ...
 
 

@@ -129,7 +129,7 @@ class Program:
         return np.repeat(np.arange(self.ranks), np.diff(self.bounds))
 
     def rows(self, rank: int) -> slice:
-        """Return the slice that selects a rank's actions from the columns."""
+        """Return the slice of the columns with a rank's actions."""
         return slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
 
     def rank_program(self, rank: int) -> RankProgram:

@@ -63,7 +63,7 @@ class Shards(Protocol):
         ...
 
     def parts(self) -> Sequence["ReducedPart"]:
-        """Return the parameter groups that the executor itself must reduce, in an order common to all ranks."""
+        """Return the parameter groups for the executor itself to reduce, in an order common to all ranks."""
         ...
 
     def reduce(self) -> None:

@@ -46,7 +46,7 @@ class Qwen3Moe(DecoderBuilder):
     )
     num_experts: int | None = setting(default=None, check=create_size_check("num_experts"), doc="experts of a layer")
     num_experts_per_tok: int | None = setting(
-        default=None, check=create_size_check("num_experts_per_tok"), doc="experts that each token is sent to"
+        default=None, check=create_size_check("num_experts_per_tok"), doc="number of experts per token"
     )
     moe_intermediate_size: int | None = setting(
         default=None, check=create_size_check("moe_intermediate_size"), doc="channels inside an expert"

@@ -104,7 +104,7 @@ class Recomputation:
     )
     kept: float | Sequence[float] = setting(
         check=_describe_kept_fractions_fault,
-        doc="fraction of the activations that is kept from the forward to the backward pass",
+        doc="fraction of the activations kept from the forward to the backward pass",
     )
 
 
