@@ -13,19 +13,23 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.deferred_grads import (
+    WeightGradient,
+    get_weight_gradient_function,
+    supports_deferred_weight_gradient,
+)
 from drawloom.kernels.float8 import Float8Rows
 from drawloom.kernels.grouped_float8 import GroupedFloat8Kernels, ScaledRows, empty_experts
 from drawloom.kernels.linear_float8 import (
     FactorProduct,
     GradientDispatcher,
     KeptWeights,
-    check_operands,
+    check_float8_operands,
     round_input,
 )
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import once_differentiable
-from drawloom.kernels.recompute import cheap_inside
+from drawloom.kernels.recompute import call_recomputable_in_autograd_function
 
 
 def experts_float8(
@@ -61,9 +65,9 @@ def _apply(
     source_choice: Tensor | None,
 ) -> Tensor:
     for weight in (gate_up, down):
-        check_operands(x, weight)
+        check_float8_operands(x, weight)
     rows = round_input(kernels, x, False)
-    gradients = GradientDispatcher([weight_gradient_of(weight) for weight in (gate_up, down)])
+    gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in (gate_up, down)])
     result: Tensor = _ExpertsFloat8.apply(  # type: ignore[no-untyped-call]
         x, probabilities, gate_up, down, gradients, kernels, rows.data, rows.scale, ends, dest_row, source_choice
     )
@@ -86,11 +90,11 @@ def _round_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor
     if kept is None:
         return *kernels.quantize_experts(weight), None
     if not kept.is_current:
-        kept.round_with(kernels)
+        kept.start_rounding(kernels)
     return kept.rows
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _ExpertsFloat8(Function):
     """Experts; it saves tokens, gate and up's results, and rounded factors."""
 
@@ -114,14 +118,14 @@ class _ExpertsFloat8(Function):
         if dest_row is not None and source_choice is not None:
             rows = kernels.take(ScaledRows(data, scale), probabilities, Routes(dest_row, source_choice, ends))
         first, first_scale, first_transposed = _round_weight(kernels, gate_up)
-        both = kernels.multiply_rows(rows[0], rows[1], first, first_scale, ends, True)
-        inner = cheap_inside(kernels.expert_swiglu, both, rows[2])
+        gate_and_up = kernels.multiply_rows(rows[0], rows[1], first, first_scale, ends, True)
+        inner = call_recomputable_in_autograd_function(kernels.expert_swiglu, gate_and_up, rows[2])
         second, second_scale, second_transposed = _round_weight(kernels, down)
         outputs = kernels.multiply_rows(inner[0], inner[1], second, second_scale, ends, True)
         ctx.transposed = first_transposed, second_transposed
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
         ctx.save_for_backward(
-            *(gate_up, down, first_scale, second_scale, data, rows[1], rows[2], both, *inner),
+            *(gate_up, down, first_scale, second_scale, data, rows[1], rows[2], gate_and_up, *inner),
             *(ends, dest_row, source_choice),
         )
         return outputs if dest_row is None else kernels.sum_by_token(outputs, None, dest_row)[0]
@@ -130,10 +134,10 @@ class _ExpertsFloat8(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, down, first_scale, second_scale, data, x_scale, probabilities, *rest = ctx.saved_tensors
-        both, inner, inner_scale, ends, dest_row, source_choice = rest
+        gate_and_up, inner, inner_scale, ends, dest_row, source_choice = rest
         kernels: GroupedFloat8Kernels = ctx.kernels
         needs_x, needs_probabilities, needs_first, needs_second, *_ = ctx.needs_input_grad
-        tokens = ScaledRows(*kernels.quantize(grad.reshape(-1, grad.shape[-1]), False)[:2])
+        tokens = ScaledRows(*kernels.quantize_rows(grad.reshape(-1, grad.shape[-1]), False)[:2])
         rows, top_k = tokens, 1
         if dest_row is not None:
             top_k = max(dest_row.shape[1], 1)
@@ -149,7 +153,7 @@ class _ExpertsFloat8(Function):
             grad_down = ctx.weight_gradient(product, grad_factor, inner_factor, scale, ends.detach())
             del inner_factor, grad_factor
         del rows
-        *rounded, grad_probabilities = kernels.expert_swiglu_gradient(grad_inner, both, probabilities)
+        *rounded, grad_probabilities = kernels.expert_swiglu_gradient(grad_inner, gate_and_up, probabilities)
         grad_both = ScaledRows(*rounded)
         del grad_inner
         if needs_first:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels import grouped_gemm
-from drawloom.kernels.float8 import E4M3, EagerFloat8, Float8Kernels, Float8Rows, scale_of
+from drawloom.kernels.float8 import E4M3, EagerFloat8, Float8Kernels, Float8Rows, compute_power_of_two_scales
 from drawloom.kernels.moe import Routes, gather_rows
 from drawloom.kernels.operation import upcast
-from drawloom.kernels.swiglu import swiglu_eager, swiglu_gradients
+from drawloom.kernels.swiglu import swiglu_eager, compute_swiglu_gradients
 
 GROUP = 128
 """Multiple to which every expert's columns in a transposed copy are padded: tensor cores multiply along rows."""
@@ -75,18 +75,19 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         """Fill `rows` with a weight's elements, scales by expert and transposed copy."""
         ...
 
-    def expert_swiglu(self, both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """
-        Round silu(gate) * up * probability by rows, where `both` (rows, 2 * width) is gate and up:
+        Round silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up:
         e4m3 (rows, width) and scales (rows,).
         """
         ...
 
     def expert_swiglu_gradient(
-        self, grad: Tensor, both: Tensor, probabilities: Tensor
+        self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
-        Round the gradient of `both` (rows, 2 * width) by rows: grad (rows, width) is the gradient of the product above.
+        Round the gradient of `gate_and_up` (rows, 2 * width) by rows, given the gradient of the product above, (rows,
+        width).
 
         Returns e4m3 (rows, 2 * width), scales (rows,) and the probabilities' gradients (rows,).
         """
@@ -151,7 +152,7 @@ class EagerGroupedFloat8(EagerFloat8):
 
     def quantize_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         wide = weight.float()
-        scale = scale_of(wide.abs().amax((1, 2)))
+        scale = compute_power_of_two_scales(wide.abs().amax((1, 2)))
         return (wide / scale[:, None, None]).to(E4M3), scale
 
     def transpose_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
@@ -162,17 +163,17 @@ class EagerGroupedFloat8(EagerFloat8):
         for target, source in zip(rows, (data, scale, data.transpose(1, 2)), strict=True):
             target.copy_(source)
 
-    def expert_swiglu(self, both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = both.float().chunk(2, -1)
-        return self.quantize(swiglu_eager(gate, up, probabilities.float()), False)[:2]
+    def expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = gate_and_up.float().chunk(2, -1)
+        return self.quantize_rows(swiglu_eager(gate, up, probabilities.float()), False)[:2]
 
     def expert_swiglu_gradient(
-        self, grad: Tensor, both: Tensor, probabilities: Tensor
+        self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        (gate, up), wide = both.float().chunk(2, -1), upcast(grad)
+        (gate, up), wide = gate_and_up.float().chunk(2, -1), upcast(grad)
         grad_probabilities = (swiglu_eager(gate, up) * wide).sum(-1).to(probabilities.dtype)
-        gradients = swiglu_gradients(gate, up, wide * probabilities.float().unsqueeze(-1))
-        return *self.quantize(torch.cat(gradients, 1), False)[:2], grad_probabilities
+        gradients = compute_swiglu_gradients(gate, up, wide * probabilities.float().unsqueeze(-1))
+        return *self.quantize_rows(torch.cat(gradients, 1), False)[:2], grad_probabilities
 
     def factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import E4M3, Float8Rows
 from drawloom.kernels.grouped_float8 import (
     GROUP,
@@ -25,11 +25,11 @@ from drawloom.kernels.grouped_float8 import (
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import tma
-from drawloom.kernels.triton.float8 import INFINITY, TritonFloat8, magnitude, scale_and_inverse, sigmoid
-from drawloom.kernels.triton.grouped_gemm_blocks import rows_of_tile
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.moe_permute import sum_rows
-from drawloom.kernels.triton.primitives import as_rows, cdiv, next_power_of_2
+from drawloom.kernels.triton.float8 import INFINITY, TritonFloat8, get_magnitude_bits, scale_and_inverse, sigmoid
+from drawloom.kernels.triton.grouped_gemm_blocks import locate_tile_rows
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.moe_permute import sum_rows_by_token
+from drawloom.kernels.triton.primitives import cdiv, next_power_of_2, view_as_rows
 
 CHANNELS = 128
 """Columns per transposed tile."""
@@ -62,7 +62,7 @@ class TritonGroupedFloat8(TritonFloat8):
         return _take(*rows, probabilities, routes.source_choice, max(routes.dest_row.shape[1], 1))  # type: ignore[no-any-return]
 
     def sum_by_token(self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor) -> tuple[Tensor, Tensor]:
-        return sum_rows(rows, None, scalars, dest_row)  # type: ignore[no-any-return]
+        return sum_rows_by_token(rows, None, scalars, dest_row)  # type: ignore[no-any-return]
 
     def quantize_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return _quantize_experts(weight)  # type: ignore[no-any-return]
@@ -75,13 +75,13 @@ class TritonGroupedFloat8(TritonFloat8):
             _launch_quantize_experts(weight, rows.data, rows.scale)
             _launch_cast_experts(weight, None, rows.scale, rows.transposed)
 
-    def expert_swiglu(self, both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        return _swiglu(both, probabilities)  # type: ignore[no-any-return]
+    def expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        return _swiglu(gate_and_up, probabilities)  # type: ignore[no-any-return]
 
     def expert_swiglu_gradient(
-        self, grad: Tensor, both: Tensor, probabilities: Tensor
+        self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _swiglu_gradient(grad, both, probabilities)  # type: ignore[no-any-return]
+        return _swiglu_gradient(grad, gate_and_up, probabilities)  # type: ignore[no-any-return]
 
     def factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
@@ -110,8 +110,8 @@ def _allocate_taken(
     "float8_take(Tensor data, Tensor scale, Tensor? probabilities, Tensor choices, int top_k)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_allocate_taken,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _take(
     data: Tensor, scale: Tensor, probabilities: Tensor | None, choices: Tensor, top_k: int
@@ -145,8 +145,8 @@ def _allocate_quantized_experts(weight: Tensor) -> tuple[Tensor, Tensor]:
 @register_kernel(
     "float8_quantize_experts(Tensor weight) -> (Tensor, Tensor)",
     fake=_allocate_quantized_experts,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _quantize_experts(weight: Tensor) -> tuple[Tensor, Tensor]:
     data, scale = _allocate_quantized_experts(weight)
@@ -182,8 +182,8 @@ def _allocate_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
 @register_kernel(
     "float8_transpose_experts(Tensor weight, Tensor scale) -> Tensor",
     fake=_allocate_transposed_experts,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _transpose_experts(weight: Tensor, scale: Tensor) -> Tensor:
     result = _allocate_transposed_experts(weight, scale)
@@ -210,31 +210,31 @@ def _launch_cast_experts(weight: Tensor, parts: Tensor | None, scale: Tensor, re
         )
 
 
-def _allocate_swiglu(both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    count, width = both.shape
-    return both.new_empty(count, width // 2, dtype=E4M3), both.new_empty(count, dtype=torch.float32)
+def _allocate_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    count, width = gate_and_up.shape
+    return gate_and_up.new_empty(count, width // 2, dtype=E4M3), gate_and_up.new_empty(count, dtype=torch.float32)
 
 
 @register_kernel(
-    "float8_expert_swiglu(Tensor both, Tensor probabilities) -> (Tensor, Tensor)",
+    "float8_expert_swiglu(Tensor gate_and_up, Tensor probabilities) -> (Tensor, Tensor)",
     fake=_allocate_swiglu,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
-def _swiglu(both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_swiglu(both, probabilities)
+def _swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    data, scale = _allocate_swiglu(gate_and_up, probabilities)
     count, width = data.shape
     if data.numel():
-        both, block = as_rows(both), next_power_of_2(width)
+        gate_and_up, block = view_as_rows(gate_and_up), next_power_of_2(width)
         rows = max(1, TILE // block)
         _swiglu_kernel[(cdiv(count, rows),)](
-            both,
+            gate_and_up,
             probabilities,
             data,
             scale,
             count,
             width,
-            both.stride(0),
+            gate_and_up.stride(0),
             ROWS=rows,
             BLOCK=block,
             num_warps=_count_warps(rows * block),
@@ -243,26 +243,31 @@ def _swiglu(both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-def _allocate_swiglu_gradient(grad: Tensor, both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale = both.new_empty(both.shape, dtype=E4M3), both.new_empty(len(both), dtype=torch.float32)
+def _allocate_swiglu_gradient(
+    grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    data, scale = (
+        gate_and_up.new_empty(gate_and_up.shape, dtype=E4M3),
+        gate_and_up.new_empty(len(gate_and_up), dtype=torch.float32),
+    )
     return data, scale, probabilities.new_empty(probabilities.shape)
 
 
 @register_kernel(
-    "float8_expert_swiglu_gradient(Tensor grad, Tensor both, Tensor probabilities) -> (Tensor, Tensor, Tensor)",
+    "float8_expert_swiglu_gradient(Tensor grad, Tensor gate_and_up, Tensor probabilities) -> (Tensor, Tensor, Tensor)",
     fake=_allocate_swiglu_gradient,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
-def _swiglu_gradient(grad: Tensor, both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale, grad_probabilities = _allocate_swiglu_gradient(grad, both, probabilities)
+def _swiglu_gradient(grad: Tensor, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    data, scale, grad_probabilities = _allocate_swiglu_gradient(grad, gate_and_up, probabilities)
     count, width = grad.shape
     if data.numel():
-        grad, both, block = as_rows(grad), as_rows(both), next_power_of_2(width)
+        grad, gate_and_up, block = view_as_rows(grad), view_as_rows(gate_and_up), next_power_of_2(width)
         rows = max(1, TILE // 2 // block)
         _swiglu_gradient_kernel[(cdiv(count, rows),)](
             grad,
-            both,
+            gate_and_up,
             probabilities,
             data,
             scale,
@@ -270,7 +275,7 @@ def _swiglu_gradient(grad: Tensor, both: Tensor, probabilities: Tensor) -> tuple
             count,
             width,
             grad.stride(0),
-            both.stride(0),
+            gate_and_up.stride(0),
             ROWS=rows,
             BLOCK=block,
             num_warps=_count_warps(rows * block),
@@ -302,8 +307,8 @@ def _allocate_factors(
     "float8_factors(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, Tensor? choices, int top_k,"
     " Tensor ends) -> (Tensor, Tensor, Tensor)",
     fake=_allocate_factors,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _factors(
     left: Tensor,
@@ -357,7 +362,7 @@ def _rows_flops(a: Tensor, b: Tensor) -> float:
     "float8_multiply_rows(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, bool fast) -> Tensor",
     fake=_allocate_product,
     flops=_rows_flops,
-    scratch=no_scratch,
+    scratch=return_zero_scratch_bytes,
 )
 def _multiply_rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool) -> Tensor:
     result = _allocate_product(a, a_scale, b, b_scale, ends, fast)
@@ -367,8 +372,8 @@ def _multiply_rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends:
     settings = TILES | (FAST if fast else SLOW)
     height = settings["HEIGHT"]
     _multiply_rows_kernel[((len(a) // height + experts) * cdiv(columns, WIDTH),)](
-        tma.blocks(a, height, STEP),
-        tma.blocks(b.view(experts * columns, inner), WIDTH, STEP),
+        tma.create_block_descriptor(a, height, STEP),
+        tma.create_block_descriptor(b.view(experts * columns, inner), WIDTH, STEP),
         a_scale,
         b_scale,
         ends,
@@ -394,7 +399,7 @@ def _groups_flops(left: Tensor, right: Tensor) -> float:
     "float8_multiply_groups(Tensor left, Tensor right, Tensor scale, Tensor ends) -> Tensor",
     fake=_allocate_gradient,
     flops=_groups_flops,
-    scratch=no_scratch,
+    scratch=return_zero_scratch_bytes,
 )
 def _multiply_groups(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
     result = _allocate_gradient(left, right, scale, ends)
@@ -404,8 +409,8 @@ def _multiply_groups(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -
     tile_height = SLOW["HEIGHT"]
     down, across = cdiv(height, tile_height), cdiv(width, WIDTH)
     _multiply_groups_kernel[(experts * down * across,)](
-        tma.blocks(left, tile_height, STEP),
-        tma.blocks(right, WIDTH, STEP),
+        tma.create_block_descriptor(left, tile_height, STEP),
+        tma.create_block_descriptor(right, WIDTH, STEP),
         scale,
         ends,
         result,
@@ -425,7 +430,7 @@ LEAST = tl.constexpr(MIN_SCALE)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _take_kernel(
     data, scale, probabilities, choices, rows, row_scale, by_row, count, width,
@@ -448,7 +453,7 @@ def _take_kernel(
         tl.store(at, values, mask=(row < count)[:, None] & inside)
 
 
-@lean
+@cache_launches
 @triton.jit
 def _largest_kernel(weight, parts, size, PARTS: tl.constexpr, STEP: tl.constexpr):
     """Store a part's largest magnitude as bits; NaN is above infinity."""
@@ -458,12 +463,12 @@ def _largest_kernel(weight, parts, size, PARTS: tl.constexpr, STEP: tl.constexpr
     for start in range(part * length, (part + 1) * length, STEP):
         index = start + tl.arange(0, STEP)
         values = tl.load(weight + expert.to(tl.int64) * size + index, mask=index < size, other=0.0).to(tl.float32)
-        most = tl.maximum(most, magnitude(values))
+        most = tl.maximum(most, get_magnitude_bits(values))
     tl.store(parts + tl.program_id(0), tl.max(most, 0))
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
 def _cast_experts_kernel(
     weight, parts, scale, result, outputs, inputs,
@@ -490,31 +495,31 @@ def _cast_experts_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _swiglu_kernel(
-    both, probabilities, data, scale, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    gate_and_up, probabilities, data, scale, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < width)[None, :]
-    at = both + row[:, None] * stride + column[None, :]
+    at = gate_and_up + row[:, None] * stride + column[None, :]
     gates = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
     probability = tl.load(probabilities + row, mask=row < count, other=0.0).to(tl.float32)
     values = gates * sigmoid(gates) * ups * probability[:, None]
-    own_scale, inverse = scale_and_inverse(tl.max(magnitude(values), 1))
+    own_scale, inverse = scale_and_inverse(tl.max(get_magnitude_bits(values), 1))
     rounded = (values * inverse[:, None]).to(data.dtype.element_ty)
     tl.store(data + row[:, None] * width + column[None, :], rounded, mask=inside)
     tl.store(scale + row, own_scale, mask=row < count)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _swiglu_gradient_kernel(
-    grad, both, probabilities, data, scale, grad_probabilities, count, width, grad_stride, both_stride,
+    grad, gate_and_up, probabilities, data, scale, grad_probabilities, count, width, grad_stride, gate_and_up_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -522,7 +527,7 @@ def _swiglu_gradient_kernel(
     column = tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < width)[None, :]
     grads = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    at = both + row[:, None] * both_stride + column[None, :]
+    at = gate_and_up + row[:, None] * gate_and_up_stride + column[None, :]
     gates = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
     probability = tl.load(probabilities + row, mask=row < count, other=0.0).to(tl.float32)
@@ -533,14 +538,15 @@ def _swiglu_gradient_kernel(
     grads *= probability[:, None]
     gate_grads = grads * ups * (share + silu * (1.0 - share))
     up_grads = grads * silu
-    own_scale, inverse = scale_and_inverse(tl.max(tl.maximum(magnitude(gate_grads), magnitude(up_grads)), 1))
+    largest = tl.max(tl.maximum(get_magnitude_bits(gate_grads), get_magnitude_bits(up_grads)), 1)
+    own_scale, inverse = scale_and_inverse(largest)
     at = data + row[:, None] * (2 * width) + column[None, :]
     tl.store(at, (gate_grads * inverse[:, None]).to(data.dtype.element_ty), mask=inside)
     tl.store(at + width, (up_grads * inverse[:, None]).to(data.dtype.element_ty), mask=inside)
     tl.store(scale + row, own_scale, mask=row < count)
 
 
-@lean
+@cache_launches
 @triton.jit
 def _largest_scale_kernel(left_scale, right_scale, ends, scale, STEP: tl.constexpr):
     """Store the largest product between two scales in an expert's rows; NaN if one is not finite."""
@@ -551,14 +557,14 @@ def _largest_scale_kernel(left_scale, right_scale, ends, scale, STEP: tl.constex
     for start in range(begin, end, STEP):
         row = start + tl.arange(0, STEP)
         left = tl.load(left_scale + row, mask=row < end, other=0.0)
-        most = tl.maximum(most, magnitude(left * tl.load(right_scale + row, mask=row < end, other=0.0)))
+        most = tl.maximum(most, get_magnitude_bits(left * tl.load(right_scale + row, mask=row < end, other=0.0)))
     largest = tl.max(most, 0)
     number = tl.maximum(largest.to(tl.float32, bitcast=True), LEAST)
     tl.store(scale + expert, tl.where(largest < INFINITY, number, float("nan")))
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
 def _transpose_kernel(
     left, right, choices, left_scale, right_scale, scale, ends, left_result, right_result, num_experts, left_width,
@@ -569,7 +575,7 @@ def _transpose_kernel(
     left_tiles = tl.cdiv(left_width, CHANNELS)
     across = left_tiles + tl.cdiv(right_width, CHANNELS)
     tile, part = tl.program_id(0) // across, tl.program_id(0) % across
-    expert, first, end = rows_of_tile(tile, ends, num_experts, EXPERTS, ROWS)
+    expert, first, end = locate_tile_rows(tile, ends, num_experts, EXPERTS, ROWS)
     if expert >= num_experts:
         return
     row = first + tl.arange(0, ROWS)
@@ -605,7 +611,7 @@ def _store_transposed(result, values, column, channel, width, columns):
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
 def _multiply_rows_kernel(
     a, b, a_scale, b_scale, ends, result, num_experts, inner, columns, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr,
@@ -613,7 +619,7 @@ def _multiply_rows_kernel(
 ):
     # fmt: on
     across = tl.cdiv(columns, WIDTH)
-    expert, first, end = rows_of_tile(tl.program_id(0) // across, ends, num_experts, EXPERTS, HEIGHT)
+    expert, first, end = locate_tile_rows(tl.program_id(0) // across, ends, num_experts, EXPERTS, HEIGHT)
     if expert >= num_experts:
         return
     left = (tl.program_id(0) % across) * WIDTH
@@ -629,7 +635,7 @@ def _multiply_rows_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
 def _multiply_groups_kernel(
     left, right, scale, ends, result, num_experts, down, across, height, width, EXPERTS: tl.constexpr,
