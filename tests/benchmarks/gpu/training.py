@@ -12,7 +12,8 @@ windows and of the gated delta rule, and the factor 3 counts forward once and ba
 speed of a bfloat16 product of 8192 x 8192. Nothing is recomputed. With `--operations` every line is followed by the
 step's longest GPU operations.
 
-transformers computes the gated delta rule by flash-linear-attention if `PEERS` has it, else in plain torch.
+transformers computes the gated delta rule by flash-linear-attention if `PEERS` has it, else in plain torch. With Triton
+3.4 to 3.7.0 on Hopper, flash-linear-attention returns wrong gradients, and only its time counts.
 """
 
 import gc
@@ -36,7 +37,7 @@ import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.gpu import clock  # noqa: E402
+from benchmarks.gpu import clock, peers  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.ports.flops import count_attended_pairs  # noqa: E402
@@ -219,6 +220,7 @@ def _make_our_step(
 def _make_transformers_step(
     config: dict[str, Any], tokens: Tensor, targets: Tensor, compiled: bool = False, liger: bool = False
 ) -> Step:
+    peers.allow_fla_backward()
     model_config = transformers.AutoConfig.for_model(**config)
     with DEVICE:
         kinds: Any = transformers.AutoModelForCausalLM
