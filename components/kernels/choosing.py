@@ -39,11 +39,7 @@ OPERATIONS = {
     "swiglu": _make_operation("swiglu", "swiglu", "swiglu"),
     "swiglu_halves": _make_operation("swiglu", "swiglu", "swiglu_halves"),
     "geglu": _make_operation("geglu", "geglu", "geglu"),
-    # Its Triton kernel compiles for Hopper, but its results have not been compared on a GPU.
-    "oss_swiglu_halves": Operation(
-        {"eager": "oss_swiglu.oss_swiglu_halves_eager", "triton": "triton.oss_swiglu.oss_swiglu_halves_triton"},
-        ("eager",),
-    ),
+    "oss_swiglu_halves": _make_operation("oss_swiglu", "oss_swiglu", "oss_swiglu_halves"),
     "rope": _make_operation("rope", "rope", "rope"),
     "qk_norm_rope": _make_operation("rope", "qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(
