@@ -86,6 +86,7 @@ class AutoKernels:
     _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _operation_setting(
         "grouped_gemm", "the matrix products of experts"
     )
+    _add_expert_bias: Choice = _operation_setting("add_expert_bias", "the addition of experts' biases")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -300,6 +301,9 @@ class AutoKernels:
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self._functions["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor

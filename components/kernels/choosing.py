@@ -71,6 +71,7 @@ OPERATIONS = {
             "triton": "triton.grouped_gemm.grouped_gemm_triton",
         }
     ),
+    "add_expert_bias": _make_operation("expert_bias", "expert_bias", "add_expert_bias"),
 }
 
 TRITON = {"triton", "cut", "cudnn", "flex"}

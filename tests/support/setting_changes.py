@@ -234,6 +234,7 @@ TRITON = (
     "moe_unpermute",
     "moe_peers",
     "grouped_gemm",
+    "add_expert_bias",
 )
 
 ROWS: dict[str, Row] = {

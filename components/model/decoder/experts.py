@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.experts import Dispatched, ExpertKernels
+from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.model import QuantizableLayer
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
@@ -69,11 +69,6 @@ class SparseMoeBlock(nn.Module):
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
 
-def _find_used_rows(here: Dispatched) -> Tensor:
-    """Return which rows contain a token, bool (rows,); rows past the last expert's end are undefined padding."""
-    return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
-
-
 class Experts(ExpertParallel, QuantizableLayer):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
@@ -113,13 +108,12 @@ class Experts(ExpertParallel, QuantizableLayer):
         here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
         both = self.project("gate_up_proj", here.rows, here.ends)
         if self.spec.biases:
-            both = both + self._look_up_biases("gate_up_proj_bias", here)
+            both = self.kernels.add_expert_bias(both, self.gate_up_proj_bias, here.ends)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
         mixed = self._apply_gate(both, here.scale)
         outputs = self.project("down_proj", mixed, here.ends)
         if self.spec.biases:
-            scale = here.scale.where(_find_used_rows(here), 0).unsqueeze(-1)
-            outputs = outputs + (self._look_up_biases("down_proj_bias", here) * scale).to(outputs.dtype)
+            outputs = self.kernels.add_expert_bias(outputs, self.down_proj_bias, here.ends, here.scale)
         return here.combine(outputs)
 
     def _apply_gate(self, both: Tensor, scale: Tensor) -> Tensor:
@@ -127,12 +121,6 @@ class Experts(ExpertParallel, QuantizableLayer):
         if (clamp := self.spec.clamp) is None:
             return self.kernels.swiglu_halves(both, scale)
         return self.kernels.oss_swiglu_halves(both, scale, clamp.alpha, clamp.limit)
-
-    def _look_up_biases(self, name: str, here: Dispatched) -> Tensor:
-        """Return the bias of every row's expert, (rows, outputs), and zeros for unused rows."""
-        rows = torch.arange(len(here.rows), device=here.rows.device)
-        expert = torch.searchsorted(here.ends.to(rows.dtype), rows, right=True).clamp_(max=len(here.ends) - 1)
-        return self.kernels.embedding(expert, getattr(self, name)).where(_find_used_rows(here).unsqueeze(-1), 0)
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""
