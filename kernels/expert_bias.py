@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.deferred_grads import (
+    WeightGradient,
+    supports_deferred_weight_gradient,
+    get_weight_gradient_function,
+)
 from drawloom.kernels.operation import once_differentiable, upcast
 
 
@@ -49,11 +53,13 @@ def add_expert_bias(
 
     rows (rows, width), bias (experts, width), offsets int32 (experts,), scale (rows,) or None: (rows, width).
     """
-    result: Tensor = _AddExpertBias.apply(rows, bias, offsets, scale, implementation, weight_gradient_of(bias))  # type: ignore[no-untyped-call]
+    result: Tensor = _AddExpertBias.apply(
+        rows, bias, offsets, scale, implementation, get_weight_gradient_function(bias)
+    )  # type: ignore[no-untyped-call]
     return result
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _AddExpertBias(Function):
     """Bias addition by expert, which can defer the bias's gradient."""
 

@@ -11,11 +11,11 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.checkpoint.snapshot import slices_of
+from drawloom.components.checkpoint.snapshot import slices_by_sharded_entry
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Stateful
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.state.trees import transform
+from drawloom.components.state.trees import map_leaves
 
 
 @attrs.frozen
@@ -31,7 +31,9 @@ class HeldState:
         if states.keys() != self.states.keys():
             return False
         # an optimizer has no slices before its first step
-        return all(not (now := slices_of(node)) or now == self.slices[name] for name, node in states.items())
+        return all(
+            not (now := slices_by_sharded_entry(node)) or now == self.slices[name] for name, node in states.items()
+        )
 
 
 @attrs.define(eq=False)
@@ -46,8 +48,8 @@ class StateMemory:
         """Reference the state after a step. Tensors must not change before `copy`."""
         self._current = HeldState(
             step,
-            {name: transform(_detach_leaf, node.state_dict()) for name, node in states.items()},
-            {name: slices_of(node) for name, node in states.items()},
+            {name: map_leaves(_detach_leaf, node.state_dict()) for name, node in states.items()},
+            {name: slices_by_sharded_entry(node) for name, node in states.items()},
         )
 
     def copy(self) -> None:

@@ -26,18 +26,18 @@ class Connections:
     _inodes: set[int] = attrs.field(init=False, factory=set)
 
     @contextmanager
-    def record(self) -> Iterator[None]:
+    def record_sockets(self) -> Iterator[None]:
         """Record the sockets opened in the body. Another thread's new sockets are recorded, too."""
-        before = _list_sockets().keys()
+        before = _list_sockets_by_inode().keys()
         try:
             yield
         finally:
-            self._inodes |= _list_sockets().keys() - before
+            self._inodes |= _list_sockets_by_inode().keys() - before
 
-    def break_all(self) -> int:
+    def shut_down_all(self) -> int:
         """Shut down every open recorded connection, and return their number."""
         count = 0
-        for inode, descriptor in _list_sockets().items():
+        for inode, descriptor in _list_sockets_by_inode().items():
             if inode in self._inodes:
                 with suppress(OSError):  # closed meanwhile, or without a peer, like a listening socket
                     count += self._shut_down_socket(descriptor)
@@ -54,7 +54,7 @@ class Connections:
         return True
 
 
-def _list_sockets() -> dict[int, int]:
+def _list_sockets_by_inode() -> dict[int, int]:
     """Return this process's sockets: descriptors by inode, which no later socket gets while this one is open."""
     descriptors: dict[int, int] = {}
     with suppress(OSError):

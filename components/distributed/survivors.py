@@ -24,20 +24,22 @@ class Survivors:
     ranks: Sequence[int]
     meeting: str
 
-    def renumber(self, rank: int) -> None:
+    def set_rank_variables(self, rank: int) -> None:
         """Set the new RANK and WORLD_SIZE in the environment, as torchrun would; LOCAL_RANK keeps its device."""
         os.environ["RANK"] = str(self.ranks.index(rank))
         os.environ["WORLD_SIZE"] = str(len(self.ranks))
 
 
-def choose_survivors(replicas: Sequence[Sequence[int]], lost: Set[int], fits: Callable[[int], bool]) -> list[int]:
+def choose_survivors(
+    replicas: Sequence[Sequence[int]], lost_ranks: Set[int], is_valid_replica_count: Callable[[int], bool]
+) -> list[int]:
     """
-    Return the ranks of the most complete replicas whose number `fits`, in ascending order; empty without any.
+    Choose as many complete replicas as a valid count allows, and return their ranks, ascending; empty without any.
 
     A step's microbatches, for example, may not divide evenly among all complete replicas.
     """
-    complete = [ranks for ranks in replicas if not lost & {*ranks}]
-    count = next((count for count in range(len(complete), 0, -1) if fits(count)), 0)
+    complete = [ranks for ranks in replicas if not lost_ranks & {*ranks}]
+    count = next((count for count in range(len(complete), 0, -1) if is_valid_replica_count(count)), 0)
     return sorted(rank for ranks in complete[:count] for rank in ranks)
 
 
@@ -45,22 +47,22 @@ def agree_on_survivors(
     store: Any,
     rank: int,
     replicas: Sequence[Sequence[int]],
-    fits: Callable[[int], bool],
-    lost: Callable[[], Set[int]],
+    is_valid_replica_count: Callable[[int], bool],
+    get_lost_ranks: Callable[[], Set[int]],
     is_over: Callable[[], bool],
 ) -> list[int]:
     """
     Return the ranks that continue, equal on all live ranks; empty if no replica can, or if `is_over`.
 
-    `fits` returns whether a number of replicas can share the work. `lost` returns the ranks known to be lost, which may
-    grow meanwhile. Raises RuntimeError if the store is gone.
+    `is_valid_replica_count` returns whether a number of replicas can share the work. `get_lost_ranks` returns the ranks
+    known to be lost, which may grow meanwhile. Raises RuntimeError if the store is gone.
     """
     store.set(f"joined/{rank}", b"1")
     everyone = [rank for ranks in replicas for rank in ranks]
-    while any(other not in lost() and not store.check([f"joined/{other}"]) for other in everyone):
+    while any(other not in get_lost_ranks() and not store.check([f"joined/{other}"]) for other in everyone):
         if is_over():
             return []
         time.sleep(TICK)
-    proposal = json.dumps(choose_survivors(replicas, lost(), fits))
+    proposal = json.dumps(choose_survivors(replicas, get_lost_ranks(), is_valid_replica_count))
     members: list[int] = json.loads(store.compare_set("members", "", proposal))
     return members

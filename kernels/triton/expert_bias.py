@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.expert_bias import ExpertBiasImplementation, add_expert_bias
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, check_floats, contiguous_last_dim, next_power_of_2
 
 ROWS, COLUMNS = 16, 256
@@ -35,8 +35,8 @@ def _allocate_rows(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | 
 @register_kernel(
     "add_expert_bias(Tensor rows, Tensor bias, Tensor offsets, Tensor? scale) -> Tensor",
     fake=_allocate_rows,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _add(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
     result = _allocate_rows(rows, bias, offsets, scale)
@@ -65,7 +65,7 @@ def _sums_scratch(grad: Tensor, offsets: Tensor) -> int:
 @register_kernel(
     "expert_bias_sums(Tensor grad, Tensor offsets, Tensor? scale) -> Tensor",
     fake=_allocate_sums,
-    flops=no_flops,
+    flops=return_zero_flops,
     scratch=_sums_scratch,
 )
 def _sum_rows(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
@@ -91,8 +91,8 @@ def _allocate_products(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tenso
 @register_kernel(
     "expert_bias_products(Tensor grad, Tensor bias, Tensor offsets, Tensor scale) -> Tensor",
     fake=_allocate_products,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _sum_products(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
     result = _allocate_products(grad, bias, offsets, scale)
@@ -119,7 +119,7 @@ def _expert_of(row, offsets, num_experts, EXPERTS: tl.constexpr):
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count", "num_experts"])
 def _add_kernel(
     rows, bias, offsets, scale, result, count, width, num_experts, row_stride, bias_stride,
@@ -141,7 +141,7 @@ def _add_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
 def _sums_kernel(
     grad, offsets, scale, sums, num_experts, width, row_stride, PARTS: tl.constexpr, ROWS: tl.constexpr,
@@ -167,7 +167,7 @@ def _sums_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count", "num_experts"])
 def _products_kernel(
     grad, bias, offsets, result, count, width, num_experts, row_stride, bias_stride,

@@ -56,6 +56,6 @@ def test_a_split_backward_pass_defers_the_bias_gradient() -> None:
     with deferral.defer():
         result.square().sum().backward()  # type: ignore[no-untyped-call]
     assert bias.grad is None
-    (deferred,) = deferral.take()
-    computed = deferred.compute()
+    (deferred,) = deferral.take_queued_gradients()
+    computed = deferred.compute_sum()
     assert computed is not None and torch.equal(computed, expected)

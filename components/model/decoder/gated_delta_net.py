@@ -51,7 +51,10 @@ class GatedDeltaNet(TensorParallel):
         """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
         shape, spec = context.documents.shape, self.spec
         hidden = self.ranks.gather_tokens(hidden, shape)
-        q, k, v = (self._convolve(name, hidden, context).view(*shape, -1, width) for name, width in spec.widths)
+        q, k, v = (
+            self._project_and_convolve(name, hidden, context).view(*shape, -1, width)
+            for name, width in spec.head_widths
+        )
         wide = torch.promote_types(hidden.dtype, torch.float32)
         beta = self.in_proj_b(hidden).sigmoid()
         g = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
@@ -60,7 +63,7 @@ class GatedDeltaNet(TensorParallel):
         gated = self.kernels.swiglu(self.in_proj_z(hidden).view(mixed.shape), self.norm(mixed))
         return self.ranks.reduce_scatter_tokens(self.out_proj(gated.flatten(-2)))
 
-    def _convolve(self, name: str, hidden: Tensor, context: LayerContext) -> Tensor:
+    def _project_and_convolve(self, name: str, hidden: Tensor, context: LayerContext) -> Tensor:
         """Project hidden (rows, length, hidden_size) to queries, keys or values, and convolve them over tokens."""
         projected = self.get_submodule(f"in_proj_{name}")(hidden)
         return self.kernels.causal_conv(projected, self.get_parameter(f"conv_{name}"), context.recurrence)

@@ -42,7 +42,7 @@ from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.ports.flops import count_attended_pairs  # noqa: E402
 from drawloom.components.ports.model import Head, LayerRange, TokenContext  # noqa: E402
-from drawloom.kernels.adamw import ParamState, step_scalars  # noqa: E402
+from drawloom.kernels.adamw import ParamState, compute_step_scalars  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[], object]
@@ -289,7 +289,7 @@ def _stochastic_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
         nonlocal count
         count += 1
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        stepper.step(gradients, step_scalars(1e-4, (0.9, 0.95), 1e-8, count), count)
+        stepper.step(gradients, compute_step_scalars(1e-4, (0.9, 0.95), 1e-8, count), count)
 
     return apply
 
@@ -313,7 +313,7 @@ def _flops_per_token(config: dict[str, Any], length: int) -> float:
     flops = _blueprint(config, None).forward_flops()
     row = torch.zeros(1, length, dtype=torch.int64)
     return float(
-        flops.of_training(1, {window: count_attended_pairs(row, window) / length for window in flops.per_pair})
+        flops.count_training_flops(1, {window: count_attended_pairs(row, window) / length for window in flops.per_pair})
     )
 
 

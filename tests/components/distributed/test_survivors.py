@@ -50,5 +50,5 @@ def test_survivors_are_renumbered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment describes the new launch."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "7")
-    Survivors([0, 2, 5], "meeting").renumber(5)
+    Survivors([0, 2, 5], "meeting").set_rank_variables(5)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("2", "3")
