@@ -15,8 +15,8 @@ from torch.autograd import Function
 
 from drawloom.kernels.deferred_grads import (
     WeightGradient,
-    supports_deferred_weight_gradient,
     get_weight_gradient_function,
+    supports_deferred_weight_gradient,
 )
 from drawloom.kernels.operation import once_differentiable, upcast
 
