@@ -217,6 +217,7 @@ WARMUP = {
 }
 TRITON = (
     "linear_float8",
+    "experts_float8",
     "dequantize",
     "rms_norm",
     "add_rms_norm",
