@@ -20,35 +20,54 @@ INODE = re.compile(r"socket:\[(\d+)\]")
 
 @attrs.define(eq=False)
 class Connections:
-    """Recorder for sockets opened by gloo. Sockets to or from `port`, the launch's store, are left alone."""
+    """
+    Recorder for sockets opened by gloo, and by this process's own clients of the launch's store at `port`.
+
+    The store's own ends are left alone: the store may be in this process.
+    """
 
     port: int = 0
+    is_broken: bool = False
     _inodes: set[int] = attrs.field(init=False, factory=set)
+    _before: set[int] | None = attrs.field(init=False, default=None)  # sockets before a recording in progress
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record the sockets opened in the body. Another thread's new sockets are recorded, too."""
-        before = _list_sockets().keys()
+        """
+        Record the sockets opened in the body. Another thread's new sockets are recorded, too.
+
+        Raises RuntimeError if the connections are broken: the body would wait for lost ranks.
+        """
+        if self.is_broken:
+            raise RuntimeError("a rank is lost, and no new group can be made with it")
+        self._before = {*_list_sockets()}
         try:
             yield
         finally:
-            self._inodes |= _list_sockets().keys() - before
+            self._inodes, self._before = self._find_recorded(), None
 
     def break_all(self) -> int:
-        """Shut down every open recorded connection, and return their number."""
-        count = 0
+        """Shut down every open recorded connection, also those of a recording in progress; return their number."""
+        self.is_broken = True
+        count, recorded = 0, self._find_recorded()
         for inode, descriptor in _list_sockets().items():
-            if inode in self._inodes:
+            if inode in recorded:
                 with suppress(OSError):  # closed meanwhile, or without a peer, like a listening socket
                     count += self._shut_down_socket(descriptor)
         return count
 
+    def _find_recorded(self) -> set[int]:
+        """Return the recorded sockets, with those of a recording in progress."""
+        before = self._before
+        return self._inodes if before is None else self._inodes | (_list_sockets().keys() - before)
+
     def _shut_down_socket(self, descriptor: int) -> bool:
-        """Shut down a TCP connection other than the store's; return whether this was done."""
+        """Shut down a TCP connection, unless it is the store's end; return whether this was done."""
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
-            if self.port in (connection.getpeername()[1], connection.getsockname()[1]):
+            connection.getpeername()  # raises for a listening socket
+            if self.port == connection.getsockname()[1]:
                 return False
             connection.shutdown(socket.SHUT_RDWR)
         return True

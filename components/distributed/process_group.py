@@ -226,6 +226,9 @@ def with_diagnosis(error: Exception, monitor: RankMonitor) -> Exception:
 
 def _build_user_error(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
     """Return a UserError with the ranks to blame, or a guess, and torch's message."""
-    cause = monitor.diagnose() or "most likely another process stopped"
+    monitor.is_recovering = True
     message = str(error).strip().splitlines()[0]
-    return UserError(f"{operation} failed on rank {dist.get_rank()}: {cause}; see its log. torch says: {message}")
+    if monitor.on_loss is not None and "imed out" in message:
+        monitor.declare_hanging()
+    cause = monitor.diagnose() or "most likely another process stopped"
+    return UserError(f"{operation} failed on rank {monitor.rank}: {cause}; see its log. torch says: {message}")

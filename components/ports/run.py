@@ -496,7 +496,11 @@ class Restorer(Protocol):
         ...
 
     def hold(self, step: Step) -> None:
-        """Keep the state after a step in memory, to continue from after a loss, if the run survives losses."""
+        """
+        Keep the state after a step in memory, to continue from after a loss, if the run survives losses.
+
+        Raises ReopenError on all ranks if processes wait to join the run. All ranks have ended the step.
+        """
         ...
 
 

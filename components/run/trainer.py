@@ -223,11 +223,11 @@ class Trainer:
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
         self._skipped.add(step)
-        if self.checkpointer:
-            self.checkpointer.hold(step)
         if signal := self.stop.agree_on_signal():
             self._skipped.read()
             self._save_and_stop(step, signal)
+        if self.checkpointer:
+            self.checkpointer.hold(step)
 
     @cached_property
     def _readers_of_gradients(self) -> set[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.phases.report import Report
 from drawloom.components.run.signals import Signals
@@ -41,7 +42,16 @@ PLACES: dict[str, tuple[type, str]] = {
     "forward_backward": (ForwardBackward, "run_phase"),
     "report": (Report, "run_phase"),  # after the update
     "signals": (Signals, "agree_on_signal"),  # between steps
+    "join": (TorchProcesses, "_join_process_group"),  # from the second call on, while groups are made again
 }
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stuck": lambda: time.sleep(60),
+}
+
+Deaths = Mapping[int, tuple[str, int] | tuple[str, int, str]]
 
 
 @pytest.fixture
@@ -52,25 +62,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(folder: Path, words: tuple[str, ...], deaths: Mapping[int, tuple[str, int]]) -> Outcome:
-    """Run a process, which kills itself at the nth call of a place if `deaths` has its first rank."""
+def _run(folder: Path, words: tuple[str, ...], deaths: Deaths) -> Outcome:
+    """Run a process, which gets a fault at the nth call of a place if `deaths` has its first rank; kills are usual."""
     if (rank := int(os.environ["RANK"])) in deaths:
-        (kind, name), step = PLACES[deaths[rank][0]], deaths[rank][1]
+        place, step, *faults = deaths[rank]
+        kind, name = PLACES[place]
         calls, method = [0], getattr(kind, name)
 
         def dying(self: Any, *arguments: Any) -> Any:
             calls[0] += 1
             if calls[0] == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+                FAULTS[faults[0] if faults else "killed"]()
             return method(self, *arguments)
 
         put(kind, name, dying)
     return command(folder, ("run", "recipe.toml", *words), None)
 
 
-def _survive(
-    folder: Path, ranks: int, deaths: Mapping[int, tuple[str, int]], *words: str
-) -> tuple[dict[int, str], dict[int, Outcome]]:
+def _survive(folder: Path, ranks: int, deaths: Deaths, *words: str) -> tuple[dict[int, str], dict[int, Outcome]]:
     """Return how ranks died, and how the others ended."""
     words = ("processes.on_failure=continue", *words)
     with pytest.raises(RanksFailedError) as caught:
@@ -100,6 +109,23 @@ def test_a_run_survives_one_loss_after_another(folder: Path) -> None:
     _assert_same_trajectory(folder)
 
 
+def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Path) -> None:
+    """
+    Rank 0 is stopped, rank 1 dies while the others make groups again, and rank 2 is stuck in Python later.
+
+    Hanging ranks are killed, so that they do not come back, and the last rank computes the same.
+    """
+    deaths = {0: ("forward_backward", 3, "stopped"), 1: ("join", 2), 2: ("report", 5, "stuck")}
+    words = "processes.heartbeat_timeout=3", "listeners.timeouts.step=4"
+    start = time.monotonic()
+    failures, outcomes = _survive(folder, 4, deaths, *words)
+    assert time.monotonic() - start < 45 and failures == dict.fromkeys(deaths, "died with exit code -9")
+    assert outcomes[3].code == 0, outcomes
+    text = "".join(path.read_text("utf-8") for path in (folder / "runs/tiny/log").iterdir())
+    assert "has sent no heartbeat for 3 s" in text and "hangs in step 5, phase [report]" in text
+    _assert_same_trajectory(folder)
+
+
 @pytest.mark.parametrize(
     ("words", "place", "step"),
     [
@@ -110,10 +136,16 @@ def test_a_run_survives_one_loss_after_another(folder: Path) -> None:
     ids=["shards", "pipeline", "uneven"],
 )
 def test_a_replica_leaves_as_a_whole(folder: Path, words: tuple[str, ...], place: str, step: int) -> None:
-    """Of four ranks two continue: the other replica, or as many replicas as divide the step's microbatches."""
+    """
+    Of four ranks two continue: the other replica, or as many replicas as divide the step's microbatches.
+
+    The third rank waits as a spare, and ends with the run.
+    """
     failures, outcomes = _survive(folder, 4, {1: (place, step)}, *words)
     assert failures == {1: "died with exit code -9"}
-    assert sorted(outcome.code for outcome in outcomes.values()) == [0, 0, 1]
+    assert [outcome.code for outcome in outcomes.values()] == [0, 0, 0]
+    text = "".join(path.read_text("utf-8") for path in (folder / "runs/tiny/log").iterdir())
+    assert text.count("2 of 4 processes continue") == 3
     _assert_same_trajectory(folder, *(word for word in words if not word.startswith("mesh.")))
 
 

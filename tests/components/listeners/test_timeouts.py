@@ -35,8 +35,9 @@ class FakeProcesses:
     def diagnose(self) -> str:
         return "rank 7 does not answer"
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str) -> bool:
         self.failures.append(text)
+        return True
 
 
 @attrs.define
