@@ -205,7 +205,7 @@ class Checkpointer:
 
     def _restore_from_memory(self) -> int:
         """
-        Load the newest state that some replica of each rank has in memory, and return its step.
+        Load the newest state that replicas have in memory for all ranks, and return its step.
 
         Ranks without it receive it from a replica. Return 0 and load nothing if there is no such state, or if a
         checkpoint on disk is newer.
@@ -220,20 +220,20 @@ class Checkpointer:
         newest = max(saved, default=0)
         if not step or step < newest:
             return 0
-        held = states[step].states if step in states else None
+        own_states = states[step].states if step in states else None
         if any(step not in other for other in steps):
-            received = share_states(held, self.states, self.mesh.replicas)
-            log.info("%s the state after step %d", "received" if held is None else "sent", step)
-            held = received if held is None else held
-        run_on_all(self._world, lambda: self._load_held(held or {}))
+            received = share_states(own_states, self.states, self.mesh.replicas)
+            log.info("%s the state after step %d", "received" if own_states is None else "sent", step)
+            own_states = received if own_states is None else own_states
+        run_on_all(self._world, lambda: self._load_from_memory(own_states or {}))
         slices = {name: slices_of(node) for name, node in self.states.items()}
-        self._memory.keep(HeldState(step, held or {}, slices))  # for another loss in the next step
+        self._memory.keep(HeldState(step, own_states or {}, slices))  # for another loss in the next step
         self._saved = step if step == newest else 0
         log.info("restored the state after step %d from memory", step)
         return step
 
-    def _load_held(self, states: Mapping[str, Any]) -> None:
-        """Load states into their nodes. A rank that joins keeps the separate states with which it was opened."""
+    def _load_from_memory(self, states: Mapping[str, Any]) -> None:
+        """Load states into their nodes. A joining rank keeps its initial random generators."""
         for name, state in states.items():
             self.states[name].load_state_dict(state)
 

@@ -76,16 +76,16 @@ def newest_common_step(steps: Sequence[Sequence[int]], positions: Sequence[Any])
     `steps` are the steps in memory, and `positions` the positions, both by rank; replicas have equal states.
     """
     by_position: dict[Any, set[int]] = {}
-    for held, position in zip(steps, map(tuple, positions), strict=True):
-        by_position.setdefault(position, set()).update(held)
+    for own, position in zip(steps, map(tuple, positions), strict=True):
+        by_position.setdefault(position, set()).update(own)
     return max(set.intersection(*by_position.values()), default=0)
 
 
 def share_states(states: Mapping[str, Any] | None, nodes: Mapping[str, Stateful], replicas: Group) -> dict[str, Any]:
     """
-    Return the states of all nodes but those with separate states on each rank, which a rank with states sends to others.
+    Return all nodes' states, sent by a rank that has them, without states that differ by rank.
 
-    `states` are this rank's, by node, or None. All ranks of `replicas` call this, and one of them has states.
+    `states` are this rank's, by node, or None. All ranks in `replicas` call this, and one of them has states.
     """
     own = None if states is None else pack({name: states[name] for name, node in nodes.items() if not is_local(node)})
     if own is not None:

@@ -1,10 +1,10 @@
 """
-Generations of a run's processes: agreement on who continues after a loss, and who joins.
+Generations: agreement on the processes that continue after a loss, and on new ones that join.
 
 After a loss, all live ranks break their collectives, unwind, and meet in the launch's store. The first rank that sees
-every other one as arrived or lost proposes the members of the next generation, and all ranks use the proposal in the
-store, so that no two groups exist. Processes that start while the run goes on, and ranks of incomplete replicas, are
-spares: they wait in the store, and complete new replicas whenever they are enough.
+every other one as arrived or lost proposes the next generation's members, and all ranks use the proposal in the store,
+so that no two groups exist. Processes that start later, and ranks in incomplete replicas, are spares: they wait in the
+store, and form new replicas as soon as they are enough.
 """
 
 import json
@@ -25,25 +25,25 @@ CURRENT = "current_generation"
 
 
 @attrs.frozen
-class Member:
+class RunProcess:
     """A process: its machine (`torchrun.machine`), and its id there."""
 
     machine: str
     pid: int
 
     @classmethod
-    def here(cls) -> "Member":
+    def here(cls) -> "RunProcess":
         """Return this process."""
         return cls(machine() if hasattr(os, "pidfd_open") else "", os.getpid())
 
     def has_ended(self) -> bool:
         """Return whether the process has ended; False if it is on another machine."""
-        return self.machine == Member.here().machine and not Path(f"/proc/{self.pid}").exists()
+        return self.machine == RunProcess.here().machine and not Path(f"/proc/{self.pid}").exists()
 
 
 @attrs.frozen
 class ReplicaShape:
-    """A replica's ranks: pipeline stages × ranks in a stage. `counts` are the replica counts that can share the work."""
+    """A replica's ranks: pipeline stages × ranks in a stage. Only replica counts in `counts` can share the work."""
 
     stages: int
     width: int
@@ -68,16 +68,16 @@ class ReplicaShape:
 
 @attrs.frozen
 class Generation:
-    """Members of a run by rank, between two changes; `run` is the run's unique name in the store."""
+    """A run's processes by rank, between two changes; `run` is the run's unique name in the store."""
 
     run: str
     number: int
-    members: Sequence[Member]
+    members: Sequence[RunProcess]
     shape: ReplicaShape | None = None
 
     @property
     def name(self) -> str:
-        """Prefix of this generation's keys in the store."""
+        """This generation's prefix in the store."""
         return f"{self.run}/{self.number}"
 
     def to_json(self) -> str:
@@ -89,7 +89,7 @@ class Generation:
         """Return the generation in a JSON text."""
         values = json.loads(text)
         shape = values.pop("shape")
-        members = [Member(**member) for member in values.pop("members")]
+        members = [RunProcess(**member) for member in values.pop("members")]
         return cls(**values, members=members, shape=shape and ReplicaShape(**shape))
 
     def renumber(self, rank: int) -> None:
@@ -97,18 +97,18 @@ class Generation:
         os.environ["RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(len(self.members))
 
-    def choose_members(self, lost: Set[int], spares: Iterable[Member]) -> list[Member]:
+    def choose_members(self, lost: Set[int], spares: Iterable[RunProcess]) -> list[RunProcess]:
         """
-        Return the members of the largest next generation that can share the work, by their new ranks.
+        Return the next generation's members by rank: as many replicas as possible that can share the work.
 
-        Complete replicas come first; live ranks of incomplete ones and `spares` form new replicas. Empty without a
+        Complete replicas come first; live ranks in incomplete ones and `spares` form new replicas. Empty without a
         complete replica, whose memory has the weights.
         """
         if self.shape is None:
             return []
         size = self.shape.size
-        complete: list[list[Member]] = []
-        pool: list[Member] = []
+        complete: list[list[RunProcess]] = []
+        pool: list[RunProcess] = []
         for ranks in self.shape.ranks(len(self.members) // size):
             live = [self.members[rank] for rank in ranks if rank not in lost]
             if len(live) == size:
@@ -131,17 +131,17 @@ class Generation:
 
 @attrs.frozen
 class Spares:
-    """Spares of a run, in its part of the launch's store; each has a number, from 1."""
+    """A run's spares in the launch's store, with numbers from 1."""
 
     store: Any
 
-    def register(self, member: Member) -> int:
+    def register(self, member: RunProcess) -> int:
         """Add a spare, and return its number."""
         number: int = self.store.add("spares", 1)
         self.store.set(f"spare/{number}", json.dumps(attrs.asdict(member)))
         return number
 
-    def waiting(self) -> dict[int, Member]:
+    def waiting(self) -> dict[int, RunProcess]:
         """Return the live spares that were not admitted yet, by number."""
         last: int = self.store.add("spares", 0)
         numbers = [
@@ -149,11 +149,11 @@ class Spares:
             for number in range(1, last + 1)
             if self.store.check([f"spare/{number}"]) and not self.store.check([f"admitted/{number}"])
         ]
-        spares = {number: Member(**json.loads(self.store.get(f"spare/{number}"))) for number in numbers}
+        spares = {number: RunProcess(**json.loads(self.store.get(f"spare/{number}"))) for number in numbers}
         return {number: spare for number, spare in spares.items() if not spare.has_ended()}
 
     def admit(self, numbers: Iterable[int], generation: Generation) -> None:
-        """Tell spares that they are members of this generation; a second call changes nothing."""
+        """Tell spares that they are members in this generation; a second call changes nothing."""
         for number in numbers:
             self.store.set(f"admitted/{number}", generation.to_json())
 

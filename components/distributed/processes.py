@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,8 +22,8 @@ from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.generations import (
     CURRENT,
     Generation,
-    Member,
     ReplicaShape,
+    RunProcess,
     Spares,
     agree_on_generation,
 )
@@ -42,7 +43,7 @@ log = logging.getLogger("drawloom.distributed")
 
 NO_TIMEOUT = timedelta(days=30)  # torch has no unlimited timeout
 RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
-RUNS: set[str] = set()  # names of the runs of which this process has been a member
+RUNS: set[str] = set()  # names of this process's runs
 NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watchdog kills the process
 
 
@@ -154,7 +155,7 @@ class TorchProcesses:
         if self._next is None:
             self._monitor.announce_exit()
             if self._spares is not None and self.rank == 0:
-                call_with_timeout(STORE_TIMEOUT, lambda: self._spares and self._spares.end(self._exit_code))
+                call_with_timeout(STORE_TIMEOUT, partial(self._spares.end, self._exit_code))
         if self._joined:
             self._joined = False
             self._handles = {}
@@ -268,10 +269,10 @@ class TorchProcesses:
         monitor = RankMonitor(self.rank, self.world_size, error_file=launch.error_file)
         if self._joined:
             world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._tensor_device, monitor)
-            own = Member.here()
+            own = RunProcess.here()
             processes = world.gather_json([secrets.token_hex(8), own.machine, own.pid])
             # a store may outlive a launch, and a process may open several runs
-            members = [Member(machine, pid) for _, machine, pid in processes]
+            members = [RunProcess(machine, pid) for _, machine, pid in processes]
             self._generation = Generation(processes[0][0], 0, members)
             monitor = self._make_membership(self._generation, self._connections).monitor
             self._connect_stores(self._generation)
@@ -281,7 +282,7 @@ class TorchProcesses:
 
     def _make_membership(self, generation: Generation, connections: Connections) -> Membership:
         """Start a monitor for a generation with this process."""
-        launch, own = self._launch, Member.here()
+        launch, own = self._launch, RunProcess.here()
         rank = generation.members.index(own)
         peers = {
             number: member.pid
@@ -303,7 +304,7 @@ class TorchProcesses:
         return Membership(generation, monitor, connections)
 
     def _connect_stores(self, generation: Generation) -> None:
-        """Connect to the parts of the launch's store for point-to-point channels, and for spares if losses are survived."""
+        """Connect to the launch's store for point-to-point channels and, if losses are survived, for spares."""
         launch = self._launch
         with self._connections.record():  # broken at a loss: a rank may wait for a lost one to connect
             self._store = connect(launch.address, launch.port, f"{generation.name}/p2p", self.timeout)
@@ -324,7 +325,7 @@ class TorchProcesses:
 
     def _join_running(self, *, is_member: bool) -> Membership | None:
         """
-        Wait as a spare until a generation of the launch's run admits this process.
+        Wait as a spare until a generation admits this process.
 
         Return None if the launch has no run yet. `is_member` is True for a former member of the run. Raises
         ReportedError when the run ends, and UserError if its processes are gone.
@@ -339,7 +340,7 @@ class TorchProcesses:
         if generation.run in RUNS and not is_member:
             return None
         spares = Spares(connect(launch.address, launch.port, generation.run, self.timeout))
-        number = spares.register(Member.here())
+        number = spares.register(RunProcess.here())
         log.info("this process waits as spare %d", number)
         outcome = spares.await_admission(number, _LifeSigns(store, self._launch, self.heartbeat_timeout))
         if outcome is None:
@@ -388,7 +389,7 @@ class TorchProcesses:
                 return None
             text = self._describe_change(following)
             log.warning("%s", text, extra={PRINTED: True})
-            if Member.here() not in following.members:
+            if RunProcess.here() not in following.members:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
             self._next = self._make_membership(following, Connections(self._launch.port))
@@ -491,7 +492,7 @@ class TorchProcesses:
 
 @attrs.define
 class _LifeSigns:
-    """Check whether the newest generation in a launch's store sends heartbeats, at least one in `timeout` seconds."""
+    """Check for heartbeats by the launch's newest generation, at least one in `timeout` seconds."""
 
     store: Any
     launch: Launch

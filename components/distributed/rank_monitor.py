@@ -57,10 +57,10 @@ class RankMonitor:
 
     `store` is shared by all ranks (None: a single process). `peers` are the other ranks' process ids on this machine,
     by rank, and `where` names the machine if there are several. `location` is the step and phase, for messages.
-    `is_lost` is True if the store is gone. With `on_loss`, lost ranks are collected in `losses` with the reason, and end
-    no other rank; the monitor's thread calls `on_loss` at every poll from the first loss on. A rank is lost after
-    `heartbeat_timeout` seconds without a heartbeat. `is_recovering` is True once this rank waits for the others to agree
-    on a loss. The constructing thread is the main thread.
+    `is_lost` is True if the store is gone. With `on_loss`, lost ranks are collected in `losses` with the reason, and do
+    not end the others; the monitor's thread calls `on_loss` at every poll from the first loss on. A rank is lost after
+    `heartbeat_timeout` seconds without a heartbeat. `is_recovering` is True while this rank waits for an agreement on a
+    loss. The constructing thread is the main thread.
     """
 
     rank: int = 0
@@ -83,7 +83,7 @@ class RankMonitor:
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
     _deadline: float = attrs.field(init=False, default=math.inf)
     _watched: dict[int, int] = attrs.field(init=False, factory=dict)  # from pidfd to rank
-    _gone: set[int] = attrs.field(init=False, factory=set)  # peers that had ended before they were watched
+    _gone: set[int] = attrs.field(init=False, factory=set)  # peers that ended before they were watched
     _heard: dict[int, tuple[int, float]] = attrs.field(init=False, factory=dict)  # heartbeats, and seconds since
     _beaten: float = attrs.field(init=False, default=-math.inf)
     _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
@@ -103,7 +103,7 @@ class RankMonitor:
             except ProcessLookupError:
                 self._gone.add(rank)
             except OSError:
-                continue  # no descriptors are left: only its heartbeats tell of the peer's end
+                continue  # no descriptors are left: only missing heartbeats show the peer's end
 
     def close(self) -> None:
         """Stop answering requests and watching processes; a failure no longer kills this process."""
@@ -303,8 +303,8 @@ class RankMonitor:
     def _record_losses(self, dead: Iterable[int], silent: Iterable[int]) -> None:
         """Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`."""
         silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
-        found = dict.fromkeys(silent, silence) | dict.fromkeys(dead, KILLED)
-        self.declare_lost({rank: reason for rank, reason in found.items() if rank not in self.losses})
+        reasons = dict.fromkeys(silent, silence) | dict.fromkeys(dead, KILLED)
+        self.declare_lost({rank: reason for rank, reason in reasons.items() if rank not in self.losses})
         if self.store.check(["lost"]):
             lost = [rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])]
             self.losses = {rank: self.store.get(f"lost/{rank}").decode() for rank in lost}

@@ -116,7 +116,7 @@ def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Pat
 
     Hanging ranks are killed, so that they do not come back, and the last rank computes the same.
     """
-    deaths = {0: ("forward_backward", 3, "stopped"), 1: ("join", 2), 2: ("report", 5, "stuck")}
+    deaths: Deaths = {0: ("forward_backward", 3, "stopped"), 1: ("join", 2), 2: ("report", 5, "stuck")}
     words = "processes.heartbeat_timeout=3", "listeners.timeouts.step=4"
     start = time.monotonic()
     failures, outcomes = _survive(folder, 4, deaths, *words)

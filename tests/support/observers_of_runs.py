@@ -4,6 +4,7 @@ import gc
 import gzip
 import logging
 import os
+import secrets
 import signal
 import time
 from collections import Counter
@@ -16,12 +17,14 @@ from unittest import mock
 import attrs
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
@@ -239,6 +242,24 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
     ):
         node.open()
     return timeouts
+
+
+def heartbeat_timeout_of_spare(use: str, values: Values, _place: Path) -> float:
+    """Return the heartbeat timeout of a process that joins a run as its only member."""
+    store, run, own = HashStore(), secrets.token_hex(8), RunProcess.here()
+    store.set(CURRENT, Generation(run, 0, []).to_json())
+    store.set("admitted/1", Generation(run, 1, [own]).to_json())
+    node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
+    with (
+        mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost")),
+        mock.patch.object(joining, "connect", lambda *_: store),
+        mock.patch.object(joining, "watch_parent"),
+        mock.patch.dict("os.environ"),
+        open_node(node),
+    ):
+        assert node.generation == 1
+        timeout: float = node._monitor.heartbeat_timeout
+    return timeout
 
 
 def join_by_nccl(use: str, values: Values, _place: Path) -> Any:

@@ -390,7 +390,13 @@ ROWS: dict[str, Row] = {
         },
     ),
     "distributed.processes": Row(
-        runs.join_timeouts, {}, {"timeout": 7.0, "on_failure": Change("continue", {}, runs.join_by_nccl, refused=True)}
+        runs.join_timeouts,
+        {},
+        {
+            "timeout": 7.0,
+            "on_failure": Change("continue", {}, runs.join_by_nccl, refused=True),
+            "heartbeat_timeout": Change(7.0, {"on_failure": "continue"}, runs.heartbeat_timeout_of_spare),
+        },
     ),
     "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.export_files, {}, {"max_shard": 5000, "dtype": "bfloat16"}),

@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.generations import Generation, Member, ReplicaShape, Spares, agree_on_generation
+from drawloom.components.distributed.generations import (
+    Generation,
+    ReplicaShape,
+    RunProcess,
+    Spares,
+    agree_on_generation,
+)
 from drawloom.components.distributed.mesh_layout import Layout
 
-SPARES = [Member("elsewhere", 100), Member("elsewhere", 101)]
+SPARES = [RunProcess("elsewhere", 100), RunProcess("elsewhere", 101)]
 
 
 def _generation(ranks: int, stages: int, width: int, counts: set[int]) -> Generation:
     """Return a generation of processes on another machine, whose ids are their ranks."""
     return Generation(
-        "run", 0, [Member("elsewhere", rank) for rank in range(ranks)], ReplicaShape(stages, width, [*counts])
+        "run", 0, [RunProcess("elsewhere", rank) for rank in range(ranks)], ReplicaShape(stages, width, [*counts])
     )
 
 
@@ -80,15 +86,15 @@ def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
     store = HashStore()
     spares = Spares(store)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
-        spares.register(Member(Member.here().machine, process.pid))
-    number = spares.register(Member.here())
-    assert spares.waiting() == {number: Member.here()}
+        spares.register(RunProcess(RunProcess.here().machine, process.pid))
+    number = spares.register(RunProcess.here())
+    assert spares.waiting() == {number: RunProcess.here()}
     assert spares.await_admission(number, lambda: False) is None
     for rank in range(4):
         store.set(f"joined/{rank}", "1")
     assert _agree(store, 0, [2]) == [0, 1, 3, os.getpid()] and spares.waiting() == {}
     generation = spares.await_admission(number, lambda: True)
-    assert isinstance(generation, Generation) and generation.members[3] == Member.here()
+    assert isinstance(generation, Generation) and generation.members[3] == RunProcess.here()
     spares.end(3)
     assert spares.await_admission(spares.register(SPARES[0]), lambda: True) == 3
 
