@@ -350,8 +350,10 @@ class TorchProcesses:
         return self._make_membership(outcome, Connections(launch.port))
 
     def _await_loss(self) -> bool:
-        """Return whether a rank is lost; after an error in a collective, wait until this is known."""
+        """Return whether a rank is lost and the run survives; after a collective's error, wait until this is known."""
         monitor = self._monitor
+        if not self.survives_losses:
+            return False
         end = time.monotonic() + (self.heartbeat_timeout + RECOVERY_MARGIN) * monitor.is_recovering
         while not (monitor.losses or monitor.failure or monitor.is_lost) and time.monotonic() < end:
             time.sleep(0.02)
