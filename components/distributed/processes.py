@@ -42,6 +42,7 @@ from drawloom.graph.problems import ReopenError, ReportedError
 log = logging.getLogger("drawloom.distributed")
 
 NO_TIMEOUT = timedelta(days=30)  # torch has no unlimited timeout
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
 RUNS: set[str] = set()  # names of this process's runs
 NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watchdog kills the process
@@ -63,7 +64,7 @@ class TorchProcesses:
 
     With `on_failure` "continue", the ranks left after a loss agree on the next generation of processes, and raise a
     ReopenError: the graph is opened again with these processes, renumbered. A process that starts later waits in `open`
-    until a generation admits it. This works with gloo.
+    until a generation admits it.
     """
 
     device: Device
@@ -74,7 +75,7 @@ class TorchProcesses:
     _on_failure: Literal["stop", "continue"] = setting(
         default="stop",
         alias="on_failure",
-        doc="after a process is killed: end the run, or continue it in memory with the replicas that are left (gloo)",
+        doc="after the loss of a process: end the run, or continue it in memory with the replicas that are left",
     )
     heartbeat_timeout: float = setting(
         default=15.0,
@@ -125,12 +126,8 @@ class TorchProcesses:
     def open(self) -> None:
         """Join the process group, if there are other processes. Raises UserError if they do not join in time."""
         self._launch = read_launch()
-        if self.survives_losses and self.device.backend != "gloo" and not self._launch.alone:
-            raise UserError(
-                f"on_failure: 'continue' needs device.backend = 'gloo', and the backend is {self.device.backend!r}; "
-                "write on_failure = 'stop'",
-                exit_code=2,
-            )
+        if self.survives_losses:
+            os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         if self._launch.address:
             watch_parent(os.getppid())
         self._limit = self._torch_timeout(self.timeout)
@@ -160,7 +157,12 @@ class TorchProcesses:
             self._joined = False
             self._handles = {}
             self._close_communicators()
-            dist.destroy_process_group()
+            self._connections.aborts.clear()
+            if self.device.backend == "nccl" and self._next is not None:
+                # destroying waits for other ranks, which may be lost
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
         # stopped last: after a failure, the monitor kills a process that hangs in one of the calls above
         self._monitor.close()
         self._monitor = RankMonitor()
@@ -420,6 +422,7 @@ class TorchProcesses:
                     store = connect(self._launch.address, self._launch.port, self._generation.name, self.timeout)
                     meeting = {"store": store, "rank": self.rank, "world_size": self.world_size}
                 dist.init_process_group(self.device.backend, timeout=self._limit, device_id=bound, **meeting)
+                self._register_abort(dist.group.WORLD)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses
             self._monitor.is_recovering = True
             raise UserError(
@@ -427,6 +430,11 @@ class TorchProcesses:
                 f"MASTER_ADDR the same on all, and reachable? torch says: {str(error).strip().splitlines()[0]}"
             ) from error
         self._joined = True
+
+    def _register_abort(self, group: Any) -> None:
+        """Let a loss abort a group or a communicator, if it is NCCL's."""
+        if self.device.backend == "nccl":
+            self._connections.aborts.append(group.abort)
 
     @property
     def _tensor_device(self) -> torch.device:
@@ -439,7 +447,11 @@ class TorchProcesses:
             return dist.group.WORLD
         if self.device.backend == "nccl":
             # one split makes the groups of all sets; new_group would split the world's communicator once for each set
-            return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=self._limit, group_desc=name)
+            with self._connections.record():
+                parts = [list(ranks) for ranks in sets]
+                handle = dist.split_group(split_ranks=parts, timeout=self._limit, group_desc=name)
+                self._register_abort(handle)
+            return handle
         if len(own) == 1:
             return None
         # without local synchronization, every rank would have to make every group
@@ -482,6 +494,7 @@ class TorchProcesses:
         with _without_serialization_warning():
             backend = dist.ProcessGroupNCCL(store, rank, 2, options)
         backend.eager_connect_single_device(self._tensor_device)
+        self._register_abort(backend)
         return backend
 
     def _close_communicators(self) -> None:
@@ -489,7 +502,7 @@ class TorchProcesses:
         communicators, self._communicators = self._communicators, {}
         # destroy_process_group does not know these backends; gloo's backends close when they are freed
         for communicator in communicators.values() if self.device.backend == "nccl" else ():
-            communicator.backend.shutdown()
+            (communicator.backend.shutdown if self._next is None else communicator.backend.abort)()
 
 
 @attrs.define

@@ -244,8 +244,8 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
     return timeouts
 
 
-def heartbeat_timeout_of_spare(use: str, values: Values, _place: Path) -> float:
-    """Return the heartbeat timeout of a process that joins a run as its only member."""
+def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
+    """Return the generation and heartbeat timeout of a process that finds a run begun, and is its only member."""
     store, run, own = HashStore(), secrets.token_hex(8), RunProcess.here()
     store.set(CURRENT, Generation(run, 0, []).to_json())
     store.set("admitted/1", Generation(run, 1, [own]).to_json())
@@ -257,18 +257,7 @@ def heartbeat_timeout_of_spare(use: str, values: Values, _place: Path) -> float:
         mock.patch.dict("os.environ"),
         open_node(node),
     ):
-        assert node.generation == 1
-        timeout: float = node._monitor.heartbeat_timeout
-    return timeout
-
-
-def join_by_nccl(use: str, values: Values, _place: Path) -> Any:
-    """Join two processes with NCCL up to their meeting, which ends with a TimeoutError."""
-    node = build(use, device=fake(Device, device=torch.device("cpu"), backend="nccl"), **values)
-    launch = Launch(rank=0, world_size=2)
-    meeting = mock.patch("torch.distributed.init_process_group", side_effect=TimeoutError)
-    with mock.patch.object(joining, "read_launch", lambda: launch), meeting, suppress(TimeoutError):
-        node.open()
+        return node.generation, node._monitor.heartbeat_timeout
 
 
 def randomness_of(use: str, values: Values, _place: Path) -> Any:

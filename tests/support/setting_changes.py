@@ -394,8 +394,8 @@ ROWS: dict[str, Row] = {
         {},
         {
             "timeout": 7.0,
-            "on_failure": Change("continue", {}, runs.join_by_nccl, refused=True),
-            "heartbeat_timeout": Change(7.0, {"on_failure": "continue"}, runs.heartbeat_timeout_of_spare),
+            "on_failure": Change("continue", {}, runs.join_running),
+            "heartbeat_timeout": Change(7.0, {"on_failure": "continue"}, runs.join_running),
         },
     ),
     "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
