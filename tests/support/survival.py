@@ -86,7 +86,7 @@ def survive(folder: Path, ranks: int, deaths: Deaths, *words: str) -> tuple[dict
 
 
 def assert_same_trajectory(folder: Path, *words: str, rel: float = 1e-5) -> None:
-    """Assert that every step was logged once, as in an undisturbed run of one process; words about the mesh are ignored."""
+    """Assert that every step was logged once, as in an undisturbed run of one process; `mesh.` words are ignored."""
     words = tuple(word for word in words if not word.startswith("mesh."))
     [outcome] = drawloom(folder, "run", "recipe.toml", "run.name=whole", *words)
     assert outcome.code == 0, outcome
