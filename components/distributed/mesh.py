@@ -106,7 +106,11 @@ class RankMesh(MeshView):
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         # imported here, because the import takes half a second, which runs without shards need not spend
         from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+        # Results of operations on DTensors are cached by mesh, and include it. An equal mesh that this process had
+        # before a loss has other groups, and this rank may have had another place in it.
+        _clear_sharding_prop_cache()
         groups: list[Any] = [self.group(*names) for names in dimensions]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0].handle, groups[0].device.type)

@@ -119,7 +119,7 @@ class TorchGroup:
 
     def _check_losses(self) -> None:
         """Raise UserError if ranks are lost: an aborted NCCL collective leaves wrong results, and no error."""
-        if self._monitor.on_loss is not None and self._monitor.losses and self.device.type == "cuda":
+        if self._monitor.on_loss is not None and self._monitor.is_broken and self.device.type == "cuda":
             with self._peer_errors("a collective"):
                 raise RuntimeError("its communicator was aborted")
 

@@ -6,6 +6,7 @@ import secrets
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -43,6 +44,10 @@ log = logging.getLogger("drawloom.distributed")
 
 NO_TIMEOUT = timedelta(days=30)  # torch has no unlimited timeout
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# Timeout for ranks that have met to connect by gloo, whose wait for a lost rank nothing can break; gloo waits five times
+# as long (measured: 15.0 s for 3 s, torch 2.13).
+CONNECT_SECONDS = 0.5
+MEETING_TICK = 0.002  # seconds between two looks for other ranks
 RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
 RUNS: set[str] = set()  # names of this process's runs
 NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watchdog kills the process
@@ -50,11 +55,16 @@ NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watch
 
 @attrs.frozen
 class Membership:
-    """A generation, and this process's monitor and connections in it, which exist before its groups."""
+    """
+    A generation, and this process's monitor and connections in it, which exist before its groups.
+
+    `attempts` counts the generations before it, one after another, that could not connect without any loss.
+    """
 
     generation: Generation
     monitor: RankMonitor
     connections: Connections
+    attempts: int = 0
 
 
 @component(impact="safe")
@@ -98,6 +108,8 @@ class TorchProcesses:
     # a membership in the next generation, or "spare" for a process without one; None unless the graph is reopened
     _next: Membership | Literal["spare"] | None = attrs.field(init=False, default=None)
     _exit_code: int = attrs.field(init=False, default=0)
+    _attempts: int = attrs.field(init=False, default=0)
+    _meetings: Counter[str] = attrs.field(init=False, factory=Counter)
 
     @property
     def rank(self) -> int:
@@ -229,16 +241,15 @@ class TorchProcesses:
         if not self._joined:
             return SingleProcess()
         ranks = list(range(self.world_size))
-        with self._connections.record():
-            handle = dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT)
+        with self._meeting(f"control {name}", ranks, NO_TIMEOUT) as timeout:
+            handle = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        _set_timeout(handle, NO_TIMEOUT)
         return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor)
 
     def set_timeout(self, seconds: float) -> None:
         self._limit = self._torch_timeout(seconds)
         for handle in dict.fromkeys([dist.group.WORLD, *filter(None, self._handles.values())] if self._joined else []):
-            # torch 2.14 has a public function, and warns of the private one.
-            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-            set_timeout(self._limit, handle)
+            _set_timeout(handle, self._limit)
         for communicator in self._communicators.values():
             communicator.backend._set_default_timeout(self._limit)
 
@@ -318,7 +329,7 @@ class TorchProcesses:
     def _enter(self, membership: Membership) -> None:
         """Join the groups of a generation after the first one."""
         self._generation, self._monitor = membership.generation, membership.monitor
-        self._connections = membership.connections
+        self._connections, self._attempts = membership.connections, membership.attempts
         self._generation.renumber(self._monitor.rank)
         self._launch = read_launch()
         self._connect_stores(self._generation)
@@ -352,14 +363,14 @@ class TorchProcesses:
         return self._make_membership(outcome, Connections(launch.port))
 
     def _await_loss(self) -> bool:
-        """Return whether a rank is lost and the run survives; after a collective's error, wait until this is known."""
+        """Return whether a loss that the run survives has broken the groups; wait for it after a collective's error."""
         monitor = self._monitor
         if not self.survives_losses:
             return False
         end = time.monotonic() + (self.heartbeat_timeout + RECOVERY_MARGIN) * monitor.is_recovering
-        while not (monitor.losses or monitor.failure or monitor.is_lost) and time.monotonic() < end:
+        while not (monitor.is_broken or monitor.failure or monitor.is_lost) and time.monotonic() < end:
             time.sleep(0.02)
-        return bool(monitor.losses)
+        return monitor.is_broken
 
     def _find_shape(self) -> ReplicaShape | None:
         """Return the shape of replicas; the first generation finds it, once its graph is open."""
@@ -396,7 +407,8 @@ class TorchProcesses:
             if RunProcess.here() not in following.members:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
-            self._next = self._make_membership(following, Connections(self._launch.port))
+            membership = self._make_membership(following, Connections(self._launch.port))
+            self._next = attrs.evolve(membership, attempts=0 if monitor.losses else self._attempts + 1)
         except RuntimeError:  # the store was in a lost process
             return None
         if self._next.monitor.rank == 0:
@@ -415,21 +427,56 @@ class TorchProcesses:
     def _join_process_group(self) -> None:
         """Make torch's default process group, after the first generation over a store connection of our own."""
         bound = self.device.device if self.device.backend == "nccl" else None
-        meeting: Mapping[str, Any] = {}
+        place: Mapping[str, Any] = {}
+        hook = sys.excepthook
         try:
-            with self._connections.record():
+            with self._meeting("world", range(self.world_size), self._limit) as timeout:
                 if self._generation is not None:
                     store = connect(self._launch.address, self._launch.port, self._generation.name, self.timeout)
-                    meeting = {"store": store, "rank": self.rank, "world_size": self.world_size}
-                dist.init_process_group(self.device.backend, timeout=self._limit, device_id=bound, **meeting)
+                    place = {"store": store, "rank": self.rank, "world_size": self.world_size}
+                dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **place)
                 self._register_abort(dist.group.WORLD)
+            _set_timeout(dist.group.WORLD, self._limit)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses
+            dist.distributed_c10d._world.group_count = 0  # torch numbers groups, and their names must agree later
             self._monitor.is_recovering = True
             raise UserError(
                 f"rank {self.rank} did not reach all {self.world_size} ranks within {self.timeout:g} s; is "
                 f"MASTER_ADDR the same on all, and reachable? torch says: {str(error).strip().splitlines()[0]}"
             ) from error
+        finally:
+            sys.excepthook = hook  # torch adds a prefix to it in each process group
         self._joined = True
+
+    @contextmanager
+    def _meeting(self, name: str, ranks: Sequence[int], limit: timedelta) -> Iterator[timedelta]:
+        """
+        Record the connections made in the body, in which `ranks` make a group, and return the body's timeout.
+
+        If the run survives losses, wait for the ranks beforehand: they may be lost or late, and gloo's own wait can't
+        be broken. So the body has a short timeout, and the next generation tries again.
+        """
+        if not self.survives_losses or self._store is None:
+            with self._connections.record():
+                yield limit
+            return
+        self._meetings[name] += 1
+        key = f"met/{name}/{self._meetings[name]}"
+        self._store.set(f"{key}/{self.rank}", b"1")
+        end = time.monotonic() + self.timeout
+        with self._monitor.mark_blocked("the making", name):
+            while not (self._connections.is_broken or self._store.check([f"{key}/{rank}" for rank in ranks])):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"not all ranks came to make group {name} within {self.timeout:g} s")
+                time.sleep(MEETING_TICK)
+        seconds = timedelta(seconds=CONNECT_SECONDS * 2**self._attempts)
+        try:
+            with self._connections.record():
+                yield min(limit, seconds) if self.device.backend == "gloo" else limit
+        except RuntimeError:
+            if seconds < timedelta(seconds=self.timeout):
+                self._monitor.declare_broken()
+            raise
 
     def _register_abort(self, group: Any) -> None:
         """Let a loss abort a group or a communicator, if it is NCCL's."""
@@ -447,16 +494,18 @@ class TorchProcesses:
             return dist.group.WORLD
         if self.device.backend == "nccl":
             # one split makes the groups of all sets; new_group would split the world's communicator once for each set
-            with self._connections.record():
-                parts = [list(ranks) for ranks in sets]
-                handle = dist.split_group(split_ranks=parts, timeout=self._limit, group_desc=name)
+            parts = [list(ranks) for ranks in sets]
+            with self._meeting(name, range(self.world_size), self._limit) as timeout:
+                handle = dist.split_group(split_ranks=parts, timeout=timeout, group_desc=name)
                 self._register_abort(handle)
             return handle
         if len(own) == 1:
             return None
         # without local synchronization, every rank would have to make every group
-        with self._connections.record():
-            return dist.new_group(list(own), timeout=self._limit, use_local_synchronization=True)
+        with self._meeting(name, own, self._limit) as timeout:
+            handle = dist.new_group(list(own), timeout=timeout, use_local_synchronization=True)
+        _set_timeout(handle, self._limit)
+        return handle
 
     def _communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
         """Return the one-way communicator with this name between two ranks, connected at the first call."""
@@ -470,15 +519,19 @@ class TorchProcesses:
         if self._tensor_device.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
-        with peer_errors(self._monitor, "a connection", name, ranks), self._connections.record():
-            backend = self._make_backend(name, ranks)
+        with (
+            peer_errors(self._monitor, "a connection", name, ranks),
+            self._meeting(name, ranks, self._limit) as timeout,
+        ):
+            backend = self._make_backend(name, ranks, timeout)
+        backend._set_default_timeout(self._limit)
         communicator = TorchCommunicator(name, ranks, backend, self._tensor_device, self._monitor)
         # the first transfer connects the two ranks, so it happens here, where all ranks follow one order
         probe = torch.zeros(1, device=self._tensor_device)
         (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
         return communicator
 
-    def _make_backend(self, name: str, ranks: tuple[int, int]) -> Any:
+    def _make_backend(self, name: str, ranks: tuple[int, int], timeout: timedelta) -> Any:
         """
         Return a connected communicator for two ranks outside torch's group registry.
 
@@ -487,9 +540,9 @@ class TorchProcesses:
         """
         store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
         if self.device.backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, 2, self._limit)
+            return dist.ProcessGroupGloo(store, rank, 2, timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._limit
+        options._timeout = timeout
         options.global_ranks_in_group = list(ranks)
         with _without_serialization_warning():
             backend = dist.ProcessGroupNCCL(store, rank, 2, options)
@@ -526,6 +579,13 @@ class _LifeSigns:
         if heard != self._heard:
             self._heard, self._since = heard, time.monotonic()
         return time.monotonic() < self._since + self.timeout
+
+
+def _set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set a process group's timeout."""
+    # torch 2.14 has a public function, and warns of the private one.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
 
 
 def _print_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

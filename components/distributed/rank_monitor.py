@@ -59,8 +59,9 @@ class RankMonitor:
     by rank, and `where` names the machine if there are several. `location` is the step and phase, for messages.
     `is_lost` is True if the store is gone. With `on_loss`, lost ranks are collected in `losses` with the reason, and do
     not end the others; the monitor's thread calls `on_loss` at every poll from the first loss on. A rank is lost after
-    `heartbeat_timeout` seconds without a heartbeat. `is_recovering` is True while this rank waits for an agreement on a
-    loss. The constructing thread is the main thread.
+    `heartbeat_timeout` seconds without a heartbeat. `is_broken` is True from the first loss on, or if ranks could not
+    connect. `is_recovering` is True while this rank waits for an agreement on a loss. The constructing thread is the
+    main thread.
     """
 
     rank: int = 0
@@ -76,6 +77,7 @@ class RankMonitor:
     on_loss: Callable[[], object] | None = None
     heartbeat_timeout: float = math.inf
     losses: Mapping[int, str] = attrs.field(factory=dict)
+    is_broken: bool = False
     is_recovering: bool = False
 
     _main: int = attrs.field(init=False, factory=threading.get_ident)
@@ -164,7 +166,11 @@ class RankMonitor:
         """Publish ranks as lost, each with a reason. Raises RuntimeError if the store is gone."""
         for rank, reason in reasons.items():
             self.store.compare_set(f"lost/{rank}", "", reason)
-            self.store.set("lost", b"1")
+            self.declare_broken()
+
+    def declare_broken(self) -> None:
+        """Let every rank break its connections and recover. Raises RuntimeError if the store is gone."""
+        self.store.set("broken", b"1")
 
     def announce_exit(self) -> None:
         """Announce that this process is about to end normally, so its peers don't report its death."""
@@ -305,11 +311,12 @@ class RankMonitor:
         silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
         reasons = dict.fromkeys(silent, silence) | dict.fromkeys(dead, KILLED)
         self.declare_lost({rank: reason for rank, reason in reasons.items() if rank not in self.losses})
-        if self.store.check(["lost"]):
+        if self.store.check(["broken"]):
             lost = [rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])]
             self.losses = {rank: self.store.get(f"lost/{rank}").decode() for rank in lost}
-        if self.losses and self.on_loss is not None:
+            self.is_broken = True
             self._end_lost_processes()
+            assert self.on_loss is not None
             self.on_loss()
 
     def _end_lost_processes(self) -> None:
