@@ -13,13 +13,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.checkpoint.snapshot import is_local, slices_of
+from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Stateful
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.state.trees import transform
-from drawloom.components.storage.state_tree import pack, unpack
+from drawloom.components.state.trees import map_leaves
+from drawloom.components.storage.state_tree import pack_state, unpack_state
 
 
 @attrs.frozen
@@ -35,7 +35,9 @@ class HeldState:
         if states.keys() != self.states.keys():
             return False
         # an optimizer has no slices before its first step
-        return all(not (now := slices_of(node)) or now == self.slices[name] for name, node in states.items())
+        return all(
+            not (now := slices_by_sharded_entry(node)) or now == self.slices[name] for name, node in states.items()
+        )
 
 
 @attrs.define(eq=False)
@@ -50,8 +52,8 @@ class StateMemory:
         """Reference the state after a step. Tensors must not change before `copy`."""
         self._current = HeldState(
             step,
-            {name: transform(_detach_leaf, node.state_dict()) for name, node in states.items()},
-            {name: slices_of(node) for name, node in states.items()},
+            {name: map_leaves(_detach_leaf, node.state_dict()) for name, node in states.items()},
+            {name: slices_by_sharded_entry(node) for name, node in states.items()},
         )
 
     def copy(self) -> None:
@@ -87,7 +89,11 @@ def share_states(states: Mapping[str, Any] | None, nodes: Mapping[str, Stateful]
 
     `states` are this rank's, by node, or None. All ranks in `replicas` call this, and one of them has states.
     """
-    own = None if states is None else pack({name: states[name] for name, node in nodes.items() if not is_local(node)})
+    own = (
+        None
+        if states is None
+        else pack_state({name: states[name] for name, node in nodes.items() if not is_rank_local(node)})
+    )
     if own is not None:
         shapes = [[name, str(leaf.dtype).removeprefix("torch."), [*leaf.shape]] for name, leaf in own.tensors.items()]
     trees = replicas.gather_json(None if own is None else [own.tree, shapes])
@@ -98,7 +104,7 @@ def share_states(states: Mapping[str, Any] | None, nodes: Mapping[str, Stateful]
         tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype)) if own is None else own.tensors[name]
         data = tensors[name].contiguous()
         replicas.broadcast(data.view(-1).view(torch.uint8), source)
-    received: dict[str, Any] = unpack(tree, tensors)
+    received: dict[str, Any] = unpack_state(tree, tensors)
     return received
 
 

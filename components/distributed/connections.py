@@ -38,7 +38,7 @@ class Connections:
     _before: set[int] | None = attrs.field(init=False, default=None)  # sockets before a recording in progress
 
     @contextmanager
-    def record(self) -> Iterator[None]:
+    def record_sockets(self) -> Iterator[None]:
         """
         Record the sockets opened in the body. Another thread's new sockets are recorded, too.
 
@@ -46,13 +46,13 @@ class Connections:
         """
         if self.is_broken:
             raise RuntimeError("a rank is lost, and no new group can be made with it")
-        self._before = {*_list_sockets()}
+        self._before = {*_list_sockets_by_inode()}
         try:
             yield
         finally:
             self._inodes, self._before = self._find_recorded(), None
 
-    def break_all(self) -> int:
+    def shut_down_all(self) -> int:
         """
         Abort all communicators, and shut down every open recorded connection, also of a recording in progress.
 
@@ -65,7 +65,7 @@ class Connections:
             aborting.start()
             aborting.join(ABORT_SECONDS)
         count, recorded = 0, self._find_recorded()
-        for inode, descriptor in _list_sockets().items():
+        for inode, descriptor in _list_sockets_by_inode().items():
             if inode in recorded:
                 with suppress(OSError):  # closed meanwhile, or without a peer, like a listening socket
                     count += self._shut_down_socket(descriptor)
@@ -80,7 +80,7 @@ class Connections:
     def _find_recorded(self) -> set[int]:
         """Return the recorded sockets, with those of a recording in progress."""
         before = self._before
-        return self._inodes if before is None else self._inodes | (_list_sockets().keys() - before)
+        return self._inodes if before is None else self._inodes | (_list_sockets_by_inode().keys() - before)
 
     def _shut_down_socket(self, descriptor: int) -> bool:
         """Shut down a TCP connection, unless it is the store's end; return whether this was done."""
@@ -94,7 +94,7 @@ class Connections:
         return True
 
 
-def _list_sockets() -> dict[int, int]:
+def _list_sockets_by_inode() -> dict[int, int]:
     """Return this process's sockets: descriptors by inode, which no later socket gets while this one is open."""
     descriptors: dict[int, int] = {}
     with suppress(OSError):

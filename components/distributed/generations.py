@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.torchrun import machine
+from drawloom.components.distributed.torchrun import get_machine_id
 
 TICK = 0.02  # seconds between two looks into the store
 WAITING_TICK = 0.1  # the same for a spare
@@ -26,7 +26,7 @@ CURRENT = "current_generation"
 
 @attrs.frozen
 class RunProcess:
-    """A process: its machine (`torchrun.machine`), and its id there."""
+    """A process: its machine (`torchrun.get_machine_id`), and its id there."""
 
     machine: str
     pid: int
@@ -34,7 +34,7 @@ class RunProcess:
     @classmethod
     def here(cls) -> "RunProcess":
         """Return this process."""
-        return cls(machine() if hasattr(os, "pidfd_open") else "", os.getpid())
+        return cls(get_machine_id() if hasattr(os, "pidfd_open") else "", os.getpid())
 
     def has_ended(self) -> bool:
         """Return whether the process has ended; False if it is on another machine."""
@@ -92,7 +92,7 @@ class Generation:
         members = [RunProcess(**member) for member in values.pop("members")]
         return cls(**values, members=members, shape=shape and ReplicaShape(**shape))
 
-    def renumber(self, rank: int) -> None:
+    def set_rank_variables(self, rank: int) -> None:
         """Set RANK and WORLD_SIZE in the environment, as torchrun would; LOCAL_RANK keeps its device."""
         os.environ["RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(len(self.members))

@@ -19,14 +19,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def _check_reduce_dtype(name: str) -> str | None:
+def _describe_reduce_dtype_fault(name: str) -> str | None:
     """Return a fault for a dtype too narrow for sums over ranks, else None."""
     if name in ("float32", "float64"):
         return None
     return f"sums over ranks in {name} lose small gradients; write 'float32' or 'float64'"
 
 
-def _refuse_float16(name: str | None) -> str | None:
+def _describe_float16_fault(name: str | None) -> str | None:
     """Return a fault for float16, else None."""
     # In its small range gradients underflow, and there is no loss scaler.
     return "gradients underflow in float16; write 'bfloat16'" if name == "float16" else None
@@ -46,23 +46,23 @@ class DtypePolicy:
     _parameter: Name = setting(
         default="float32",
         alias="parameter",
-        check=_refuse_float16,
+        check=_describe_float16_fault,
         doc="parameter dtype in the optimizer (master weights)",
     )
     _compute: Name | None = setting(
         default=None,
         alias="compute",
-        check=_refuse_float16,
+        check=_describe_float16_fault,
         doc="activation and weight dtype in layers; default: the parameter dtype",
     )
     _gradient: Name | None = setting(
         default=None,
         alias="gradient",
-        check=_refuse_float16,
+        check=_describe_float16_fault,
         doc="gradient dtype, also for gradient accumulation; default: the parameter dtype",
     )
     _reduce: Name = setting(
-        default="float32", alias="reduce", check=_check_reduce_dtype, doc="smallest dtype for sums over ranks"
+        default="float32", alias="reduce", check=_describe_reduce_dtype_fault, doc="smallest dtype for sums over ranks"
     )
     uncast: tuple[str, ...] = setting(
         default=(), doc='name patterns of parameters that layers use without a cast: "*norm.weight"'

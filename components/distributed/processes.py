@@ -28,10 +28,15 @@ from drawloom.components.distributed.generations import (
     Spares,
     agree_on_generation,
 )
-from drawloom.components.distributed.launch_store import call_with_timeout, connect
+from drawloom.components.distributed.launch_store import call_store_with_timeout, connect_to_launch_store
 from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel
 from drawloom.components.distributed.parent import watch_parent
-from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors, with_diagnosis
+from drawloom.components.distributed.process_group import (
+    SingleProcess,
+    TorchGroup,
+    convert_collective_error,
+    convert_peer_errors,
+)
 from drawloom.components.distributed.rank_monitor import STORE_TIMEOUT, RankMonitor
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
@@ -44,8 +49,8 @@ log = logging.getLogger("drawloom.distributed")
 
 NO_TIMEOUT = timedelta(days=30)  # torch has no unlimited timeout
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# Timeout for ranks that have met to connect by gloo, whose wait for a lost rank nothing can break; gloo waits five times
-# as long (measured: 15.0 s for 3 s, torch 2.13).
+# Timeout for ranks that have met to connect by gloo, whose wait for a lost rank nothing can break; gloo waits five
+# times as long (measured: 15.0 s for 3 s, torch 2.13).
 CONNECT_SECONDS = 0.5
 MEETING_TICK = 0.002  # seconds between two looks for other ranks
 RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
@@ -142,7 +147,7 @@ class TorchProcesses:
             os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         if self._launch.address:
             watch_parent(os.getppid())
-        self._limit = self._torch_timeout(self.timeout)
+        self._limit = self._get_torch_timeout(self.timeout)
         if dist.is_initialized():
             raise UserError(
                 "torch has a default process group already, and this run would change it; call "
@@ -153,7 +158,7 @@ class TorchProcesses:
             membership = self._join_running(is_member=membership == "spare")
         if membership is None:
             self._connections = Connections(self._launch.port)
-            if not self._launch.alone:
+            if not self._launch.is_single_process:
                 self._join_process_group()
             self._monitor = self._start_monitor()
         else:
@@ -164,7 +169,7 @@ class TorchProcesses:
         if self._next is None:
             self._monitor.announce_exit()
             if self._spares is not None and self.rank == 0:
-                call_with_timeout(STORE_TIMEOUT, partial(self._spares.end, self._exit_code))
+                call_store_with_timeout(STORE_TIMEOUT, partial(self._spares.end, self._exit_code))
         if self._joined:
             self._joined = False
             self._handles = {}
@@ -210,31 +215,31 @@ class TorchProcesses:
         if not isinstance(error, Exception):
             return None
         if self._monitor.store is not None:
-            error = with_diagnosis(error, self._monitor)  # gives the monitor time to notice a killed rank
+            error = convert_collective_error(error, self._monitor)  # gives the monitor time to notice a killed rank
             if (isinstance(error, ReopenError) or self._await_loss()) and (outcome := self._agree_on_generation()):
                 return outcome
             failure = self._monitor.report_exception(error)
             self._exit_code = failure.exit_code
-            sys.excepthook = _print_unless_reported  # a script that catches nothing would repeat it on each rank
+            sys.excepthook = _print_unreported_error  # a script that catches nothing would repeat it on each rank
             return ReportedError(failure.text, failure.exit_code)
         if not isinstance(error, UserError) and log.hasHandlers():
             # Python prints the traceback on the terminal
             log.error("%s", error, exc_info=error, extra={PRINTED: True})
         return None
 
-    def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
-        own = next(ranks for ranks in sets if self.rank in ranks)
-        if len(own) == 1 and all(len(ranks) == 1 for ranks in sets):
+    def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
+        own = next(ranks for ranks in rank_sets if self.rank in ranks)
+        if len(own) == 1 and all(len(ranks) == 1 for ranks in rank_sets):
             return SingleProcess()
-        key = tuple(map(tuple, sets))
+        key = tuple(map(tuple, rank_sets))
         if key not in self._handles:
-            self._handles[key] = self._make_group(name, own, sets)
+            self._handles[key] = self._make_torch_group(name, own, rank_sets)
         if len(own) == 1:
             return SingleProcess()
         return TorchGroup(name, own, self._handles[key], self._tensor_device, self._monitor)
 
-    def channel(self, name: str, first: int, second: int) -> P2PChannel:
-        up, down = self._communicator(name, first, second), self._communicator(name, second, first)
+    def open_channel(self, name: str, first: int, second: int) -> P2PChannel:
+        up, down = self._get_communicator(name, first, second), self._get_communicator(name, second, first)
         return TorchP2PChannel(up, down) if self.rank == first else TorchP2PChannel(down, up)
 
     def control_group(self, name: str) -> Group:
@@ -247,7 +252,7 @@ class TorchProcesses:
         return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor)
 
     def set_timeout(self, seconds: float) -> None:
-        self._limit = self._torch_timeout(seconds)
+        self._limit = self._get_torch_timeout(seconds)
         for handle in dict.fromkeys([dist.group.WORLD, *filter(None, self._handles.values())] if self._joined else []):
             _set_timeout(handle, self._limit)
         for communicator in self._communicators.values():
@@ -256,20 +261,20 @@ class TorchProcesses:
     def set_location(self, location: str) -> None:
         self._monitor.location = location
 
-    def diagnose(self) -> str:
+    def diagnose_hang(self) -> str:
         return self._monitor.diagnose()
 
-    def fail(self, text: str) -> bool:
+    def fail_all_ranks(self, text: str) -> bool:
         if self._monitor.store is None:
             log.error("%s", text)
             return True
         if self.survives_losses and (hanging := self._monitor.declare_hanging()):
             log.error("%s", text)
             return self.rank in hanging
-        self._monitor.report(text)
+        self._monitor.report_failure(text)
         return True
 
-    def _torch_timeout(self, seconds: float) -> timedelta:
+    def _get_torch_timeout(self, seconds: float) -> timedelta:
         """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
         # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
         # lets the timeouts listener end the run first, with a diagnosis.
@@ -290,7 +295,7 @@ class TorchProcesses:
             monitor = self._make_membership(self._generation, self._connections).monitor
             self._connect_stores(self._generation)
             if self.survives_losses and launch.agent_store:
-                connect(launch.address, launch.port, launch.attempt, self.timeout).set(CONTINUES, b"1")
+                connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(CONTINUES, b"1")
         return monitor
 
     def _make_membership(self, generation: Generation, connections: Connections) -> Membership:
@@ -305,13 +310,13 @@ class TorchProcesses:
         monitor = RankMonitor(
             rank,
             len(generation.members),
-            connect(launch.address, launch.port, generation.name, self.timeout),
+            connect_to_launch_store(launch.address, launch.port, generation.name, self.timeout),
             peers,
             error_file=launch.error_file,
             where=f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else "",
         )
         if self.survives_losses:
-            monitor.on_loss = connections.break_all
+            monitor.on_loss = connections.shut_down_all
             monitor.heartbeat_timeout = self.heartbeat_timeout
         monitor.start()
         return Membership(generation, monitor, connections)
@@ -319,21 +324,23 @@ class TorchProcesses:
     def _connect_stores(self, generation: Generation) -> None:
         """Connect to the launch's store for point-to-point channels and, if losses are survived, for spares."""
         launch = self._launch
-        with self._connections.record():  # broken at a loss: a rank may wait for a lost one to connect
-            self._store = connect(launch.address, launch.port, f"{generation.name}/p2p", self.timeout)
+        with self._connections.record_sockets():  # broken at a loss: a rank may wait for a lost one to connect
+            self._store = connect_to_launch_store(launch.address, launch.port, f"{generation.name}/p2p", self.timeout)
         RUNS.add(generation.run)
         if self.survives_losses:
-            self._spares = Spares(connect(launch.address, launch.port, generation.run, self.timeout))
-            connect(launch.address, launch.port, launch.attempt, self.timeout).set(CURRENT, generation.to_json())
+            self._spares = Spares(connect_to_launch_store(launch.address, launch.port, generation.run, self.timeout))
+            connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(
+                CURRENT, generation.to_json()
+            )
 
     def _enter(self, membership: Membership) -> None:
         """Join the groups of a generation after the first one."""
         self._generation, self._monitor = membership.generation, membership.monitor
         self._connections, self._attempts = membership.connections, membership.attempts
-        self._generation.renumber(self._monitor.rank)
+        self._generation.set_rank_variables(self._monitor.rank)
         self._launch = read_launch()
         self._connect_stores(self._generation)
-        if not self._launch.alone:
+        if not self._launch.is_single_process:
             self._join_process_group()
 
     def _join_running(self, *, is_member: bool) -> Membership | None:
@@ -346,13 +353,13 @@ class TorchProcesses:
         launch = self._launch
         if not (self.survives_losses and launch.address):
             return None
-        store = connect(launch.address, launch.port, launch.attempt, self.timeout)
+        store = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
         if not store.check([CURRENT]):
             return None
         generation = Generation.from_json(store.get(CURRENT).decode())
         if generation.run in RUNS and not is_member:
             return None
-        spares = Spares(connect(launch.address, launch.port, generation.run, self.timeout))
+        spares = Spares(connect_to_launch_store(launch.address, launch.port, generation.run, self.timeout))
         number = spares.register(RunProcess.here())
         log.info("this process waits as spare %d", number)
         outcome = spares.await_admission(number, _LifeSigns(store, self._launch, self.heartbeat_timeout))
@@ -422,7 +429,7 @@ class TorchProcesses:
         kept = len(following.members) - len(new)
         joining = f"{len(new)} process{'es join' if len(new) > 1 else ' joins'}" if new else ""
         staying = f"{kept} of {self.world_size} processes continue"
-        return "; ".join(filter(None, [self._monitor.describe_losses(), staying, joining]))
+        return "; ".join(filter(None, [self._monitor.describe_lost_ranks(), staying, joining]))
 
     def _join_process_group(self) -> None:
         """Make torch's default process group, after the first generation over a store connection of our own."""
@@ -432,7 +439,9 @@ class TorchProcesses:
         try:
             with self._meeting("world", range(self.world_size), self._limit) as timeout:
                 if self._generation is not None:
-                    store = connect(self._launch.address, self._launch.port, self._generation.name, self.timeout)
+                    store = connect_to_launch_store(
+                        self._launch.address, self._launch.port, self._generation.name, self.timeout
+                    )
                     place = {"store": store, "rank": self.rank, "world_size": self.world_size}
                 dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **place)
                 self._register_abort(dist.group.WORLD)
@@ -457,7 +466,7 @@ class TorchProcesses:
         be broken. So the body has a short timeout, and the next generation tries again.
         """
         if not self.survives_losses or self._store is None:
-            with self._connections.record():
+            with self._connections.record_sockets():
                 yield limit
             return
         self._meetings[name] += 1
@@ -471,7 +480,7 @@ class TorchProcesses:
                 time.sleep(MEETING_TICK)
         seconds = timedelta(seconds=CONNECT_SECONDS * 2**self._attempts)
         try:
-            with self._connections.record():
+            with self._connections.record_sockets():
                 yield min(limit, seconds) if self.device.backend == "gloo" else limit
         except RuntimeError:
             if seconds < timedelta(seconds=self.timeout):
@@ -488,26 +497,26 @@ class TorchProcesses:
         """The device whose tensors the backend accepts."""
         return self.device.device if self.device.backend == "nccl" else torch.device("cpu")
 
-    def _make_group(self, name: str, own: Sequence[int], sets: Sequence[Sequence[int]]) -> Any:
+    def _make_torch_group(self, name: str, own_ranks: Sequence[int], rank_sets: Sequence[Sequence[int]]) -> Any:
         """Make torch's process group for the set with this rank, and return it; None if the set is this rank alone."""
-        if len(own) == self.world_size:
+        if len(own_ranks) == self.world_size:
             return dist.group.WORLD
         if self.device.backend == "nccl":
             # one split makes the groups of all sets; new_group would split the world's communicator once for each set
-            parts = [list(ranks) for ranks in sets]
+            parts = [list(ranks) for ranks in rank_sets]
             with self._meeting(name, range(self.world_size), self._limit) as timeout:
                 handle = dist.split_group(split_ranks=parts, timeout=timeout, group_desc=name)
                 self._register_abort(handle)
             return handle
-        if len(own) == 1:
+        if len(own_ranks) == 1:
             return None
         # without local synchronization, every rank would have to make every group
-        with self._meeting(name, own, self._limit) as timeout:
-            handle = dist.new_group(list(own), timeout=timeout, use_local_synchronization=True)
+        with self._meeting(name, own_ranks, self._limit) as timeout:
+            handle = dist.new_group(list(own_ranks), timeout=timeout, use_local_synchronization=True)
         _set_timeout(handle, self._limit)
         return handle
 
-    def _communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
+    def _get_communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
         """Return the one-way communicator with this name between two ranks, connected at the first call."""
         key = f"{name} {sender}->{receiver}"
         if key not in self._communicators:
@@ -520,10 +529,10 @@ class TorchProcesses:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
         with (
-            peer_errors(self._monitor, "a connection", name, ranks),
+            convert_peer_errors(self._monitor, "a connection", name, ranks),
             self._meeting(name, ranks, self._limit) as timeout,
         ):
-            backend = self._make_backend(name, ranks, timeout)
+            backend = self._connect_torch_backend(name, ranks, timeout)
         backend._set_default_timeout(self._limit)
         communicator = TorchCommunicator(name, ranks, backend, self._tensor_device, self._monitor)
         # the first transfer connects the two ranks, so it happens here, where all ranks follow one order
@@ -531,7 +540,7 @@ class TorchProcesses:
         (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
         return communicator
 
-    def _make_backend(self, name: str, ranks: tuple[int, int], timeout: timedelta) -> Any:
+    def _connect_torch_backend(self, name: str, ranks: tuple[int, int], timeout: timedelta) -> Any:
         """
         Return a connected communicator for two ranks outside torch's group registry.
 
@@ -544,7 +553,7 @@ class TorchProcesses:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.global_ranks_in_group = list(ranks)
-        with _without_serialization_warning():
+        with _suppress_serialization_warning():
             backend = dist.ProcessGroupNCCL(store, rank, 2, options)
         backend.eager_connect_single_device(self._tensor_device)
         self._register_abort(backend)
@@ -573,7 +582,9 @@ class _LifeSigns:
         generation = Generation.from_json(self.store.get(CURRENT).decode())
         if generation.name not in self._beats:
             self._beats = {
-                generation.name: connect(self.launch.address, self.launch.port, generation.name, self.timeout)
+                generation.name: connect_to_launch_store(
+                    self.launch.address, self.launch.port, generation.name, self.timeout
+                )
             }
         heard = generation.name, sum(self._beats[generation.name].add(f"beat/{rank}", 0) for rank in (0, 1))
         if heard != self._heard:
@@ -588,14 +599,14 @@ def _set_timeout(group: Any, timeout: timedelta) -> None:
     set_timeout(timeout, group)
 
 
-def _print_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_unreported_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught error as `sys.excepthook` does, unless it was already reported."""
     if not isinstance(error, ReportedError):
         sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager
-def _without_serialization_warning() -> Iterator[None]:
+def _suppress_serialization_warning() -> Iterator[None]:
     """Suppress NCCL's warning that these backends' operations run one after another, as intended here."""
     name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
     before = os.environ.get(name)

@@ -32,8 +32,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.error_file import write_error_file
-from drawloom.components.distributed.hang_diagnosis import RankStatus, diagnosis, is_waited_for
-from drawloom.components.distributed.launch_store import Failure, call_with_timeout, claim
+from drawloom.components.distributed.hang_diagnosis import RankStatus, format_hang_diagnosis, is_waited_for
+from drawloom.components.distributed.launch_store import Failure, call_store_with_timeout, claim_first_failure
 from drawloom.components.distributed.rank_errors import RankError
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -137,14 +137,14 @@ class RankMonitor:
         if self.failure is not None:
             return self.failure.text
         if self.losses:
-            return self.describe_losses()
+            return self.describe_lost_ranks()
         if self.is_lost or not answers:
             return STORE_LOST
         if len(answers) == self.size and is_waited_for(self.rank, answers):
             # this process may be about to end, while the others are still asking for its status
             time.sleep(ANSWER_TIMEOUT)
             return ""
-        return diagnosis(dict(answers), self.size)
+        return format_hang_diagnosis(dict(answers), self.size)
 
     def declare_hanging(self) -> frozenset[int]:
         """
@@ -175,14 +175,16 @@ class RankMonitor:
     def announce_exit(self) -> None:
         """Announce that this process is about to end normally, so its peers don't report its death."""
         if self.store is not None:
-            call_with_timeout(STORE_TIMEOUT, lambda: self.store.set(f"exiting/{self.rank}", b"1"))
+            call_store_with_timeout(STORE_TIMEOUT, lambda: self.store.set(f"exiting/{self.rank}", b"1"))
 
-    def report(self, text: str, exit_code: int = 1, trace: str = "") -> Failure:
+    def report_failure(self, text: str, exit_code: int = 1, trace: str = "") -> Failure:
         """Report this rank's failure to all ranks, and print it if it is the first; return the first failure."""
         own_failure = Failure(self.rank, text, exit_code)
         with self._lock:
             is_first = self.failure is None
-            claimed = self.failure or call_with_timeout(STORE_TIMEOUT, lambda: claim(self.store, own_failure))
+            claimed = self.failure or call_store_with_timeout(
+                STORE_TIMEOUT, lambda: claim_first_failure(self.store, own_failure)
+            )
             failure = claimed or own_failure
             self._record_failure(failure)
         if log.hasHandlers():
@@ -197,10 +199,10 @@ class RankMonitor:
             # the rank that raised it has the traceback
             self._wait_for_failure(STORE_TIMEOUT)
         if isinstance(error, UserError):
-            return self.report(self._format_error(error), error.exit_code)
-        return self.report(self._format_error(error), trace="".join(traceback.format_exception(error)))
+            return self.report_failure(self._format_error(error), error.exit_code)
+        return self.report_failure(self._format_error(error), trace="".join(traceback.format_exception(error)))
 
-    def check_failures(self) -> None:
+    def check_for_failures(self) -> None:
         """Check whether a rank has failed or died. Raises RuntimeError if the store is gone."""
         if self.failure is None and self.store.check(["failure"]):
             failure = Failure(**json.loads(self.store.get("failure")))
@@ -210,15 +212,15 @@ class RankMonitor:
         dead = [] if self.failure else self._find_dead_peers()
         if self.on_loss is not None:
             silent = [] if self.failure else self._exchange_heartbeats()
-            self._record_losses(dead, silent)
+            self._publish_lost_ranks(dead, silent)
         elif dead:
-            self.report(self._describe_rank(dead[0], KILLED))
+            self.report_failure(self._describe_lost_rank(dead[0], KILLED))
 
-    def describe_losses(self) -> str:
+    def describe_lost_ranks(self) -> str:
         """Return a message naming the lost ranks."""
-        return "; ".join(self._describe_rank(rank, reason) for rank, reason in sorted(self.losses.items()))
+        return "; ".join(self._describe_lost_rank(rank, reason) for rank, reason in sorted(self.losses.items()))
 
-    def exit_if_overdue(self) -> None:
+    def kill_self_if_overdue(self) -> None:
         """Kill this process if a rank has failed and the grace period is over."""
         if self.failure and time.monotonic() > self._deadline:
             self.exit(self.failure.exit_code)
@@ -226,12 +228,12 @@ class RankMonitor:
     def _poll_store(self) -> None:
         """Answer requests and check for failures until `close`; runs in the monitor's thread."""
         while not self._closing.wait(TICK):
-            self.exit_if_overdue()
+            self.kill_self_if_overdue()
             try:
                 if not self.is_lost and self.store.check(["requested"]):
                     self._publish_status()
                 if not self.is_lost:
-                    self.check_failures()
+                    self.check_for_failures()
             except RuntimeError:
                 self.is_lost = True
 
@@ -250,7 +252,7 @@ class RankMonitor:
             # published at once: this process may end before the next poll of its own thread
             self._publish_status()
             self.store.set("requested", b"1")
-            answers[self.rank] = self._build_status()
+            answers[self.rank] = self._build_own_status()
             end = time.monotonic() + ANSWER_TIMEOUT
             while len(answers) < self.size and time.monotonic() < end and not (self.failure or self.losses):
                 for rank in range(self.size):
@@ -263,9 +265,9 @@ class RankMonitor:
 
     def _publish_status(self) -> None:
         """Write this rank's status to the store, for another rank's diagnosis."""
-        self.store.set(str(self.rank), json.dumps(attrs.asdict(self._build_status())))
+        self.store.set(str(self.rank), json.dumps(attrs.asdict(self._build_own_status())))
 
-    def _build_status(self) -> RankStatus:
+    def _build_own_status(self) -> RankStatus:
         """Return this rank's location and its threads' blocking collectives."""
         blocked = dict(self._blocked)
         main = blocked.pop(self._main, "waits for the others after an error" if self.is_recovering else "")
@@ -301,12 +303,12 @@ class RankMonitor:
         silent = [rank for rank, (_, silence) in self._heard.items() if silence > self.heartbeat_timeout]
         return [rank for rank in silent if rank not in self.losses and not self.store.check([f"exiting/{rank}"])]
 
-    def _describe_rank(self, rank: int, reason: str) -> str:
+    def _describe_lost_rank(self, rank: int, reason: str) -> str:
         """Return a message about a rank, with its process if it is on this machine."""
         process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
         return f"rank {rank}{process} {reason}"
 
-    def _record_losses(self, dead: Iterable[int], silent: Iterable[int]) -> None:
+    def _publish_lost_ranks(self, dead: Iterable[int], silent: Iterable[int]) -> None:
         """Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`."""
         silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
         reasons = dict.fromkeys(silent, silence) | dict.fromkeys(dead, KILLED)

@@ -62,7 +62,9 @@ class Distill(DecoderInputs):
         """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.teacher_ids is None or batch.teacher_logps is None:
             raise UserError('the rows contain no teacher predictions; write teacher = "@teacher" in the packing', 2)
-        function = partial(coarse_divergence, kind=self.divergence, beta=0.5 if self.beta is None else self.beta)
+        function = partial(
+            compute_coarse_divergence, kind=self.divergence, beta=0.5 if self.beta is None else self.beta
+        )
         divergences = head.map_logits(function, hidden, batch.teacher_ids, batch.teacher_logps)
         divergence = (divergences * batch.weights).sum()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.task_weight > 0):
@@ -72,7 +74,9 @@ class Distill(DecoderInputs):
         return total, batch.weights.double().sum(), sums
 
 
-def coarse_divergence(logits: Tensor, ids: Tensor, teacher_logps: Tensor, kind: Divergence, beta: float) -> Tensor:
+def compute_coarse_divergence(
+    logits: Tensor, ids: Tensor, teacher_logps: Tensor, kind: Divergence, beta: float
+) -> Tensor:
     """
     Return a divergence over k tokens and the rest of the vocabulary, at least float32 (tokens,).
 

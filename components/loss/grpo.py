@@ -21,7 +21,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.loss.decoder_inputs import DecoderInputs, target_logps
+from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.rollouts import PolicyBatch
 from drawloom.graph import Problem, UserError, at_least, component, setting
@@ -102,7 +102,7 @@ class Grpo(DecoderInputs):
             yield node.problem("clip_low", text, "leave it out; clip_high = 4.0 clips at 5")
 
     @property
-    def method(self) -> Variant:
+    def variant_with_settings(self) -> Variant:
         """Return the variant with this loss's own settings."""
         given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "mean")}
         return attrs.evolve(
@@ -110,7 +110,7 @@ class Grpo(DecoderInputs):
         )
 
     def token_logps(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
-        return target_logps(hidden, head, batch)
+        return compute_target_logps(hidden, head, batch)
 
     def with_reference(self, batch: PolicyBatch, logps: Tensor) -> PolicyBatch:
         return batch.evolve(reference=logps)
@@ -119,11 +119,11 @@ class Grpo(DecoderInputs):
         """Return the loss sum, the weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.logps is None or batch.advantages is None:
             raise UserError("the batches have no sampled completions; put the phases rollout and advantages first", 2)
-        method = self.method
-        logps, is_target = target_logps(hidden, head, batch), batch.weights > 0
+        method = self.variant_with_settings
+        logps, is_target = compute_target_logps(hidden, head, batch), batch.weights > 0
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
-        ratios = _compute_ratios(differences, counts, method)
+        ratios = _compute_probability_ratios(differences, counts, method)
         low, high = 1 - method.clip_low, 1 + method.clip_high
         advantages, clipped = batch.advantages, ratios.clamp(low, high)
         if method.detached:
@@ -149,7 +149,7 @@ class Grpo(DecoderInputs):
         return (losses * weights).sum(), shares.double().sum(), sums
 
 
-def _compute_ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
+def _compute_probability_ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
     """Return probability ratios (rows, length) from log-probability differences: by token, or one for the whole row."""
     if method.ratio == "token":
         return differences.exp()

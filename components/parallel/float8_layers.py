@@ -9,21 +9,21 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.data_shard import heads_of
+from drawloom.components.parallel.data_shard import find_untied_heads
 from drawloom.components.parallel.dimension import StageNodes
-from drawloom.components.parallel.master_weights import compute_dtype
+from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import JointLayers, LinearLayer, known_module
+from drawloom.components.ports.model import JointLayers, LinearLayer, build_known_module
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
 from drawloom.kernels.linear_float8 import KeptWeights
 
 
-def linear_layers(module: nn.Module) -> dict[str, LinearLayer]:
+def find_linear_layers(module: nn.Module) -> dict[str, LinearLayer]:
     """Return the layers of a stage's module, or of a whole model, that can use float8: no heads and no routers."""
-    heads: set[object] = set(heads_of(module))
+    heads: set[object] = set(find_untied_heads(module))
     return {
         name: layer
         for name, layer in module.named_modules()
@@ -31,27 +31,29 @@ def linear_layers(module: nn.Module) -> dict[str, LinearLayer]:
     }
 
 
-def float8_layers(module: nn.Module, precision: Precision) -> dict[str, LinearLayer]:
+def find_float8_layers(module: nn.Module, precision: Precision) -> dict[str, LinearLayer]:
     """Return the layers for which the recipe chooses float8."""
     if precision.linear != "float8":
         return {}
     return {
         name: layer
-        for name, layer in linear_layers(module).items()
+        for name, layer in find_linear_layers(module).items()
         if not any(fnmatchcase(name, pattern) for pattern in precision.linear_in_compute)
-        and compute_dtype(f"{name}.weight", precision) == torch.bfloat16
+        and choose_layer_dtype(f"{name}.weight", precision) == torch.bfloat16
     }
 
 
-def use_float8(module: nn.Module, precision: Precision) -> None:
+def set_float8_format(module: nn.Module, precision: Precision) -> None:
     """
     Set the format of the linear layers of a stage's module, after ranks have split their weights.
 
     Raises UserError for a layer whose widths tensor cores can't multiply.
     """
-    for name, layer in float8_layers(module, precision).items():
-        if fault := fault_of_widths(tuple(layer.weight.shape)):
-            raise UserError(f"precision.linear: the weight of {name} {fault}; {exclude(name)}", exit_code=2)
+    for name, layer in find_float8_layers(module, precision).items():
+        if fault := describe_width_fault(tuple(layer.weight.shape)):
+            raise UserError(
+                f"precision.linear: the weight of {name} {fault}; {format_exclusion_remedy(name)}", exit_code=2
+            )
         layer.uses_float8 = True
 
 
@@ -63,27 +65,25 @@ class KeptFloat8:
     _rounded_at: list[int] = attrs.field(factory=list)
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
+    def allocate(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
         """Allocate memory for the weights in stages' real modules, if the recipe keeps them."""
         if precision.linear_weights == "pass":
             return cls([])
-        groups = [group for module in modules for group in _group_by_operation(module, precision)]
+        groups = [group for module in modules for group in _iterate_groups_by_operation(module, precision)]
         return cls([KeptWeights([layer.weight for layer in group]) for group in groups])
 
-    def round(self, only_if_changed: bool = False) -> None:
+    def round_weights(self, only_if_changed: bool = False) -> None:
         """Round the weights; with `only_if_changed`, only if a step or a load may have changed one."""
         versions = [weight._version for kept in self._kept for weight in kept.weights]
         if only_if_changed and versions == self._rounded_at:
             return
         for kept in self._kept:
             if not kept.is_current or any(weight.requires_grad for weight in kept.weights):
-                kept.round()
+                kept.round_again()
         self._rounded_at = versions
 
-    def expire(self) -> None:
-        """
-        Let the next `round` round all trained weights: a fused optimizer changes them without new version numbers.
-        """
+    def mark_all_changed(self) -> None:
+        """Make `round_weights` round all trained weights: a fused optimizer updates no version numbers."""
         self._rounded_at = []
 
     @property
@@ -92,29 +92,31 @@ class KeptFloat8:
         return sum(tensor.nbytes for kept in self._kept for tensor in kept.rows)
 
 
-def _group_by_operation(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
-    """Yield groups of layers in float8; one operation multiplies an input by all weights in a group."""
-    layers = float8_layers(module, precision)
-    joint = [group for part in module.modules() if isinstance(part, JointLayers) for group in part.joint_layers()]
+def _iterate_groups_by_operation(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
+    """Yield float8 layers in groups: one operation multiplies an input by all weights in a group."""
+    layers = find_float8_layers(module, precision)
+    joint = [
+        group for part in module.modules() if isinstance(part, JointLayers) for group in part.list_fused_float8_layers()
+    ]
     yield from joint
     members = {id(layer) for group in joint for layer in group}
     yield from ([layer] for layer in layers.values() if id(layer) not in members)
 
 
-def fault_of_widths(shape: tuple[int, ...]) -> str:
+def describe_width_fault(shape: tuple[int, ...]) -> str:
     """Return why a weight (outputs, inputs) can't be multiplied in float8, as the end of a sentence, or ""."""
     if all(width % ALIGNMENT == 0 for width in shape):
         return ""
     return f"is {' x '.join(map(str, shape))} on each rank, and float8 needs widths that are divisible by {ALIGNMENT}"
 
 
-def exclude(name: str) -> str:
+def format_exclusion_remedy(name: str) -> str:
     """Return the remedy for a layer unable to use float8: a pattern to keep it in the compute dtype."""
     pattern = f"*.{name.rpartition('.')[2]}"
     return f'write linear_in_compute = ["{pattern}"], or linear = "compute"'
 
 
-def check_gpu(device: torch.device) -> None:
+def check_gpu_supports_float8(device: torch.device) -> None:
     """Raise UserError for a GPU without products in float8."""
     if device.type != "cuda":
         return
@@ -138,40 +140,40 @@ def check_float8(nodes: StageNodes) -> Iterator[Problem]:
     if nodes.precision.settings["linear_weights"] == "step" and nodes.sizes.data_shard * nodes.sizes.context > 1:
         text = "shards are gathered for every use, so that nothing can keep their weights in float8"
         yield nodes.precision.problem("linear_weights", text, 'write linear_weights = "pass"')
-    layers, excluded = _find_layers(nodes)
+    layers, excluded = _find_used_and_other_layers(nodes)
     names = [*layers, *excluded]
     for number, pattern in enumerate(nodes.precision.settings["linear_in_compute"]):
         if names and not any(fnmatchcase(name, pattern) for name in names):
             text = f"no linear layer is called {pattern!r}; one is {names[0]!r}"
             yield nodes.precision.problem(("linear_in_compute", number), text, "write another pattern, or remove it")
     for name, layer in layers.items():
-        if fault := fault_of_widths(_local_shape(layer, nodes.sizes.tensor)):
+        if fault := describe_width_fault(_get_local_weight_shape(layer, nodes.sizes.tensor)):
             text = f"the weight of {name} {fault}"
-            yield nodes.precision.problem("linear", text, exclude(name))
+            yield nodes.precision.problem("linear", text, format_exclusion_remedy(name))
             return
 
 
 def describe_float8(nodes: StageNodes) -> Iterator[str]:
     """Yield how many linear layers of the model multiply in float8."""
-    layers, excluded = _find_layers(nodes)
+    layers, excluded = _find_used_and_other_layers(nodes)
     if layers:
-        count = count_text(len(layers), len(layers) + len(excluded))
+        count = format_layer_count(len(layers), len(layers) + len(excluded))
         yield f"float8: {count}; MFU is still relative to the peak of bfloat16"
 
 
-def count_text(used: int, layers: int) -> str:
+def format_layer_count(used: int, layers: int) -> str:
     """Return a sentence such as `14 of 16 linear layers multiply in float8`."""
     return f"{used} of {layers} linear layers multiply in float8"
 
 
-def _find_layers(nodes: StageNodes) -> tuple[dict[str, LinearLayer], dict[str, LinearLayer]]:
+def _find_used_and_other_layers(nodes: StageNodes) -> tuple[dict[str, LinearLayer], dict[str, LinearLayer]]:
     """Return the layers of the recipe's whole model that use float8, and the others that could."""
     built = None if nodes.precision is None else build_precision(nodes.precision)
-    module = None if nodes.model is None else known_module(nodes.model)
+    module = None if nodes.model is None else build_known_module(nodes.model)
     if built is None or module is None:
         return {}, {}
-    layers = float8_layers(module, built)
-    return layers, {name: layer for name, layer in linear_layers(module).items() if name not in layers}
+    layers = find_float8_layers(module, built)
+    return layers, {name: layer for name, layer in find_linear_layers(module).items() if name not in layers}
 
 
 def build_precision(node: NodeView) -> Precision | None:
@@ -182,7 +184,7 @@ def build_precision(node: NodeView) -> Precision | None:
     return None
 
 
-def _local_shape(layer: LinearLayer, ranks: int) -> tuple[int, ...]:
+def _get_local_weight_shape(layer: LinearLayer, ranks: int) -> tuple[int, ...]:
     """Return the shape of a layer's weight on a rank along `tensor`."""
     shape = list(layer.weight.shape)
     if ranks > 1 and isinstance(layer, TensorParallel) and (dim := layer.split_dims().get("weight")):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import TrainingData, batch_types
+from drawloom.components.ports.data import TrainingData, find_batch_types
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.rollouts import Answer, Completions, PromptBatch, Prompts, Reward, Rollouts, Scored
@@ -43,13 +43,13 @@ class Rollout:
             text = "no completion has a reward"
             yield node.problem("rewards", text, 'write rewards = ["@rewards.*"] and, say, [rewards.exact_match]')
         if data := node.neighbour("data"):
-            for writer, batch_type in batch_types(data):
+            for writer, batch_type in find_batch_types(data):
                 if not issubclass(batch_type, PromptBatch):
                     text = f"[{writer.name}] makes {batch_type.__name__}, and rollouts complete prompts"
                     yield writer.problem("use", text, 'write use = "data.prompt_collator" in a "data.collated"')
 
     @classmethod
-    def made_rows(cls, node: NodeView) -> tuple[int, int]:
+    def predict_made_rows(cls, node: NodeView) -> tuple[int, int]:
         sampler = node.neighbour("rollouts")
         return node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0
 
@@ -62,8 +62,8 @@ class Rollout:
         batches = [require_prompts(batch) for batch in self.data.next_step()]
         self.events.emit(Event("data_loaded", step))
         step.state.split(len(batches), STEP_SPECS)
-        first = self.batching.start(step.index)
-        numbers = [[position - first for position in rows] for rows in self.batching.positions(step.index)]
+        first = self.batching.first_position(step.index)
+        numbers = [[position - first for position in rows] for rows in self.batching.microbatch_positions(step.index)]
         prompts = [repeat_prompts(batch, rows, self.group_size) for batch, rows in zip(batches, numbers, strict=True)]
         completions = self.rollouts.sample(prompts, "train", step.index)
         rewards = dict(zip(self.rewards.names, self.rewards, strict=True))
@@ -81,9 +81,9 @@ def require_prompts(batch: object) -> PromptBatch:
     raise UserError(f"rollouts complete prompts, and the run's batches are {type(batch).__name__}; write {hint}", 2)
 
 
-def repeat_prompts(batch: PromptBatch, numbers: Sequence[int], group_size: int) -> Prompts:
-    """Return every prompt `group_size` times in succession; `numbers` are unique by prompt, and make the keys."""
-    keys = torch.tensor(numbers)[:, None] * group_size + torch.arange(group_size)
+def repeat_prompts(batch: PromptBatch, prompt_numbers: Sequence[int], group_size: int) -> Prompts:
+    """Return every prompt `group_size` times in succession; `prompt_numbers`, unique by prompt, make the keys."""
+    keys = torch.tensor(prompt_numbers)[:, None] * group_size + torch.arange(group_size)
     tokens, lengths = (column.repeat_interleave(group_size, 0) for column in (batch.tokens, batch.lengths))
     return Prompts(tokens, lengths, keys.flatten())
 
@@ -91,18 +91,20 @@ def repeat_prompts(batch: PromptBatch, numbers: Sequence[int], group_size: int) 
 def score_completions(
     rewards: Mapping[str, Reward],
     tokenizer: Tokenizer,
-    copy: Group,
+    ranks_with_same_rows: Group,
     batch: PromptBatch,
     completions: Completions,
     group_size: int,
 ) -> Scored:
     """
-    Score completions on the first rank of `copy`, the ranks with the same rows. A collective.
+    Score completions on the first rank of `ranks_with_same_rows`. A collective over this group.
 
     Raises UserError on all its ranks if a reward fails, or returns other than a number or None for each completion.
     """
-    answers = [*_iterate_answers(tokenizer, batch, completions, group_size)]
-    columns = run_on_rank0(copy, lambda: [_read_scores(name, reward, answers) for name, reward in rewards.items()])
+    answers = [*_decode_answers(tokenizer, batch, completions, group_size)]
+    columns = run_on_rank0(
+        ranks_with_same_rows, lambda: [_score_answers_with(name, reward, answers) for name, reward in rewards.items()]
+    )
     scores = torch.tensor(columns, dtype=torch.float64).view(len(rewards), len(answers)).T
     weights = torch.tensor([reward.weight for reward in rewards.values()], dtype=torch.float64)
     is_scored = (~scores.isnan()).any(1) & (batch.weights.repeat_interleave(group_size) > 0)
@@ -110,7 +112,7 @@ def score_completions(
     return Scored(completions, group_size, tuple(rewards), scores, totals)
 
 
-def _iterate_answers(
+def _decode_answers(
     tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int
 ) -> Iterator[Answer]:
     """Yield the decoded answers, in the completions' order."""
@@ -122,7 +124,7 @@ def _iterate_answers(
         yield Answer(text, last - first, bool(is_ended), batch.examples[row // group_size])
 
 
-def _read_scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
+def _score_answers_with(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
     """Return a reward's scores, NaN for None. Raises UserError if the reward fails or returns anything else."""
     try:
         scores = reward.scores(answers)
@@ -133,10 +135,10 @@ def _read_scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[f
         raise UserError(f"{text}; a reward returns None for a completion that it can't score") from error
     if len(scores) != len(answers):
         raise UserError(f"[{name}] returned {len(scores)} scores for {len(answers)} completions; return one for each")
-    return [_check_score(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
+    return [_require_finite_score(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
 
 
-def _check_score(name: str, answer: Answer, value: float | None) -> float:
+def _require_finite_score(name: str, answer: Answer, value: float | None) -> float:
     """Return a score, NaN for None. Raises UserError unless it is a finite number or None."""
     if value is None:
         return torch.nan
@@ -146,7 +148,7 @@ def _check_score(name: str, answer: Answer, value: float | None) -> float:
     return float(value)
 
 
-def mean_total(scored: Sequence[Scored]) -> Tensor:
+def sum_and_count_totals(scored: Sequence[Scored]) -> Tensor:
     """Return the sum of the scored rows' totals, and their number: float64 (2,)."""
     totals = torch.cat([part.totals for part in scored])
     return torch.stack([totals.nansum(), (~totals.isnan()).sum().double()])

@@ -10,7 +10,7 @@ import torch
 from benchmarks.transformers_types import default_config
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.fallback.build import build_model
-from drawloom.components.model.fallback.shrink import shrink
+from drawloom.components.model.fallback.shrink import shrink_config
 from support.chat import tokenizer_folder
 from support.runs import drawloom
 
@@ -29,7 +29,7 @@ def folder_of(model_type: str, folder: Path) -> Path:
     """Write a small random model in transformers, with a tokenizer, and return its folder."""
     torch.manual_seed(0)
     tokenizer_folder(folder)
-    config = shrink(default_config(model_type))
+    config = shrink_config(default_config(model_type))
     values = config.to_dict()
     dropout = {key: 0.0 for key in values if key.endswith(("dropout", "pdrop"))}
     ids = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}

@@ -174,7 +174,7 @@ def test_a_folder_of_bitsandbytes_trains_like_the_base_that_it_was_made_of(folde
     tensors = load_file(folder / "nf4/model.safetensors")
     for name, weight in list(tensors.items()):
         if name.endswith("_proj.weight"):
-            codes, scales = NF4.split(NF4.quantize(weight))
+            codes, scales = NF4.unpack_storage(NF4.quantize(weight))
             state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*weight.shape]}
             text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
             parts = {"": codes.reshape(-1, 1), ".absmax": scales.flatten(), ".quant_map": torch.tensor(NF4_VALUES)}

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import ParamState, step_scalars
+from drawloom.kernels.adamw import ParamState, compute_step_scalars
 from drawloom.kernels.triton import (
     causal_conv,
     cut_cross_entropy,
@@ -106,7 +106,7 @@ def steps() -> Iterator[tuple[str, Launch]]:
             trained = ParamState(empty(4096, dtype=w), empty(4096, dtype=m), empty(4096, dtype=m), 0.1, 1 << 60)
             stepper = AdamwTriton([trained])
             for counter in (1, None):
-                stepper.step([empty(4096, dtype=g)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
+                stepper.step([empty(4096, dtype=g)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
 
         yield f"adamw {of_weight} {of_gradient} {of_means}", step
     for first in (1, 2):
@@ -114,7 +114,7 @@ def steps() -> Iterator[tuple[str, Launch]]:
         def step_of_columns(first: int = first) -> None:
             kept = [empty(4096, dtype=BF16) for _ in "wms"]
             stepper = AdamwTriton([ParamState(kept[0], kept[1], kept[2], 0.1, 1 << 60, first, width=64, stride=128)])
-            stepper.step([empty(4096, dtype=BF16)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+            stepper.step([empty(4096, dtype=BF16)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
 
         yield f"adamw of columns from {first} on", step_of_columns
 
@@ -181,11 +181,11 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
     of_choices = ends[:, None]
     yield (
         "moe_permute of far rows",
-        lambda: moe_permute._spread(rows, rows, None, of_choices, ends, of_choices.numel(), False),
+        lambda: moe_permute._copy_tokens_to_rows(rows, rows, None, of_choices, ends, of_choices.numel(), False),
     )
-    yield "moe_unpermute of far rows", lambda: moe_permute._gather(rows, None, None, of_choices)
-    yield "grouped_gemm of far rows", lambda: grouped_gemm._rows(rows, matrices, ends)
-    yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._matrices(rows, rows, ends)
+    yield "moe_unpermute of far rows", lambda: moe_permute._sum_rows_by_token(rows, None, None, of_choices)
+    yield "grouped_gemm of far rows", lambda: grouped_gemm._multiply_rows_by_expert(rows, matrices, ends)
+    yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._sum_outer_products_by_expert(rows, rows, ends)
 
 
 def losses() -> Iterator[tuple[str, Launch]]:
@@ -195,7 +195,7 @@ def losses() -> Iterator[tuple[str, Launch]]:
     for factors in (None, numbers[:4]):
         yield (
             f"linear_cross_entropy{'' if factors is None else ' in chunks'}",
-            lambda f=factors: linear_cross_entropy._cross_entropy(
+            lambda f=factors: linear_cross_entropy._fill_losses_and_lse(
                 logits, targets[:4], numbers[:4], numbers[:4], f, -100, True
             ),
         )
@@ -223,31 +223,40 @@ def experts() -> Iterator[tuple[str, Launch]]:
     x, rows, chances = empty(64, 2048), empty(512, 2048), empty(64, 8, dtype=FLOAT)
     of_choices = expert_indices.to(torch.int32)
     yield "moe_routes", lambda: moe_routes._routes(expert_indices, 128)
-    yield "moe_permute", lambda: moe_permute._spread(x, None, chances, of_choices, ends, of_choices.numel(), False)
-    yield "moe_permute backward", lambda: moe_permute._gather(rows, None, chances.flatten(), of_choices)
-    yield "moe_unpermute", lambda: moe_permute._gather(rows, chances, None, of_choices)
+    yield (
+        "moe_permute",
+        lambda: moe_permute._copy_tokens_to_rows(x, None, chances, of_choices, ends, of_choices.numel(), False),
+    )
+    yield "moe_permute backward", lambda: moe_permute._sum_rows_by_token(rows, None, chances.flatten(), of_choices)
+    yield "moe_unpermute", lambda: moe_permute._sum_rows_by_token(rows, chances, None, of_choices)
     yield (
         "moe_unpermute backward",
-        lambda: moe_permute._spread(x, rows, chances, of_choices, ends, of_choices.numel(), True),
+        lambda: moe_permute._copy_tokens_to_rows(x, rows, chances, of_choices, ends, of_choices.numel(), True),
     )
     for count in (4096, 512):
         a, b, weight = empty(count, 512), empty(count, 256), empty(16, 512, 256)
-        yield f"grouped_gemm {count}", lambda a=a, w=weight: grouped_gemm._rows(a, w, ends[:16])
+        yield f"grouped_gemm {count}", lambda a=a, w=weight: grouped_gemm._multiply_rows_by_expert(a, w, ends[:16])
         yield (
             f"grouped_gemm of inputs {count}",
-            lambda b=b, w=weight: grouped_gemm._rows(b, w.transpose(1, 2), ends[:16]),
+            lambda b=b, w=weight: grouped_gemm._multiply_rows_by_expert(b, w.transpose(1, 2), ends[:16]),
         )
-        yield f"grouped_gemm of weights {count}", lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16])
+        yield (
+            f"grouped_gemm of weights {count}",
+            lambda a=a, b=b: grouped_gemm._sum_outer_products_by_expert(a, b, ends[:16]),
+        )
     a, b, weight = (x.float() for x in (empty(64, 512), empty(64, 256), empty(16, 512, 256)))
     for tf32 in (False, True):
         name = f"grouped_gemm float32{' by TF32' if tf32 else ''}"
-        yield name, _with_tf32(tf32, lambda a=a, w=weight: grouped_gemm._rows(a, w, ends[:16]))
-        yield f"{name} of weights", _with_tf32(tf32, lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16]))
+        yield name, _with_tf32(tf32, lambda a=a, w=weight: grouped_gemm._multiply_rows_by_expert(a, w, ends[:16]))
+        yield (
+            f"{name} of weights",
+            _with_tf32(tf32, lambda a=a, b=b: grouped_gemm._sum_outer_products_by_expert(a, b, ends[:16])),
+        )
     a, b, product = empty(4096, 512), empty(4096, 256), empty(16, 512, 256)
-    few, by_blocks = ends[:16], grouped_gemm_blocks.rows_by_blocks
+    few, by_blocks = ends[:16], grouped_gemm_blocks.multiply_rows_by_tma
     yield "grouped_gemm by blocks", lambda: by_blocks(a, product, few, b)
     yield "grouped_gemm of inputs by blocks", lambda: by_blocks(b, product.transpose(1, 2), few, a)
-    yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.matrices_by_blocks(a, b, few, product)
+    yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.sum_outer_products_by_tma(a, b, few, product)
 
 
 def recurrences() -> Iterator[tuple[str, Launch]]:

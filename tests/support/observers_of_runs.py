@@ -23,12 +23,12 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.parallel.float8_layers import find_linear_layers
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
@@ -83,7 +83,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
             for name, kept in stage.named_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
-            layers = linear_layers(stage.module)
+            layers = find_linear_layers(stage.module)
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
         parameters.append(objects["stages"].memory_bytes()["compute_copies"])
         return parameters
@@ -145,7 +145,7 @@ def planned_gather(use: str, values: Values, folder: Path) -> float:
     """Return the seconds for gathering weights that a plan for two H100s expects."""
     sharded = {"mesh": {"data_shard": 2}, "stages": {"reshard_after_forward": False}, "batch": {"micro_size": 8}}
     recipe = _recipe(folder, precision=dict(values), **sharded)
-    return plan(recipe, device_model("h100"), 2).time.gather
+    return plan(recipe, find_device_model("h100"), 2).time.gather
 
 
 def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
@@ -154,7 +154,7 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
-        objects["stages"].local[0].shards.reduce_next(final=True)
+        objects["stages"].local[0].shards.reduce_in_backward(is_last_in_step=True)
         objects["stages"].hand_over_gradients()
     return group.summed
 
@@ -208,7 +208,7 @@ def export_files(use: str, values: Values, folder: Path) -> Any:
 
 def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
     """Return the mesh sizes over 4 ranks."""
-    world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
+    world = {"rank": 0, "world_size": 4, "make_group": lambda name, rank_sets: SingleProcess()}
     mesh = build(use, processes=fake(Processes, **world), **values)
     mesh.open()
     return mesh.sizes.settings()
@@ -360,7 +360,7 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(commit, "begin", fail, create=False), messages("drawloom.checkpoint"):
+    with mock.patch.object(commit, "begin_temporary_folder", fail, create=False), messages("drawloom.checkpoint"):
         try:
             for index in range(1, 9):
                 node.run_phase(Step(index, 9))
@@ -428,7 +428,7 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
         for kind in ("step_started", "saving_started", "saving_ended", "step_ended"):
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
-    with mock.patch.object(guard, "allow") as allow, node.stage_context("open", "corpus"):
+    with mock.patch.object(guard, "set_time_limit") as allow, node.stage_context("open", "corpus"):
         return [call.arguments for call in timed.calls], allow.call_args.args[0]
 
 
@@ -470,21 +470,29 @@ def tracker_calls(use: str, values: Values, folder: Path) -> Any:
         "mlflow": {"folder": fake(RunFolder, folder=folder), "job": fake(RunInfo, **JOB)},
         "trackio": {"job": fake(RunInfo, **JOB)},
     }
-    loaded = mock.patch(f"drawloom.components.trackers.{name}.load_{name}", create=True)
+    loaded = mock.patch(f"drawloom.components.trackers.{name}.import_{name}", create=True)
     with mock.patch.object(background, "Background") as background_class, loaded as load:
         with open_node(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
             tracker.rewind(0)
-            background_class.return_value.put.call_args.args[0]()
+            background_class.return_value.try_to_queue.call_args.args[0]()
         if name == "mlflow":
             client = load.return_value.MlflowClient
             asked = (
                 client.return_value.get_experiment_by_name.call_args.args,
                 client.call_args.args[0].partition("/")[0],
             )
-            return background_class.call_args.args[1], background_class.return_value.close.call_args.args[0], asked
+            return (
+                background_class.call_args.args[1],
+                background_class.return_value.finish_tasks.call_args.args[0],
+                asked,
+            )
         asked = load.return_value.init.call_args
         arguments = {key: value for key, value in asked.kwargs.items() if key not in OWN} if asked else {}
-        return background_class.call_args.args[1], background_class.return_value.close.call_args.args[0], arguments
+        return (
+            background_class.call_args.args[1],
+            background_class.return_value.finish_tasks.call_args.args[0],
+            arguments,
+        )
 
 
 OWN = ("id", "dir", "settings")
@@ -493,10 +501,10 @@ OWN = ("id", "dir", "settings")
 
 def aim_calls(use: str, values: Values, folder: Path) -> Any:
     """Return the queue's size, and the timeout for Aim."""
-    with mock.patch.multiple(aim, load_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
+    with mock.patch.multiple(aim, import_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
         edges = {"folder": fake(RunFolder, folder=folder), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
         with open_node(build(use, **edges, **values)):
             background = doubles["Background"]
             _, location, *options = doubles["AimRun"].call_args.args
-            queue_size, timeout = background.call_args.args[1], background.return_value.run.call_args.args[1]
+            queue_size, timeout = background.call_args.args[1], background.return_value.run_and_wait.call_args.args[1]
             return queue_size, timeout, location.is_remote, options

@@ -29,7 +29,7 @@ class SparseMoeBlock(nn.Module):
     """
     Sum over a token's experts of probability * down(silu(gate(x)) * up(x)); each rank routes its own tokens.
 
-    With `shared_width`, the output of a feed-forward network that all tokens visit is added (Dai et al. 2024,
+    With `shared_expert_width`, the output of a feed-forward network that all tokens visit is added (Dai et al. 2024,
     DeepSeekMoE, arXiv 2401.06066), with `shared_gate` times the sigmoid of a number by token. Modules and parameters
     carry the names of transformers 5.
     """
@@ -48,8 +48,8 @@ class SparseMoeBlock(nn.Module):
         )
         self.add_module(spec.router, router)
         self.experts = Experts(architecture.hidden_size, spec, kernels)
-        if spec.shared_width:
-            self.add_module(spec.shared, GatedMlp(architecture, MlpSpec(width=spec.shared_width), kernels))
+        if spec.shared_expert_width:
+            self.add_module(spec.shared, GatedMlp(architecture, MlpSpec(width=spec.shared_expert_width), kernels))
         if spec.shared_gate:
             self.shared_expert_gate = SharedGate(architecture.hidden_size, 1, kernels, style="whole")
 
@@ -63,13 +63,13 @@ class SparseMoeBlock(nn.Module):
         tokens, choices, scale = (tensor.flatten(0, -2) for tensor in (hidden, chosen, probabilities))
         # The view of the experts' output is made here, since FSDP warns of modules that return views.
         mixed: Tensor = self.experts(tokens, choices, scale).view_as(hidden)
-        if not self.spec.shared_width:
+        if not self.spec.shared_expert_width:
             return mixed
         shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
 
-def _find_used_rows(here: Dispatched) -> Tensor:
+def _mask_used_rows(here: Dispatched) -> Tensor:
     """Return which rows contain a token, bool (rows,); rows past the last expert's end are undefined padding."""
     return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
 
@@ -111,28 +111,28 @@ class Experts(ExpertParallel, QuantizableLayer):
         """
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
         here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
-        both = self.project("gate_up_proj", here.rows, here.ends)
+        gate_and_up = self.project("gate_up_proj", here.rows, here.ends)
         if self.spec.biases:
-            both = both + self._look_up_biases("gate_up_proj_bias", here)
+            gate_and_up = gate_and_up + self._look_up_biases("gate_up_proj_bias", here)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
-        mixed = self._apply_gate(both, here.scale)
+        mixed = self._apply_gate(gate_and_up, here.scale)
         outputs = self.project("down_proj", mixed, here.ends)
         if self.spec.biases:
-            scale = here.scale.where(_find_used_rows(here), 0).unsqueeze(-1)
+            scale = here.scale.where(_mask_used_rows(here), 0).unsqueeze(-1)
             outputs = outputs + (self._look_up_biases("down_proj_bias", here) * scale).to(outputs.dtype)
         return here.combine(outputs)
 
-    def _apply_gate(self, both: Tensor, scale: Tensor) -> Tensor:
-        """Return activation(gate) * up * scale, (rows, width), for `both` = gate and up (rows, 2 * width)."""
+    def _apply_gate(self, gate_and_up: Tensor, scale: Tensor) -> Tensor:
+        """Return activation(gate) * up * scale, (rows, width), for `gate_and_up` = gate and up (rows, 2 * width)."""
         if (clamp := self.spec.clamp) is None:
-            return self.kernels.swiglu_halves(both, scale)
-        return self.kernels.oss_swiglu_halves(both, scale, clamp.alpha, clamp.limit)
+            return self.kernels.swiglu_halves(gate_and_up, scale)
+        return self.kernels.oss_swiglu_halves(gate_and_up, scale, clamp.alpha, clamp.limit)
 
     def _look_up_biases(self, name: str, here: Dispatched) -> Tensor:
         """Return the bias of every row's expert, (rows, outputs), and zeros for unused rows."""
         rows = torch.arange(len(here.rows), device=here.rows.device)
         expert = torch.searchsorted(here.ends.to(rows.dtype), rows, right=True).clamp_(max=len(here.ends) - 1)
-        return self.kernels.embedding(expert, getattr(self, name)).where(_find_used_rows(here).unsqueeze(-1), 0)
+        return self.kernels.embedding(expert, getattr(self, name)).where(_mask_used_rows(here).unsqueeze(-1), 0)
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""

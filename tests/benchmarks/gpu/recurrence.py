@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.clock import cost
 from drawloom.kernels.gated_delta import delta_rule_eager
-from drawloom.kernels.recurrence import RecurrentDocuments, recurrent_documents
+from drawloom.kernels.recurrence import RecurrentDocuments, number_recurrent_documents
 from drawloom.kernels.triton.gated_delta import delta_rule_triton
 from support.recurrences import Inputs
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 def _show(shape: Shape) -> None:
     inputs, ids = _draw(shape)
-    documents = recurrent_documents(ids)
+    documents = number_recurrent_documents(ids)
     calls: dict[str, Callable[[], Any]] = {"ours": lambda: delta_rule_triton(*inputs, documents)[0]}
     if find_spec("fla"):
         calls["fla"] = _peer(inputs, ids)
@@ -92,7 +92,7 @@ def _show(shape: Shape) -> None:
 def _show_kernels(shape: Shape) -> None:
     """Print our kernels' times in both passes."""
     inputs, ids = _draw(shape)
-    documents, learned = recurrent_documents(ids), inputs.map(Tensor.requires_grad_)
+    documents, learned = number_recurrent_documents(ids), inputs.map(Tensor.requires_grad_)
     seed = torch.randn_like(inputs.v)
 
     def run() -> None:

@@ -37,7 +37,7 @@ from benchmarks.gpu import clock  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.ports.model import Head, LayerRange, TokenContext  # noqa: E402
-from drawloom.kernels.adamw import ParamState, step_scalars  # noqa: E402
+from drawloom.kernels.adamw import ParamState, compute_step_scalars  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[], object]
@@ -221,7 +221,7 @@ def _stochastic_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
         nonlocal count
         count += 1
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        stepper.step(gradients, step_scalars(1e-4, (0.9, 0.95), 1e-8, count), count)
+        stepper.step(gradients, compute_step_scalars(1e-4, (0.9, 0.95), 1e-8, count), count)
 
     return apply
 
@@ -235,7 +235,7 @@ def _measure(step: Step, tokens: int, config: dict[str, Any], length: int, rate:
 def _flops_per_token(config: dict[str, Any], length: int) -> float:
     """Return the matrix FLOPs per token of a step, by the module's formula."""
     flops = _blueprint(config, None).forward_flops()
-    return float(flops.of_training(1, {None: (length + 1) / 2}))
+    return float(flops.count_training_flops(1, {None: (length + 1) / 2}))
 
 
 if __name__ == "__main__":

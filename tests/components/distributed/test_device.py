@@ -11,7 +11,7 @@ import torch
 from drawloom.components.distributed import cpu_threads
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.graph import UserError
-from drawloom.kernels.triton.primitives import input_precision
+from drawloom.kernels.triton.primitives import get_dot_precision
 
 
 @attrs.define
@@ -119,7 +119,7 @@ def test_float32_products_are_set_and_restored(tf32: bool, name: str, monkeypatc
         torch.set_float32_matmul_precision(before)
         try:
             device.open()
-            assert torch.backends.cuda.matmul.allow_tf32 is tf32 and input_precision() == name
+            assert torch.backends.cuda.matmul.allow_tf32 is tf32 and get_dot_precision() == name
             device.close()
             assert torch.get_float32_matmul_precision() == before
         finally:
@@ -145,7 +145,7 @@ def test_threads_are_the_cores_divided_by_the_processes(
     """Threads do not exceed torch's own number, and OMP_NUM_THREADS, already read by torch, takes precedence."""
     before = torch.get_num_threads()
     torch.set_num_threads(6)
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cpu_threads, "count_usable_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)

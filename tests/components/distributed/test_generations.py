@@ -52,7 +52,7 @@ def test_complete_replicas_continue_and_spares_fill_new_ones(
 def test_replica_shapes_number_ranks_like_the_mesh() -> None:
     """The ranks of a replica are those that differ in all dimensions but data_replicate."""
     sizes = {"pipeline": 2, "data_replicate": 3, "data_shard": 2, "context": 1, "tensor": 2}
-    ranks = Layout(sizes).sets("pipeline", "data_shard", "context", "tensor")
+    ranks = Layout(sizes).list_rank_sets("pipeline", "data_shard", "context", "tensor")
     assert ReplicaShape(2, 4, [3]).ranks(3) == ranks
 
 
@@ -104,6 +104,6 @@ def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "7")
     generation = _generation(3, 1, 1, {3})
-    generation.renumber(2)
+    generation.set_rank_variables(2)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("2", "3")
     assert Generation.from_json(generation.to_json()) == generation

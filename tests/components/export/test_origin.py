@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from drawloom import Recipe
 from drawloom.components.export.adapter import AdapterExport
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.storage.tensor_source import InMemory
@@ -148,18 +148,18 @@ def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path) -> None:
     sizes = SPARSE_SIZES | {"num_key_value_heads": 4, "q_lora_rank": 0, "kv_lora_rank": 9}
     model = small(DeepseekV3, **sizes)
     module = whole(model)
-    write_folder(tmp_path / "base", model, OneStage(module))
+    write_hugging_face_folder(tmp_path / "base", model, OneStage(module))
     path, extra = tmp_path / "base" / "model.safetensors", {"model.layers.2.enorm.weight": torch.ones(24)}
     save_file(load_file(path) | extra, path)
     config = json.loads((tmp_path / "base/config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "base/config.json").write_text(json.dumps(config))
     stages = LoadedStage(module, initial_folder=tmp_path / "base")
-    write_folder(tmp_path / "same", model, stages)
+    write_hugging_face_folder(tmp_path / "same", model, stages)
     assert json.loads((tmp_path / "same/config.json").read_text()) == config
     exported = load_file(tmp_path / "same/model.safetensors")
     assert torch.equal(exported["model.layers.2.enorm.weight"], torch.ones(24))
     (tmp_path / "base").rename(tmp_path / "gone")
-    write_folder(tmp_path / "without", model, stages)
+    write_hugging_face_folder(tmp_path / "without", model, stages)
     assert "model.layers.2.enorm.weight" not in load_file(tmp_path / "without/model.safetensors")
 
 
@@ -172,7 +172,7 @@ def test_adapters_load_over_the_multimodal_folder(kind: str, tmp_path: Path, one
         lora("q_proj", "layers.1.mlp.up_proj", "in_proj_qkv") if kind == "qwen3_5" else lora("q_proj", "0.*.o_proj"),
     )
     stages: Any = LoadedStage(adapt(model, *adapters), adapters, tmp_path / "origin")  # type: ignore[arg-type]
-    write_folder(tmp_path / "base", model, LoadedStage(adapt(model), (), tmp_path / "origin"))  # type: ignore[arg-type]
+    write_hugging_face_folder(tmp_path / "base", model, LoadedStage(adapt(model), (), tmp_path / "origin"))  # type: ignore[arg-type]
     mesh: Any = SimpleNamespace(world=one_rank.world)
     folder: Any = SimpleNamespace(folder=tmp_path)
     AdapterExport(model=model, stages=stages, folder=folder, mesh=mesh).finish(1)

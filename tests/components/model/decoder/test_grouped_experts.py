@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import read_config
@@ -133,7 +133,7 @@ def test_routers_choose_like_transformers_in_bfloat16(family: type[DecoderBuilde
 def test_tensors_of_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
     """Published folders have one layer more than the model: it predicts a later token and is ignored."""
     model = model_of("deepseek_v3")
-    write_folder(tmp_path / "base", model, OneStage(whole(model)))
+    write_hugging_face_folder(tmp_path / "base", model, OneStage(whole(model)))
     path = tmp_path / "base" / "model.safetensors"
     save_file(load_file(path) | {"model.layers.2.enorm.weight": torch.ones(24)}, path)
     AutoModel(kernels=cpu_kernels(), path=tmp_path / "base").check_machine()
