@@ -14,7 +14,7 @@ from drawloom.kernels import grouped_gemm
 from drawloom.kernels.float8 import E4M3, EagerFloat8, Float8Kernels, Float8Rows, compute_power_of_two_scales
 from drawloom.kernels.moe import Routes, gather_rows
 from drawloom.kernels.operation import upcast
-from drawloom.kernels.swiglu import swiglu_eager, compute_swiglu_gradients
+from drawloom.kernels.swiglu import compute_swiglu_gradients, swiglu_eager
 
 GROUP = 128
 """Multiple to which every expert's columns in a transposed copy are padded: tensor cores multiply along rows."""

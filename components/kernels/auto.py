@@ -102,6 +102,7 @@ class AutoKernels:
     _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _declare_operation_setting(
         "grouped_gemm", "the matrix products of experts"
     )
+    _add_expert_bias: Choice = _declare_operation_setting("add_expert_bias", "the addition of experts' biases")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -331,6 +332,9 @@ class AutoKernels:
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         return self._functions_by_operation["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
 
     def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
         kernels = self._functions_by_operation["experts_float8"]

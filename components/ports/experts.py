@@ -63,6 +63,12 @@ class ExpertKernels(Kernels, Protocol):
         """
         ...
 
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """
+        Add to each of the rows (rows, width) its expert's bias in (experts, width), times scale (rows,) if given.
+        """
+        ...
+
     def experts_float8(
         self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:

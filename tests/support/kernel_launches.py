@@ -12,6 +12,7 @@ from drawloom.kernels.float8 import E4M3
 from drawloom.kernels.triton import (
     causal_conv,
     cut_cross_entropy,
+    expert_bias,
     float8,
     gated_delta,
     grouped_float8,
@@ -189,6 +190,9 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
     yield "moe_unpermute of far rows", lambda: moe_permute.sum_rows_by_token(rows, None, None, of_choices)
     yield "grouped_gemm of far rows", lambda: grouped_gemm._multiply_rows_by_expert(rows, matrices, ends)
     yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._sum_outer_products_by_expert(rows, rows, ends)
+    yield "add_expert_bias of far rows", lambda: expert_bias._add(rows, rows, ends, numbers)
+    yield "expert_bias_sums of far rows", lambda: expert_bias._sum_rows(rows, ends, numbers)
+    yield "expert_bias_products of far rows", lambda: expert_bias._sum_products(rows, rows, ends, numbers)
 
 
 def losses() -> Iterator[tuple[str, Launch]]:
@@ -236,6 +240,19 @@ def experts() -> Iterator[tuple[str, Launch]]:
         "moe_unpermute backward",
         lambda: moe_permute._copy_tokens_to_rows(x, rows, chances, of_choices, ends, of_choices.numel(), True),
     )
+    for dtype in (BF16, FLOAT):
+        biased, biases, scale = empty(512, 2880, dtype=dtype), empty(32, 2880, dtype=dtype), empty(512, dtype=FLOAT)
+        for factors in (None, scale):
+            kind = f"{dtype}{'' if factors is None else ' scaled'}"
+            yield (
+                f"add_expert_bias {kind}",
+                lambda x=biased, b=biases, f=factors: expert_bias._add(x, b, ends[:32], f),
+            )
+            yield f"expert_bias_sums {kind}", lambda x=biased, f=factors: expert_bias._sum_rows(x, ends[:32], f)
+        yield (
+            f"expert_bias_products {dtype}",
+            lambda x=biased, b=biases, f=scale: expert_bias._sum_products(x, b, ends[:32], f),
+        )
     for count in (4096, 512):
         a, b, weight = empty(count, 512), empty(count, 256), empty(16, 512, 256)
         yield f"grouped_gemm {count}", lambda a=a, w=weight: grouped_gemm._multiply_rows_by_expert(a, w, ends[:16])

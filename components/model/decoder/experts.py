@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.experts import Dispatched, ExpertKernels, supports_expert_parallel
+from drawloom.components.ports.experts import ExpertKernels, supports_expert_parallel
 from drawloom.components.ports.model import Float8Layer
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
@@ -72,11 +72,6 @@ class SparseMoeBlock(nn.Module):
         return self.experts.uses_float8 and self.experts.keeps_tokens()
 
 
-def _mask_used_rows(here: Dispatched) -> Tensor:
-    """Return which rows contain a token, bool (rows,); rows past the last expert's end are undefined padding."""
-    return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
-
-
 class Experts(ExpertParallel, Float8Layer):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
@@ -129,13 +124,12 @@ class Experts(ExpertParallel, Float8Layer):
             return here.combine(self.kernels.expert_rows_float8(here.rows, here.scale, *weights, here.ends))
         gate_and_up = self.project("gate_up_proj", here.rows, here.ends)
         if self.spec.biases:
-            gate_and_up = gate_and_up + self._look_up_biases("gate_up_proj_bias", here)
+            gate_and_up = self.kernels.add_expert_bias(gate_and_up, self.gate_up_proj_bias, here.ends)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
         mixed = self._apply_gate(gate_and_up, here.scale)
         outputs = self.project("down_proj", mixed, here.ends)
         if self.spec.biases:
-            scale = here.scale.where(_mask_used_rows(here), 0).unsqueeze(-1)
-            outputs = outputs + (self._look_up_biases("down_proj_bias", here) * scale).to(outputs.dtype)
+            outputs = self.kernels.add_expert_bias(outputs, self.down_proj_bias, here.ends, here.scale)
         return here.combine(outputs)
 
     def keeps_tokens(self) -> bool:
@@ -149,12 +143,6 @@ class Experts(ExpertParallel, Float8Layer):
         if (clamp := self.spec.clamp) is None:
             return self.kernels.swiglu_halves(gate_and_up, scale)
         return self.kernels.oss_swiglu_halves(gate_and_up, scale, clamp.alpha, clamp.limit)
-
-    def _look_up_biases(self, name: str, here: Dispatched) -> Tensor:
-        """Return the bias of every row's expert, (rows, outputs), and zeros for unused rows."""
-        rows = torch.arange(len(here.rows), device=here.rows.device)
-        expert = torch.searchsorted(here.ends.to(rows.dtype), rows, right=True).clamp_(max=len(here.ends) - 1)
-        return self.kernels.embedding(expert, getattr(self, name)).where(_mask_used_rows(here).unsqueeze(-1), 0)
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""
