@@ -3,8 +3,8 @@ The gated delta rule compared with flash-linear-attention 0.6.0, in one run: `ma
 
 Every shape gets the forward milliseconds of both on the same packed documents, their ratio, our backward milliseconds
 and the ratio to our forward pass, and the errors against float32. `--backward` measures fla's backward pass, too, which
-it tunes for minutes; with Triton 3.4 to 3.7.0 on Hopper, its gradients are wrong, and only their time counts. `--kernels` prints our kernels' times instead. `PEERS` is the
-path to the site-packages with fla-core.
+it tunes for minutes; with Triton 3.4 to 3.7.0 on Hopper, its gradients are wrong, and only their time counts.
+`--kernels` prints our kernels' times instead. `PEERS` is the path to the site-packages with fla-core.
 """
 
 import statistics
