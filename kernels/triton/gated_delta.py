@@ -45,7 +45,7 @@ def delta_rule_triton(
     Compute delta_rule_eager for float32, bfloat16 and float16, and keys with at most MAX_WIDTH channels.
 
     q and k (rows, length, key_heads, K), v (rows, length, value_heads, V), g and beta (rows, length, value_heads); the
-    state is float32 (rows, value_heads, K, V).
+    state is float32 (rows, value_heads, K, V). In 16 bits, systems are inverted in float16: keys should have unit norm.
     """
     check_floats("delta_rule_triton", q, k, v, g, beta)
     if k.shape[-1] > MAX_WIDTH:
