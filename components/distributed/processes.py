@@ -63,13 +63,15 @@ class Membership:
     """
     A generation, and this process's monitor and connections in it, which exist before its groups.
 
-    `attempts` counts the generations before it, one after another, that could not connect without any loss.
+    `attempts` counts the generations before it, one after another, that could not connect without any loss. `hosted`
+    keeps the launch's store alive if this process hosts it.
     """
 
     generation: Generation
     monitor: RankMonitor
     connections: Connections
     attempts: int = 0
+    hosted: Any = None
 
 
 @component(impact="safe")
@@ -114,6 +116,7 @@ class TorchProcesses:
     _next: Membership | Literal["spare"] | None = attrs.field(init=False, default=None)
     _exit_code: int = attrs.field(init=False, default=0)
     _attempts: int = attrs.field(init=False, default=0)
+    _hosted: Any = attrs.field(init=False, default=None)
     _meetings: Counter[str] = attrs.field(init=False, factory=Counter)
 
     @property
@@ -294,6 +297,8 @@ class TorchProcesses:
             self._generation = Generation(processes[0][0], 0, members)
             monitor = self._make_membership(self._generation, self._connections).monitor
             self._connect_stores(self._generation)
+            if self.survives_losses and not launch.agent_store:
+                self._hosted = dist.distributed_c10d._get_default_store()
             if self.survives_losses and launch.agent_store:
                 connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(CONTINUES, b"1")
         return monitor
@@ -337,6 +342,7 @@ class TorchProcesses:
         """Join the groups of a generation after the first one."""
         self._generation, self._monitor = membership.generation, membership.monitor
         self._connections, self._attempts = membership.connections, membership.attempts
+        self._hosted = membership.hosted
         self._generation.set_rank_variables(self._monitor.rank)
         self._launch = read_launch()
         self._connect_stores(self._generation)
@@ -351,7 +357,8 @@ class TorchProcesses:
         ReportedError when the run ends, and UserError if its processes are gone.
         """
         launch = self._launch
-        if not (self.survives_losses and launch.address):
+        hosts_store = launch.rank == 0 and not launch.agent_store  # it starts with the process group
+        if not (self.survives_losses and launch.address) or (hosts_store and not is_member):
             return None
         store = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
         if not store.check([CURRENT]):
@@ -415,7 +422,8 @@ class TorchProcesses:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
             membership = self._make_membership(following, Connections(self._launch.port))
-            self._next = attrs.evolve(membership, attempts=0 if monitor.losses else self._attempts + 1)
+            attempts = 0 if monitor.losses else self._attempts + 1
+            self._next = attrs.evolve(membership, attempts=attempts, hosted=self._hosted)
         except RuntimeError:  # the store was in a lost process
             return None
         if self._next.monitor.rank == 0:

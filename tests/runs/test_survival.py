@@ -1,6 +1,7 @@
 """Runs that continue in memory after the loss of processes (`processes.on_failure`)."""
 
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -65,6 +66,15 @@ def test_a_replica_leaves_as_a_whole(folder: Path, words: tuple[str, ...], place
     text = "".join(path.read_text("utf-8") for path in (folder / "runs/tiny/log").iterdir())
     assert text.count("2 of 4 processes continue") == 3
     assert_same_trajectory(folder, *words)
+
+
+def test_rank_0_may_host_the_store(folder: Path) -> None:
+    """Without a launcher that hosts it, another rank may be lost."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    failures, outcomes = survive(folder, 2, {1: ("forward_backward", 3)}, port=port)
+    assert failures == {1: "died with exit code -9"} and outcomes[0].code == 0
+    assert "1 of 2 processes continue" in outcomes[0].text
 
 
 def test_without_a_complete_replica_the_run_ends(folder: Path) -> None:

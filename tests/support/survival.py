@@ -60,8 +60,11 @@ def write_recipe(folder: Path) -> Path:
     return folder
 
 
-def _run(folder: Path, words: tuple[str, ...], deaths: Deaths) -> Outcome:
+def _run(folder: Path, words: tuple[str, ...], deaths: Deaths, port: int) -> Outcome:
     """Run a process, which gets a fault at the nth call of a place if `deaths` has its first rank; kills are usual."""
+    if port:
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+        os.environ["MASTER_PORT"] = str(port)
     if (rank := int(os.environ["RANK"])) in deaths:
         place, step, *faults = deaths[rank]
         kind, name = PLACES[place]
@@ -77,11 +80,13 @@ def _run(folder: Path, words: tuple[str, ...], deaths: Deaths) -> Outcome:
     return command(folder, ("run", "recipe.toml", *words), None)
 
 
-def survive(folder: Path, ranks: int, deaths: Deaths, *words: str) -> tuple[dict[int, str], dict[int, Outcome]]:
-    """Return how ranks died, and how the others ended."""
+def survive(
+    folder: Path, ranks: int, deaths: Deaths, *words: str, port: int = 0
+) -> tuple[dict[int, str], dict[int, Outcome]]:
+    """Return how ranks died, and how the others ended. With a `port`, rank 0 hosts the store there."""
     words = ("processes.on_failure=continue", *words)
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(_run, ranks, folder, words, deaths, timeout=90, grace=60)
+        run_ranks(_run, ranks, folder, words, deaths, port, timeout=90, grace=60)
     return caught.value.failures, caught.value.values
 
 
@@ -130,7 +135,8 @@ def replace_worker(folder: Path, count: int, words: tuple[str, ...]) -> tuple[in
     (folder / "waiting.py").write_text(code, "utf-8")
     (folder / "recipe.toml").write_text(f"{RECIPE}\n[waiting]{recipe}", "utf-8")
     start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(count), "--max-restarts", "1", "run"]
-    environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    path = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])  # which may have the libraries
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     with (folder / "errors").open("wb") as file:
         command = [*start, "recipe.toml", "processes.on_failure=continue", *words]
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file) as launcher:
