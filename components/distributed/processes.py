@@ -52,6 +52,7 @@ NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # Timeout for ranks that have met to connect by gloo, whose wait for a lost rank nothing can break; gloo waits five
 # times as long (measured: 15.0 s for 3 s, torch 2.13).
 CONNECT_SECONDS = 0.5
+SURVIVING_BACKENDS = ("gloo",)  # docs/faults.md says what NCCL can't do
 MEETING_TICK = 0.002  # seconds between two looks for other ranks
 RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
 RUNS: set[str] = set()  # names of this process's runs
@@ -81,7 +82,7 @@ class TorchProcesses:
 
     With `on_failure` "continue", the ranks left after a loss agree on the next generation of processes, and raise a
     ReopenError: the graph is opened again with these processes, renumbered. A process that starts later waits in `open`
-    until a generation admits it.
+    until a generation admits it. This works with gloo.
     """
 
     device: Device
@@ -92,7 +93,7 @@ class TorchProcesses:
     _on_failure: Literal["stop", "continue"] = setting(
         default="stop",
         alias="on_failure",
-        doc="after the loss of a process: end the run, or continue it in memory with the replicas that are left",
+        doc="after the loss of a process: end the run, or continue it in memory with the replicas that are left (gloo)",
     )
     heartbeat_timeout: float = setting(
         default=15.0,
@@ -147,6 +148,7 @@ class TorchProcesses:
         """Join the process group, if there are other processes. Raises UserError if they do not join in time."""
         self._launch = read_launch()
         if self.survives_losses:
+            self._check_backend()
             os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         if self._launch.address:
             watch_parent(os.getppid())
@@ -276,6 +278,16 @@ class TorchProcesses:
             return self.rank in hanging
         self._monitor.report_failure(text)
         return True
+
+    def _check_backend(self) -> None:
+        """Raise UserError if the backend's groups can't be made again after a loss."""
+        backend = self.device.backend
+        if backend not in SURVIVING_BACKENDS and not self._launch.is_single_process:
+            raise UserError(
+                f"on_failure: 'continue' needs device.backend = 'gloo', and the backend is {backend!r}; write "
+                "on_failure = 'stop'",
+                exit_code=2,
+            )
 
     def _get_torch_timeout(self, seconds: float) -> timedelta:
         """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
@@ -442,7 +454,7 @@ class TorchProcesses:
     def _join_process_group(self) -> None:
         """Make torch's default process group, after the first generation over a store connection of our own."""
         bound = self.device.device if self.device.backend == "nccl" else None
-        place: Mapping[str, Any] = {}
+        member: Mapping[str, Any] = {}
         hook = sys.excepthook
         try:
             with self._meeting("world", range(self.world_size), self._limit) as timeout:
@@ -450,8 +462,8 @@ class TorchProcesses:
                     store = connect_to_launch_store(
                         self._launch.address, self._launch.port, self._generation.name, self.timeout
                     )
-                    place = {"store": store, "rank": self.rank, "world_size": self.world_size}
-                dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **place)
+                    member = {"store": store, "rank": self.rank, "world_size": self.world_size}
+                dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **member)
                 self._register_abort(dist.group.WORLD)
             _set_timeout(dist.group.WORLD, self._limit)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses

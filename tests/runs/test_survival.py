@@ -32,7 +32,7 @@ def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Pat
     """
     Rank 0 is stopped, rank 1 dies while the others make groups again, and rank 2 is stuck in Python later.
 
-    Hanging ranks are killed, so that they do not come back, and the last rank computes the same.
+    Hanging ranks are killed and can't come back, and the last rank computes the same.
     """
     deaths: Deaths = {0: ("forward_backward", 3, "stopped"), 1: ("join", 2), 2: ("report", 5, "stuck")}
     words = "processes.heartbeat_timeout=3", "listeners.timeouts.step=4"

@@ -1,4 +1,4 @@
-"""Runs that go on while their processes are killed, stopped and started again, at random moments."""
+"""Runs whose processes are killed, stopped and started again, at random moments."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ RECOVERY = 5.0  # seconds from a kill to the next finished step
 
 
 def _survive(folder: Path, ranks: int, words: tuple[str, ...], faults: int, seed: int, seconds: float) -> Findings:
-    """Return the findings of a run under faults, whose every step equals that of an undisturbed run."""
+    """Return the findings of a run under faults; assert an undisturbed run's numbers in every step."""
     width = 2 if "mesh.data_shard=2" in words else 1
     findings = soak(write_recipe(folder), ranks, width, (*WORDS, *words), faults, seed, seconds)
     print(findings)

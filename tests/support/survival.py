@@ -1,4 +1,4 @@
-"""Runs that continue after the loss of processes: faults on single ranks, and comparison with an undisturbed run."""
+"""Runs after the loss of processes: faults on single ranks, and comparison with an undisturbed run."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.phases.report import Report
@@ -62,6 +63,7 @@ def write_recipe(folder: Path) -> Path:
 
 def _run(folder: Path, words: tuple[str, ...], deaths: Deaths, port: int) -> Outcome:
     """Run a process, which gets a fault at the nth call of a place if `deaths` has its first rank; kills are usual."""
+    put(joining, "SURVIVING_BACKENDS", ("gloo", "nccl"))
     if port:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
         os.environ["MASTER_PORT"] = str(port)
@@ -111,7 +113,7 @@ from drawloom import component
 
 @component(impact="safe")
 class Waiting:
-    """A phase that takes long from step 6 on, until the file `go` exists."""
+    """A phase with long steps from step 6 on, until the file `go` exists."""
 
     def run_phase(self, step):
         time.sleep(1.5 * (step.index > 5 and not Path("go").exists()))
@@ -127,7 +129,7 @@ before."@report" = ["@waiting"]
 
 def replace_worker(folder: Path, count: int, words: tuple[str, ...]) -> tuple[int, str]:
     """
-    Run `drawloom launch`, kill rank 1's process and, when another one has joined, that of rank 0.
+    Run `drawloom launch`, kill rank 1's process and, when another one has joined, rank 0's.
 
     Return the exit code and the output.
     """

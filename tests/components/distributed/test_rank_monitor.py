@@ -209,7 +209,7 @@ def test_a_rank_without_heartbeats_is_lost(store: Any, monkeypatch: pytest.Monke
 
 
 def test_a_lost_rank_ends_when_it_wakes_up(store: Any) -> None:
-    """A rank that others have declared lost exits at its next poll, so that it comes back with no stale state."""
+    """A rank declared lost by others exits at its next poll, and can't come back with stale state."""
     codes: list[int] = []
     zero, one = both(store, on_loss=lambda: None, exit=codes.append)
     zero.declare_lost({1: "hangs"})
