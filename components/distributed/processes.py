@@ -454,7 +454,7 @@ class TorchProcesses:
     def _join_process_group(self) -> None:
         """Make torch's default process group, after the first generation over a store connection of our own."""
         bound = self.device.device if self.device.backend == "nccl" else None
-        member: Mapping[str, Any] = {}
+        arguments: Mapping[str, Any] = {}
         hook = sys.excepthook
         try:
             with self._meeting("world", range(self.world_size), self._limit) as timeout:
@@ -462,8 +462,8 @@ class TorchProcesses:
                     store = connect_to_launch_store(
                         self._launch.address, self._launch.port, self._generation.name, self.timeout
                     )
-                    member = {"store": store, "rank": self.rank, "world_size": self.world_size}
-                dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **member)
+                    arguments = {"store": store, "rank": self.rank, "world_size": self.world_size}
+                dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **arguments)
                 self._register_abort(dist.group.WORLD)
             _set_timeout(dist.group.WORLD, self._limit)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses

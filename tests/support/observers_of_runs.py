@@ -28,7 +28,7 @@ from drawloom.components.distributed.generations import CURRENT, Generation, Run
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.parallel.float8_layers import find_linear_layers
+from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
@@ -83,7 +83,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
             for name, kept in stage.named_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
-            layers = find_linear_layers(stage.module)
+            layers = find_float8_candidates(stage.module)
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
         parameters.append(objects["stages"].memory_bytes()["compute_copies"])
         return parameters

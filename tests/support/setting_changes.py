@@ -217,6 +217,7 @@ WARMUP = {
 }
 TRITON = (
     "linear_float8",
+    "experts_float8",
     "dequantize",
     "rms_norm",
     "add_rms_norm",
@@ -234,6 +235,7 @@ TRITON = (
     "moe_unpermute",
     "moe_peers",
     "grouped_gemm",
+    "add_expert_bias",
 )
 
 ROWS: dict[str, Row] = {
