@@ -38,7 +38,9 @@ def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Pat
     words = "processes.heartbeat_timeout=3", "listeners.timeouts.step=4"
     start = time.monotonic()
     failures, outcomes = survive(folder, 4, deaths, *words)
-    assert time.monotonic() - start < 45 and failures == dict.fromkeys(deaths, "died with exit code -9")
+    assert time.monotonic() - start < 45 and failures.keys() == deaths.keys()
+    assert failures[0] == failures[1] == "died with exit code -9"
+    assert failures[2] in ("died with exit code -9", "died with exit code 1")  # its own monitor may be faster
     assert outcomes[3].code == 0, outcomes
     text = "".join(path.read_text("utf-8") for path in (folder / "runs/tiny/log").iterdir())
     assert "has sent no heartbeat for 3 s" in text and "hangs in step 5, phase [report]" in text

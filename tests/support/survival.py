@@ -137,8 +137,8 @@ def replace_worker(folder: Path, count: int, words: tuple[str, ...]) -> tuple[in
     (folder / "waiting.py").write_text(code, "utf-8")
     (folder / "recipe.toml").write_text(f"{RECIPE}\n[waiting]{recipe}", "utf-8")
     start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(count), "--max-restarts", "1", "run"]
-    path = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])  # which may have the libraries
-    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    libraries = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])  # which may have the libraries
+    environment = {"PYTHONPATH": libraries, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     with (folder / "errors").open("wb") as file:
         command = [*start, "recipe.toml", "processes.on_failure=continue", *words]
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file) as launcher:

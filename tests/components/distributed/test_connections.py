@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,9 +52,9 @@ def test_a_waiting_collective_raises_and_new_groups_can_be_made() -> None:
 def test_connections_being_made_are_broken_and_no_more_are_made() -> None:
     """A connection opened while others are recorded is shut down, one to the store's port is not; aborts run once."""
     aborted: list[str] = []
-    aborts = [lambda name=name: aborted.append(name) for name in ("first", "last")]
+    aborts = [partial(aborted.append, name) for name in ("first", "last")]
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as store:
-        connections = Connections(store.getsockname()[1], aborts=aborts)
+        connections = Connections(store.getsockname()[1], aborts=[*aborts])
         with (
             connections.record_sockets(),
             socket.create_connection(server.getsockname()) as made,

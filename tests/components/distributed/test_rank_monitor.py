@@ -188,7 +188,7 @@ def test_a_lost_rank_is_published_and_ends_no_other_rank(store: Any, capsys: pyt
 def test_a_rank_without_heartbeats_is_lost(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is lost after the timeout, but not because the other one was suspended, and not if it has ended normally."""
     clock, calls = [100.0], list[int]()
-    monkeypatch.setattr(rank_monitor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     zero = RankMonitor(0, 3, store, on_loss=lambda: calls.append(0), heartbeat_timeout=5)
     one, two = (RankMonitor(rank, 3, store, on_loss=lambda: None, heartbeat_timeout=5) for rank in (1, 2))
 
