@@ -12,6 +12,7 @@ from drawloom.graph import at_least, component, setting
 class AdamW(AdamSettings):
     """AdamW with decoupled weight decay; norms and biases do not decay."""
 
+    defers_scaling: ClassVar[bool] = True
     scales_by_role: ClassVar[bool] = True
 
     betas: tuple[float, float] = setting(

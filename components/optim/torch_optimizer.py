@@ -88,7 +88,6 @@ class TorchOptimizer:
     Every trained parameter belongs to one optimizer.
     """
 
-    defers_scaling: ClassVar[bool] = True
     scales_by_role: ClassVar[bool] = False
 
     parameters: Parameters

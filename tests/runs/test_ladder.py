@@ -1,6 +1,7 @@
-"""`drawloom ladder`: the coordinate check over sizes, and a fit of the loss."""
+"""`drawloom ladder`: the coordinate check, and a fitted loss."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -47,7 +48,7 @@ def test_activations_keep_their_size_over_widths_in_mup_alone(folder: Path) -> N
     assert check.code == 0, check.text
     # operations grow with the layers' matrices, quadratic in the width, and with the head, linear in it
     flops = [rung["flops"] for rung in mup["rungs"]]
-    assert all(2 < wide / narrow < 4 for narrow, wide in zip(flops, flops[1:], strict=False))
+    assert all(2 < wide / narrow < 4 for narrow, wide in pairwise(flops))
     fit = mup["fit"]
     assert fit["exponent_low"] < fit["exponent"] < fit["exponent_high"] and fit["exponent"] < 0
     assert standard["fit"] is None
@@ -75,7 +76,7 @@ def test_picture_has_a_curve_per_layer_and_the_fit(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_best_learning_rate_is_the_same_over_widths_in_mup_alone(folder: Path) -> None:
-    """From the narrowest to the widest model, the best of three rates stays in muP, and falls in the standard one."""
+    """From the narrowest to the widest model, the best rate stays in muP, and falls otherwise."""
     words = ("--multiples", "1,8", "--lr", "3e-3,1e-2,3e-2", "--steps", "24")
     best = {
         name: [rung["best_lr"] for rung in ladder(folder, *words, "--parametrization", name)["rungs"]]

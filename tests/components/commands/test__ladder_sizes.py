@@ -1,4 +1,4 @@
-"""A ladder's sizes as values of a recipe."""
+"""A ladder's sizes as recipe values."""
 
 import pytest
 import tomli
@@ -25,7 +25,7 @@ def recipe(**model: object) -> Recipe:
 
 
 def test_width_grows_by_heads_and_depth_by_layers() -> None:
-    """The overlay has the sizes and the base of the parametrization, and its recipe has no problems."""
+    """The overlay has sizes and the parametrization's base, and its recipe no problems."""
     wide, deep = scale_sizes(recipe().graph, 4, "width", "mup"), scale_sizes(recipe().graph, 3, "depth", "completep")
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 128}
     assert wide == {"model": sizes, "parametrization": BASE}

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import nn
@@ -14,9 +13,11 @@ from drawloom.components.model.parametrization.completep import CompleteP
 from drawloom.components.model.parametrization.mup import MuP
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.parameter_roles import Role, parameter_roles
+from drawloom.components.ports.parameter_roles import parameter_roles
 from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph.problems import RecipeError
+from drawloom.testing import fake
 from support.checkpoints import SingleRankMesh
 from support.qwen3 import cpu_kernels
 
@@ -31,7 +32,7 @@ NAMES = {
 
 
 def granite(parametrization: Any = None, width: int = 64, layers: int = 4) -> Granite:
-    """Return a Granite with heads of 8 channels."""
+    """Return a Granite."""
     return Granite(
         kernels=cpu_kernels(),
         parametrization=parametrization,
@@ -47,22 +48,6 @@ def granite(parametrization: Any = None, width: int = 64, layers: int = 4) -> Gr
     )
 
 
-@attrs.frozen
-class Trained:
-    """A whole module's parameters for an optimizer."""
-
-    module: nn.Module
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [*self.module.named_parameters()]
-
-    def roles(self) -> dict[str, Role]:
-        return dict(parameter_roles(self.module))
-
-    def slices(self) -> dict[str, None]:
-        return {name: None for name, _ in self.named_parameters()}
-
-
 def whole(model: Granite) -> nn.Module:
     """Return a whole model with initial values."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
@@ -72,8 +57,15 @@ def whole(model: Granite) -> nn.Module:
 
 
 def options_of(model: Granite) -> dict[str, tuple[float, float, float]]:
-    """Return the learning rate, weight decay and epsilon that AdamW steps use, by kind of parameter."""
-    trained: Any = Trained(whole(model))
+    """Return AdamW's learning rate, weight decay and epsilon by kind."""
+    module = whole(model)
+    parameters = dict(module.named_parameters())
+    trained: Any = fake(
+        Parameters,
+        named_parameters=[*parameters.items()],
+        roles=dict(parameter_roles(module)),
+        slices=dict.fromkeys(parameters),
+    )
     optimizer = AdamW(parameters=trained, mesh=SingleRankMesh(), lr=0.5, weight_decay=0.25, eps=1e-4)
     optimizer.open()
     optimizer.run_phase(Step(1, 1))
@@ -83,7 +75,6 @@ def options_of(model: Granite) -> dict[str, tuple[float, float, float]]:
         for group in inner.param_groups
         for parameter in group["params"]
     }
-    parameters = dict(trained.named_parameters())
     return {kind: by_parameter[parameters[name]] for kind, name in NAMES.items()}
 
 
@@ -92,10 +83,7 @@ def options_of(model: Granite) -> dict[str, tuple[float, float, float]]:
     [(MuP(base_hidden_size=16), 1), (CompleteP(base_hidden_size=16, base_num_hidden_layers=2), 2)],
 )
 def test_scales_are_those_of_the_papers(parametrization: Any, depth: int) -> None:
-    """
-    With 4 times the width (and twice the depth), AdamW's options, deviations and multipliers are those of CompleteP's
-    table 1.
-    """
+    """With 4 times the width (and twice the depth), options, deviations and multipliers agree with CompleteP, table 1."""
     model = granite(parametrization)
     assert options_of(model) == {
         "embedding": (0.5, 0.25, 1e-4 / 4),
@@ -115,7 +103,7 @@ def test_scales_are_those_of_the_papers(parametrization: Any, depth: int) -> Non
 
 
 def test_base_model_is_unscaled() -> None:
-    """A parametrization changes neither weights nor options of the base model."""
+    """A parametrization keeps the base model's weights and options."""
     base = CompleteP(base_hidden_size=64, base_num_hidden_layers=4)
     assert options_of(granite(base)) == options_of(granite())
     pairs = zip(whole(granite(base)).parameters(), whole(granite()).parameters(), strict=True)
@@ -132,7 +120,7 @@ def test_base_model_is_unscaled() -> None:
     ],
 )
 def test_recipes_that_would_lose_or_repeat_factors_are_refused(values: dict[str, Any], reason: str) -> None:
-    """Optimizers without scaling and sizes from a file are problems of the recipe."""
+    """Optimizers without scaling and sizes from a file are problems."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     tables = {
         "model": {"use": "model.granite", **sizes},
