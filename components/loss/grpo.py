@@ -84,8 +84,9 @@ class Grpo(DecoderInputs):
         default=None,
         doc="mean over tokens, over rows of means over tokens, or of sums by a constant length; default: the variant's",
     )
-    reference: Literal["none", "adapters"] = setting(
-        default="none", doc="reference model of the KL divergence: none, or this model without adapters"
+    reference: Literal["none", "adapters", "model"] = setting(
+        default="none",
+        doc="reference model of the KL divergence: none, this model without adapters, or the recipe's frozen model",
     )
     beta: float = setting(default=0.0, check=at_least(0), doc="coefficient of the KL divergence to the reference")
 
@@ -109,11 +110,11 @@ class Grpo(DecoderInputs):
             VARIANTS[self.variant], **{name: value for name, value in given.items() if value is not None}
         )
 
-    def token_logps(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
+    def reference_values(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
         return target_logps(hidden, head, batch)
 
-    def with_reference(self, batch: PolicyBatch, logps: Tensor) -> PolicyBatch:
-        return batch.evolve(reference=logps)
+    def with_reference(self, batch: PolicyBatch, values: Tensor) -> PolicyBatch:
+        return batch.evolve(reference=values)
 
     def loss(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss sum, the weight sum, and named sums; hidden is (rows, length, hidden_size)."""

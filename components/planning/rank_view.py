@@ -15,7 +15,7 @@ from drawloom.components.parallel.shard_transfers import message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
-from drawloom.components.ports.stages import Stage
+from drawloom.components.ports.stages import FrozenModel, Stage
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class RankView:
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
     `update_flops` are the matrix product FLOPs in one optimizer step; `host_bytes` are streamed from host memory and
-    back in every step.
+    back in every step. `frozen_model` is the recipe's frozen second model, if it has one.
     """
 
     mesh: PlannedMesh
@@ -46,6 +46,7 @@ class RankView:
     bytes_by_kind: Mapping[str, int]
     update_flops: float
     host_bytes: int
+    frozen_model: FrozenModel | None = None
 
     @property
     def shard_store(self) -> SlicedStore | None:

@@ -160,6 +160,7 @@ from drawloom.components.ports.pipeline import (
     PartitioningSchedule as PartitioningSchedule,
     Predictor as Predictor,
     RecomputingSchedule as RecomputingSchedule,
+    Reference as Reference,
     Referenced as Referenced,
     STEP_SPECS as STEP_SPECS,
     Schedule as Schedule,
@@ -254,6 +255,8 @@ from drawloom.components.ports.slices import (
 from drawloom.components.ports.stages import (
     LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
+    ForwardStages as ForwardStages,
+    FrozenModel as FrozenModel,
     FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,
     ReadFrozen as ReadFrozen,

@@ -40,11 +40,13 @@ def policy_loss_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def distill_loss_of(use: str, values: Values, _place: Path) -> Any:
-    """Return a distillation loss on two likely tokens and the rest."""
+    """Return a distillation loss from two likely tokens and the rest, or from a teacher's other hidden states."""
     inputs = sample()
     logps = torch.tensor([0.5, 0.3, 0.2]).log().expand(3, 5, 3)
     batch = inputs.batch.evolve(teacher_ids=torch.tensor([1, 4]).expand(3, 5, 2), teacher_logps=logps)
-    return build(use, **values).loss(inputs.hidden, inputs.head(), batch)[0].item()
+    loss = build(use, **values)
+    batch = loss.with_reference(batch, loss.reference_values(inputs.hidden.detach().flip(2), inputs.head(), batch))
+    return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
 
 
 def teacher_of(use: str, values: Values, place: Path) -> Any:

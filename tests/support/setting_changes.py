@@ -448,12 +448,27 @@ ROWS: dict[str, Row] = {
     "loss.ipo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
-    "loss.kto": Row(policy.judged_loss_of, {"beta": 0.2}, {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5}),
+    "loss.kto": Row(
+        policy.judged_loss_of,
+        {"beta": 0.2},
+        {
+            "beta": 0.5,
+            "good_weight": 1.5,
+            "bad_weight": 0.5,
+            "reference": Change("model", observer=runs.problems_of_loss),
+        },
+    ),
     "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5}),
     "loss.distill": Row(
         policy.distill_loss_of,
         {},
-        {"divergence": "reverse", "beta": Change(0.2, {"divergence": "jsd"}), "task_weight": 0.5},
+        {
+            "reference": "data",
+            "temperature": 2.0,
+            "divergence": "reverse",
+            "beta": Change(0.2, {"divergence": "jsd"}),
+            "task_weight": 0.5,
+        },
     ),
     "data.teacher_logps": Row(policy.teacher_of, {"path": "one_teacher"}, {"path": "other_teacher"}),
     "loss.grpo": Row(
@@ -757,6 +772,7 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
     "pipeline.circular.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
+    "stages.frozen": Row(runs.frozen_weights_of, {}, {"weights": Change("no_folder", refused=True)}),
     "stages.materialized": Row(
         runs.stages_of,
         {},
