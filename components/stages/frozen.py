@@ -111,7 +111,9 @@ class FrozenStages:
         return {FROZEN: self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise UserError if the run began with other weights."""
+        """Raise KeyError for another node's state, and UserError if the run began with other weights."""
+        if state.keys() != {FROZEN}:
+            raise KeyError(f"the state of a frozen model has {FROZEN!r}, and this one has {sorted(state)}")
         if state != self.state_dict():
             folder = self._stages.initial_folder
             raise UserError(f"the weights in {folder} are not the weights that the run started with; restore them")

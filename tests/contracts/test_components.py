@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -168,6 +169,7 @@ def distillation(folder: Path) -> Mapping[str, Any]:
 def frozen(folder: Path) -> Mapping[str, Any]:
     """Return a teacher with the weights of a model like the recipe's."""
     sizes = {key: value for key, value in TINY["model"].items() if key != "use"}
+    torch.manual_seed(0)  # the same weights in each folder
     module = whole(dense(**sizes, vocab_size=257, tie_word_embeddings=True))
     save_file(dict(module.named_parameters()), folder / "model.safetensors")
     teacher = {"use": "stages.frozen", "model": "@model", "weights": str(folder)}
