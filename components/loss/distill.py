@@ -93,15 +93,16 @@ class Distill(DecoderInputs):
 
     def _divergences(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the divergence by token, at least float32 (rows, length)."""
-        options = {"kind": self.divergence, "beta": 0.5 if self.beta is None else self.beta}
+        kind, beta = self.divergence, 0.5 if self.beta is None else self.beta
         if self.reference == "model":
             if self._teacher_head is None or batch.teacher_states is None:
                 raise UserError('the batch has no teacher; add a node with use = "stages.frozen"', 2)
-            whole = partial(whole_divergence, head=self._teacher_head, temperature=self.temperature, **options)
+            teacher, temperature = self._teacher_head, self.temperature
+            whole = partial(whole_divergence, head=teacher, temperature=temperature, kind=kind, beta=beta)
             return head.map_logits(whole, hidden, batch.teacher_states)
         if batch.teacher_ids is None or batch.teacher_logps is None:
             raise UserError('the rows contain no teacher predictions; write teacher = "@teacher" in the packing', 2)
-        coarse = partial(coarse_divergence, **options)
+        coarse = partial(coarse_divergence, kind=kind, beta=beta)
         return head.map_logits(coarse, hidden, batch.teacher_ids, batch.teacher_logps)
 
 

@@ -21,9 +21,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.loss.decoder_inputs import DecoderInputs, target_logps
+from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.model import Head
-from drawloom.components.ports.rollouts import PolicyBatch
+from drawloom.components.ports.rollouts import PolicyBatch, policy_logps
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -66,7 +66,8 @@ class Grpo(DecoderInputs):
     times the ratio, which corrects for samples of an older policy (as in DeepSeek-V3.2 and TRL).
 
     Named sums are `ratio` and `clip_fraction`, by the loss's mean (by rows for a constant), and with a reference `kl`.
-    `largest_difference` is the largest distance of a token's log-probability from the sampled one in a microbatch.
+    `largest_difference` is the largest distance between a token's log-probability and the sampled one in a microbatch:
+    0 at the first step after exact rollouts, and from then on the policy's change.
     """
 
     batch_leaves: ClassVar[tuple[str, ...]] = (*DecoderInputs.batch_leaves, "logps", "advantages")
@@ -111,7 +112,7 @@ class Grpo(DecoderInputs):
         )
 
     def reference_values(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
-        return target_logps(hidden, head, batch)
+        return policy_logps(hidden, head, batch.targets, batch.weights > 0, batch.temperature)
 
     def with_reference(self, batch: PolicyBatch, values: Tensor) -> PolicyBatch:
         return batch.evolve(reference=values)
@@ -121,7 +122,8 @@ class Grpo(DecoderInputs):
         if batch.logps is None or batch.advantages is None:
             raise UserError("the batches have no sampled completions; put the phases rollout and advantages first", 2)
         method = self.method
-        logps, is_target = target_logps(hidden, head, batch), batch.weights > 0
+        is_target = batch.weights > 0
+        logps = policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
         ratios = _compute_ratios(differences, counts, method)

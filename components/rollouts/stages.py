@@ -16,14 +16,14 @@ from torch import Tensor
 from drawloom.components.distributed.rng import derive_seed, splitmix64
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, MAX_LENGTH
+from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Device, Group, Mesh
 from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import ForwardPasses
-from drawloom.components.ports.rollouts import Completions, Prompts
+from drawloom.components.ports.rollouts import Completions, Prompts, policy_logps
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.state.trees import transform
-from drawloom.graph import Problem, UserError, between, component, setting
+from drawloom.graph import Problem, UserError, above, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
 TOKENS_BY_ROW = 2**32
@@ -47,6 +47,9 @@ class StageRollouts:
     mesh: Mesh
     device: Device
     max_tokens: int = setting(check=between(1, MAX_LENGTH), doc="maximum length of a completion in tokens")
+    temperature: float = setting(
+        default=1.0, check=above(0), doc="divisor of the logits, in sampling and in the policy's log-probabilities"
+    )
     exact: bool = setting(
         default=False, doc="whether log-probabilities have the bits of the training pass; slower: no cache is used"
     )
@@ -112,15 +115,16 @@ class StageRollouts:
         context = TokenContext(places, torch.zeros_like(window), cache=cache, whole_rows=cache is None)
         device = self.device.device
         uniforms = uniforms.to(device)
+        scale = None if self.temperature == 1 else torch.tensor(self.temperature, device=device)
         known, starts = tokens.to(device), starts.to(device)
 
         def finish(hidden: Tensor, head: Head) -> Tensor:
             """Draw from the last position's logits; the result is (rows, 3)."""
             column = position - 1 - first
             logits = head.logits(hidden[:, column : column + 1])[:, 0]
-            ids, logps, entropies = draw_rows(logits, uniforms)
+            ids, logps, entropies = draw_rows(logits if scale is None else logits.float() / scale, uniforms)
             if cache is None:
-                logps = _compute_training_logps(hidden, head, known, starts, ids, position)
+                logps = _compute_training_logps(hidden, head, known, starts, ids, position, scale)
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
 
         outputs: dict[int, Tensor] = {}
@@ -177,16 +181,22 @@ def draw_rows(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _compute_training_logps(
-    hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, ids: Tensor, position: int
+    hidden: Tensor,
+    head: Head,
+    tokens: Tensor,
+    starts: Tensor,
+    ids: Tensor,
+    position: int,
+    temperature: Tensor | None,
 ) -> Tensor:
     """Return the drawn ids' log-probabilities, (rows,), by the operation and the shapes that a loss uses."""
     length = tokens.shape[1]
-    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE_INDEX)], 1)
+    targets = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
     targets[:, position - 1] = ids
     columns = torch.arange(length, device=tokens.device)
     is_target = (columns >= starts[:, None] - 1) & (columns < position)
-    losses = head.token_losses(hidden, targets.where(is_target, IGNORE_INDEX), is_target.float())[0]
-    return torch.where(position >= starts, -losses[:, position - 1], 0.0)
+    logps = policy_logps(hidden, head, targets, is_target, temperature)
+    return torch.where(position >= starts, logps[:, position - 1], 0.0)
 
 
 def _split_rows(completions: Completions, rows: Sequence[int]) -> list[Completions]:

@@ -199,6 +199,7 @@ from drawloom.components.ports.rollouts import (
     Reward as Reward,
     Rollouts as Rollouts,
     Scored as Scored,
+    policy_logps as policy_logps,
 )
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,

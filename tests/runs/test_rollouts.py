@@ -84,6 +84,36 @@ def test_a_resumed_run_draws_the_same_completions(lab: Path) -> None:
     assert {path.name: path.read_bytes() for path in last.glob("rank-*")} == before != {}
 
 
+def test_several_steps_learn_from_one_rollout(lab: Path) -> None:
+    """
+    With two minibatches and two epochs, a policy learns for four steps from one rollout, at another temperature.
+
+    The ratio is exactly 1 at the first of them, and not at others. A run that resumes in between has the same bits, on
+    another mesh the same samples; every step has other prompts than the last one.
+    """
+    words = ("rollout.minibatches=2", "rollout.epochs=2", "rollouts.temperature=0.7", "trainer.steps=6")
+    words = (*words, "checkpoint.every=3", "evaluate.every=6")
+    folder = run(lab, "reused", *words)
+    measured = rows(folder)
+    ratios = [row["ratio"] for row in measured]
+    assert [ratio == 1.0 for ratio in ratios] == [True, False, False, False, True, False]
+    assert [row.get("sampler_difference") for row in measured] == [0.0, None, None, None, 0.0, None]
+    entropies = [row["entropy"] for row in measured]
+    assert entropies[:2] == entropies[2:4] and len({*entropies}) == 4
+    whole, last = deterministic_rows(folder), folder / "checkpoints/step-6"
+    before = {path.name: path.read_bytes() for path in last.glob("rank-*")}
+    sampled = series(folder, *SAMPLED[:4])
+    take_back(folder, 3)
+    run(lab, "reused", *words)
+    assert deterministic_rows(folder) == whole
+    assert {path.name: path.read_bytes() for path in last.glob("rank-*")} == before != {}
+    take_back(folder, 3)
+    run(lab, "reused", *words, *LAYOUTS["shards"], ranks=2)
+    assert series(folder, *SAMPLED[:4]) == sampled
+    for ours, theirs in zip(series(folder, "loss", "ratio"), measured, strict=True):
+        assert ours == pytest.approx((theirs["loss"], theirs["ratio"]), rel=1e-4, abs=1e-6)
+
+
 def test_a_reference_without_adapters_pulls_the_policy_back(lab: Path) -> None:
     """The divergence from the model without its adapters is 0 at the first step, and positive once they are trained."""
     lora = (

@@ -129,6 +129,8 @@ def advantages_of(use: str, values: Values, _place: Path) -> Any:
 class Ends:
     """A sampler that returns only end tokens; `rows` counts them."""
 
+    temperature = 1.0
+
     def __init__(self) -> None:
         self.rows = 0
 
@@ -159,7 +161,7 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
     is_training = use == "phases.rollout"
     data = fake_data(batch, is_training)
     rewards = Ordered([Fixed()], ["fixed"]) if is_training else {"fixed": Fixed()}
-    batching = fake(Batching, dp_size=1, positions=lambda step: [[0]])
+    batching = fake(Batching, dp_size=1, start=lambda step: step - 1, positions=lambda step: [[step - 1]])
     edges: Values = {"events": fake(Events)} if is_training else {}
     edges |= {"rollouts": sampler, "tokenizer": Bytes(), "mesh": SingleRankMesh(), "rewards": rewards}
     phase = build(use, data=data, batching=batching, **edges, **values)

@@ -695,7 +695,7 @@ ROWS: dict[str, Row] = {
         {},
         {"baseline": "others", "scale": "std", "equal_groups": "drop", "truncated": "drop"},
     ),
-    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3}),
+    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3, "minibatches": 2, "epochs": 2}),
     "phases.evaluate_rewards": Row(policy.rollouts_of, EVERY, {"samples": 3, "every": 3, "at_start": False}),
     "rewards.code": Row(
         policy.scores_of,
@@ -717,7 +717,9 @@ ROWS: dict[str, Row] = {
     ),
     "rewards.math_equal": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other", "tolerance": 0.1}),
     "rewards.regex": Row(policy.scores_of, {"pattern": "1"}, {"weight": 2.0, "pattern": "3"}),
-    "rollouts.stages": Row(policy.completions_of, {"max_tokens": 4}, {"max_tokens": 5, "exact": True}),
+    "rollouts.stages": Row(
+        policy.completions_of, {"max_tokens": 4}, {"max_tokens": 5, "temperature": 0.5, "exact": True}
+    ),
     "data.prompt_collator": Row(
         policy.encode_prompts,
         {},

@@ -29,6 +29,8 @@ END = 256
 class Echo:
     """A sampler that repeats the prompt's first token key % 3 times, and then ends; key 5 is cut."""
 
+    temperature = 1.0
+
     def __init__(self) -> None:
         self.calls: list[tuple[list[list[int]], str, int]] = []
 
