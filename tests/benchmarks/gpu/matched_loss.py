@@ -2,9 +2,9 @@
 Training losses in float8 compared with bfloat16, on one GPU in a few minutes: `make bench-loss-gpu`.
 
 One recipe, a decoder with 14 million parameters over the bytes in the sources for Python and torch, runs with three
-seeds in bfloat16, and in float8 with the first run's seed, initial weights and row order. Every tenth of the steps gets
-a line with the first run's mean loss and the mean differences of float8 and of the other seeds. The last line compares
-validation losses. After LIMIT seconds the runs are stopped, and their common steps are compared.
+seeds in both formats; runs with one seed have the same initial weights and row order. Every tenth of the steps gets a
+line with the mean losses in bfloat16, their spread over the seeds, and float8's difference for each seed. The last line
+compares validation losses. After LIMIT seconds the runs are stopped, and their common steps are compared.
 """
 
 import json
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,12 +32,8 @@ SIZES = (
 )
 TINY_SIZES = ("model.num_hidden_layers=1", "model.intermediate_size=64", "vars.length=32", "validation.rows_used=8")
 BFLOAT16 = ("precision.compute=bfloat16", "precision.gradient=float32")
-RUNS = {
-    "bfloat16": BFLOAT16,
-    "float8": (*BFLOAT16, "precision.linear=float8"),
-    "bfloat16, seed 1": (*BFLOAT16, "run.seed=1"),
-    "bfloat16, seed 2": (*BFLOAT16, "run.seed=2"),
-}
+FORMATS = {"bfloat16": (), "float8": ("precision.linear=float8",)}
+SEEDS = range(3)
 
 
 def main() -> None:
@@ -46,27 +42,28 @@ def main() -> None:
     corpus = ["corpus.use=data.text_files", f"corpus.paths={json.dumps([str(path) for path in sources[: 2 - TINY]])}"]
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
-        # A small model leaves the GPU idle most of the time, so that four runs take little longer than one.
+        # A small model leaves the GPU idle most of the time, so that six runs take little longer than one.
         runs = {
-            name: _start(Path(folder), f"run{number}", [*corpus, *words])
-            for number, (name, words) in enumerate(RUNS.items())
+            (name, seed): _start(Path(folder), f"{name}-{seed}", [*corpus, *BFLOAT16, *words, f"run.seed={seed}"])
+            for seed in SEEDS
+            for name, words in FORMATS.items()
         }
         with suppress(subprocess.TimeoutExpired):
-            for name, run in runs.items():
+            for (name, seed), run in runs.items():
                 if run.wait(timeout=max(0.1, LIMIT - (time.monotonic() - begin))):
                     sys.exit(f"{name} failed: {(Path(folder) / 'log').read_text('utf-8')[-2000:]}")
-                print(f"{name:<20}{time.monotonic() - begin:.0f} s", flush=True)
+                print(f"{name}, seed {seed}: {time.monotonic() - begin:.0f} s", flush=True)
         for run in runs.values():
             run.kill()
-        files = [Path(folder) / f"runs/run{number}/metrics.jsonl" for number in range(len(runs))]
-        both = {name: _losses(file) for name, file in zip(runs, files, strict=True)}
-    _print_differences({name: losses for name, (losses, _) in both.items()})
-    validation = {name: loss for name, (_, loss) in both.items() if loss is not None}
-    seeds = [loss for name, loss in validation.items() if name != "float8"]
+        results = {(name, seed): _losses(Path(folder) / f"runs/{name}-{seed}/metrics.jsonl") for name, seed in runs}
+    steps = min(len(losses) for losses, _ in results.values())
+    size = max(1, steps // PARTS)
+    for start in range(0, steps, size):
+        means = {run: statistics.fmean(losses[start : start + size]) for run, (losses, _) in results.items()}
+        _print_line(f"steps {start + 1} to {min(start + size, steps)}", means)
+    validation = {run: loss for run, (_, loss) in results.items() if loss is not None}
     if len(validation) == len(runs):
-        difference, spread = validation["float8"] - validation["bfloat16"], max(seeds) - min(seeds)
-        losses = ", ".join(f"{name} {loss:.4f}" for name, loss in validation.items())
-        print(f"validation loss: {losses}; float8 {difference:+.4f}, spread of the seeds {spread:.4f}", flush=True)
+        _print_line("validation", validation)
 
 
 def _start(folder: Path, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -86,16 +83,13 @@ def _losses(file: Path) -> tuple[list[float], float | None]:
     return [row["loss"] for row in rows if row.get("loss") is not None], validation[-1] if validation else None
 
 
-def _print_differences(losses: dict[str, list[float]]) -> None:
-    """Print the differences to the first run by tenth of the steps that all runs have taken."""
-    first, *others = losses
-    steps = min(map(len, losses.values()))
-    size = max(1, steps // PARTS)
-    for start in range(0, steps, size):
-        means = {name: statistics.fmean(values[start : start + size]) for name, values in losses.items()}
-        differences = [f"{name} {means[name] - means[first]:+.4f}" for name in others]
-        span = f"{start + 1} to {min(start + size, steps)}"
-        print(f"    steps {span:<14} {first} {means[first]:.4f}, {', '.join(differences)}", flush=True)
+def _print_line(title: str, losses: Mapping[tuple[str, int], float]) -> None:
+    """Print losses in bfloat16, their spread, and float8's differences, by seed."""
+    plain = [losses["bfloat16", seed] for seed in SEEDS]
+    differences = [losses["float8", seed] - loss for seed, loss in zip(SEEDS, plain, strict=True)]
+    mean = f"bfloat16 {statistics.fmean(plain):.4f}, spread {max(plain) - min(plain):.4f}"
+    seeds = ", ".join(f"{difference:+.4f}" for difference in differences)
+    print(f"    {title:<20} {mean}; float8 {statistics.fmean(differences):+.4f} ({seeds})", flush=True)
 
 
 if __name__ == "__main__":
