@@ -91,8 +91,8 @@ def test_several_steps_learn_from_one_rollout(lab: Path) -> None:
     The ratio is exactly 1 at the first of them, and not at others. A run that resumes in between has the same bits, on
     another mesh the same samples; every step has other prompts than the last one.
     """
-    words = ("rollout.minibatches=2", "rollout.epochs=2", "rollouts.temperature=0.7", "trainer.steps=6")
-    words = (*words, "checkpoint.every=3", "evaluate.every=6")
+    reuse = ("rollout.minibatches=2", "rollout.epochs=2", "rollouts.temperature=0.7")
+    words = (*reuse, "trainer.steps=6", "checkpoint.every=3", "evaluate.every=6")
     folder = run(lab, "reused", *words)
     measured = rows(folder)
     ratios = [row["ratio"] for row in measured]
