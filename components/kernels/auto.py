@@ -5,6 +5,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen, choose, load
@@ -14,18 +15,20 @@ from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.experts import PeerExchange
 from drawloom.components.ports.model import RowPart, VocabularyPart
-from drawloom.graph import between, component, setting
+from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
+from drawloom.kernels.batch_invariant import BLOCKS, MIN_ROWS, attend_in_blocks, with_more_rows
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, weigh_losses
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.recompute import cheap, note
 from drawloom.kernels.weight_formats import WeightFormat
 
+NOT_ON_GPU = "batch_invariant has been shown on CPUs only"
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
 
@@ -79,6 +82,11 @@ class AutoKernels:
         check=between(0, 1),
         doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
     )
+    batch_invariant: bool = setting(
+        default=False,
+        doc="whether a token's results have the same bits in every batch, at every length and with a cache; CPU only, "
+        "without experts and recurrent layers",
+    )
     _moe_routes: Choice = _operation_setting("moe_routes", "the routes from tokens to experts")
     _moe_permute: Choice = _operation_setting("moe_permute", "copies of tokens for their experts")
     _moe_unpermute: Choice = _operation_setting("moe_unpermute", "sums of expert rows by token")
@@ -89,8 +97,15 @@ class AutoKernels:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Refuse implementations for GPUs if the device is the CPU."""
-        if _read_device_kind(node) == "cpu":
+        """Refuse implementations for GPUs if the device is the CPU, and another attention beside `batch_invariant`."""
+        invariant, kind = node.settings["batch_invariant"], _read_device_kind(node)
+        if invariant and kind == "cuda":
+            yield node.problem("batch_invariant", NOT_ON_GPU, "write batch_invariant = false")
+        for operation in ("attention", "linear_cross_entropy"):
+            if invariant and node.settings[operation] != "auto":
+                text = f"batch_invariant has its own {operation}"
+                yield node.problem(operation, text, "leave it out, or write batch_invariant = false")
+        if kind == "cpu":
             for operation in OPERATIONS:
                 if node.settings[operation] in TRITON | GPU:
                     text = f"{node.settings[operation]!r} runs on GPUs, and the device is the CPU"
@@ -111,6 +126,8 @@ class AutoKernels:
 
     def open(self) -> None:
         """Load the implementations. Raises UserError if the device can't run one."""
+        if self.batch_invariant and self.device.device.type != "cpu":
+            raise UserError(f"kernels.auto: {NOT_ON_GPU}; write batch_invariant = false", 2)
         _ = self._functions
 
     def chosen(self, operation: str) -> Chosen:
@@ -124,6 +141,8 @@ class AutoKernels:
     @cached_property
     def _functions(self) -> dict[str, Any]:
         functions = {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
+        if self.batch_invariant:
+            functions["attention"] = BLOCKS
         # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
         return functions | {"norm_of_sum": load("rms_norm", self.chosen("add_rms_norm").name)}
 
@@ -138,7 +157,11 @@ class AutoKernels:
         cuts = self.chosen("linear_cross_entropy").name == "cut"
         return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
-    linear = staticmethod(linear_eager)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.batch_invariant:
+            return with_more_rows(lambda rows: linear_eager(rows, weight, bias), x)
+        return linear_eager(x, weight, bias)
+
     embedding = staticmethod(embedding_eager)
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -156,7 +179,10 @@ class AutoKernels:
     def linear_quantized(
         self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
     ) -> Tensor:
-        return linear_quantized(self._functions["dequantize"], x, stored, weight_format, bias)
+        dequantize = self._functions["dequantize"]
+        if self.batch_invariant:
+            return with_more_rows(lambda rows: linear_quantized(dequantize, rows, stored, weight_format, bias), x)
+        return linear_quantized(dequantize, x, stored, weight_format, bias)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
@@ -244,6 +270,8 @@ class AutoKernels:
             # The implementations for training require as many queries as keys.
             k, v = mask.cache.extend(k, v)
             visible = causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
+            if self.batch_invariant:
+                return attend_in_blocks(q, k, v, visible, options, sinks)
             return attention_eager(q, k, v, visible, options, sinks)
         return self._functions["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
@@ -273,6 +301,14 @@ class AutoKernels:
 
         A vocabulary `part` requires `cut`, or its equivalent in plain torch.
         """
+        if self.batch_invariant:
+            tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
+            more = -len(flat) % MIN_ROWS  # rows of the last chunk
+            tokens, flat = F.pad(tokens, (0, 0, 0, more)), F.pad(flat, (0, more), value=IGNORE_INDEX)
+            cut = LogitCut(ignore_index=IGNORE_INDEX, tile=(MIN_ROWS, 1), part=part)
+            both = cut_cross_entropy_eager(tokens, weight, flat, cut)
+            losses, lse = (result[: targets.numel()].view(targets.shape) for result in both)
+            return weigh_losses(losses, token_weights), lse
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
             return self._loss_of_part(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]

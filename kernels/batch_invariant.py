@@ -1,0 +1,104 @@
+"""
+Operations whose result for a token has the same bits in every batch, at every length, and with a cache.
+
+He et al. 2025, "Defeating Nondeterminism in LLM Inference" (Thinking Machines), names the sources: kernels whose order
+of additions depends on the number of rows or keys. Here products have at least `MIN_ROWS` rows, from which on rows do
+not depend on their number, and attention adds up blocks of `BLOCK` keys, aligned by position, in ascending order, with
+the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drawloom.kernels.attention import AttentionImplementation, causal_document_mask
+from drawloom.kernels.attention_meta import attention_on_meta
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.operation import upcast
+
+MIN_ROWS = 16
+"""Rows from which on a row of a product keeps its bits: 12 in MKL, oneDNN and cuBLAS without split-K; with a margin."""
+
+BLOCK = 32
+"""Keys in a block."""
+
+MASKED = torch.finfo(torch.float32).min / 2
+"""Score of a masked key: its weight is 0 beside any other key, and differences of scores are finite."""
+
+
+def with_more_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of rows to x (..., width), as if it had at least `MIN_ROWS` rows; return (..., outputs)."""
+    rows = x.shape[:-1].numel()
+    if rows >= MIN_ROWS:
+        return function(x)
+    result = function(F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, MIN_ROWS - rows)))
+    return result[:rows].view(*x.shape[:-1], result.shape[-1])
+
+
+def attend_in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    options: AttentionOptions = PLAIN_ATTENTION,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """
+    Compute `attention_eager` block by block: q (rows, length, heads, head_dim), k (rows, keys, kv_heads, head_dim),
+    v (rows, keys, kv_heads, v_dim), mask bool (rows, 1, length, keys), result (rows, length, heads, v_dim).
+
+    A query's result depends on the keys that it sees, and their positions, not on other queries, rows and later keys.
+    """
+    if q.is_meta:
+        return attention_on_meta(q, k, v, mask)
+    rows, length, heads, head_dim = q.shape
+    kv_heads, v_dim, group = k.shape[2], v.shape[3], heads // k.shape[2]
+    # (rows * kv_heads, length * group, head_dim): the heads of a group multiply the same keys.
+    queries = upcast(q).reshape(rows, length, kv_heads, group, head_dim).transpose(1, 2)
+    queries = queries.reshape(rows * kv_heads, length * group, head_dim) * options.scale_for(head_dim)
+    queries = F.pad(queries, (0, 0, 0, max(0, MIN_ROWS - length * group)))
+    hidden = ~mask.expand(-1, group, -1, -1).transpose(1, 2).reshape(len(mask), 1, length * group, -1)
+    largest = total = mixed = torch.zeros(())
+    if sinks is not None:
+        largest = upcast(sinks).view(1, kv_heads, 1, group).expand(rows, -1, length, -1)
+        largest = F.pad(largest.reshape(rows * kv_heads, -1, 1), (0, 0, 0, queries.shape[1] - length * group))
+        total, mixed = torch.ones_like(largest), queries.new_zeros(*queries.shape[:2], v_dim)
+    for first in range(0, k.shape[1], BLOCK):
+        keys, values = (_cut_block(x, first) for x in (k, v))
+        scores = torch.bmm(queries, keys.transpose(1, 2))
+        if options.softcap is not None:
+            scores = options.softcap * (scores / options.softcap).tanh()
+        scores = _mask_scores(scores, hidden[..., first : first + BLOCK], kv_heads)
+        block_largest = scores.amax(-1, keepdim=True)
+        if first or sinks is not None:
+            new_largest = torch.maximum(largest, block_largest)
+            weights, kept = (scores - new_largest).exp(), (largest - new_largest).exp()
+            total = total * kept + weights.sum(-1, keepdim=True)
+            mixed = mixed * kept + torch.bmm(weights, values)
+            largest = new_largest
+        else:
+            largest, weights = block_largest, (scores - block_largest).exp()
+            total, mixed = weights.sum(-1, keepdim=True), torch.bmm(weights, values)
+    result = (mixed / total)[:, : length * group].view(rows, kv_heads, length, group, v_dim)
+    return result.transpose(1, 2).reshape(rows, length, heads, v_dim).to(q.dtype)
+
+
+def _cut_block(x: Tensor, first: int) -> Tensor:
+    """Return a block of x (rows, keys, kv_heads, channels), with zeros behind the last key: (rows * kv_heads, ...)."""
+    block = upcast(x[:, first : first + BLOCK]).transpose(1, 2)
+    if missing := BLOCK - block.shape[2]:
+        block = F.pad(block, (0, 0, 0, missing))
+    return block.reshape(-1, BLOCK, block.shape[-1])
+
+
+def _mask_scores(scores: Tensor, hidden: Tensor, kv_heads: int) -> Tensor:
+    """Mask scores (rows * kv_heads, queries, BLOCK) where `hidden` (rows or 1, 1, queries, keys), or padding, says."""
+    queries, keys = hidden.shape[2:]
+    hidden = F.pad(hidden, (0, BLOCK - keys, 0, scores.shape[1] - queries), value=True)
+    by_head = scores.view(-1, kv_heads, *scores.shape[1:])
+    return by_head.masked_fill(hidden, MASKED).view(scores.shape)
+
+
+BLOCKS = AttentionImplementation(causal_document_mask, attend_in_blocks)
