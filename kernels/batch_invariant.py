@@ -59,29 +59,33 @@ def attend_in_blocks(
     queries = upcast(q).reshape(rows, length, kv_heads, group, head_dim).transpose(1, 2)
     queries = queries.reshape(rows * kv_heads, length * group, head_dim) * options.scale_for(head_dim)
     queries = F.pad(queries, (0, 0, 0, max(0, MIN_ROWS - length * group)))
-    hidden = ~mask.expand(-1, group, -1, -1).transpose(1, 2).reshape(len(mask), 1, length * group, -1)
-    largest = total = mixed = torch.zeros(())
+    is_hidden = ~mask.expand(-1, group, -1, -1).transpose(1, 2).reshape(len(mask), 1, length * group, -1)
+    is_hidden = F.pad(is_hidden, (0, 0, 0, queries.shape[1] - length * group), value=True)
+    largest, total = queries.new_full((*queries.shape[:2], 1), MASKED), queries.new_zeros(*queries.shape[:2], 1)
     if sinks is not None:
         largest = upcast(sinks).view(1, kv_heads, 1, group).expand(rows, -1, length, -1)
         largest = F.pad(largest.reshape(rows * kv_heads, -1, 1), (0, 0, 0, queries.shape[1] - length * group))
-        total, mixed = torch.ones_like(largest), queries.new_zeros(*queries.shape[:2], v_dim)
+        total = torch.ones_like(largest)
+    mixed, results = queries.new_zeros(*queries.shape[:2], v_dim), []
+    done = length * group - k.shape[1] * group  # rows of queries before the first key, if negative: with a cache
     for first in range(0, k.shape[1], BLOCK):
         keys, values = (_cut_block(x, first) for x in (k, v))
         scores = torch.bmm(queries, keys.transpose(1, 2))
         if options.softcap is not None:
             scores = options.softcap * (scores / options.softcap).tanh()
-        scores = _mask_scores(scores, hidden[..., first : first + BLOCK], kv_heads)
-        block_largest = scores.amax(-1, keepdim=True)
-        if first or sinks is not None:
-            new_largest = torch.maximum(largest, block_largest)
-            weights, kept = (scores - new_largest).exp(), (largest - new_largest).exp()
-            total = total * kept + weights.sum(-1, keepdim=True)
-            mixed = mixed * kept + torch.bmm(weights, values)
-            largest = new_largest
-        else:
-            largest, weights = block_largest, (scores - block_largest).exp()
-            total, mixed = weights.sum(-1, keepdim=True), torch.bmm(weights, values)
-    result = (mixed / total)[:, : length * group].view(rows, kv_heads, length, group, v_dim)
+        scores = _mask_scores(scores, is_hidden[..., first : first + BLOCK], kv_heads)
+        new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights, kept = (scores - new_largest).exp(), (largest - new_largest).exp()
+        total = total * kept + weights.sum(-1, keepdim=True)
+        mixed = mixed * kept + torch.bmm(weights, values)
+        largest = new_largest
+        # Queries up to this block's end see no later key; some stay, if the product would have too few rows.
+        done += BLOCK * group
+        if (ended := min(done, queries.shape[1] - MIN_ROWS)) > 0:
+            results.append(mixed[:, :ended] / total[:, :ended])
+            queries, mixed, total, largest = (x[:, ended:] for x in (queries, mixed, total, largest))
+            is_hidden, done = is_hidden[:, :, ended:], done - ended
+    result = torch.cat([*results, mixed / total], 1)[:, : length * group].view(rows, kv_heads, length, group, v_dim)
     return result.transpose(1, 2).reshape(rows, length, heads, v_dim).to(q.dtype)
 
 
@@ -93,12 +97,11 @@ def _cut_block(x: Tensor, first: int) -> Tensor:
     return block.reshape(-1, BLOCK, block.shape[-1])
 
 
-def _mask_scores(scores: Tensor, hidden: Tensor, kv_heads: int) -> Tensor:
-    """Mask scores (rows * kv_heads, queries, BLOCK) where `hidden` (rows or 1, 1, queries, keys), or padding, says."""
-    queries, keys = hidden.shape[2:]
-    hidden = F.pad(hidden, (0, BLOCK - keys, 0, scores.shape[1] - queries), value=True)
+def _mask_scores(scores: Tensor, is_hidden: Tensor, kv_heads: int) -> Tensor:
+    """Mask scores (rows * kv_heads, queries, BLOCK) at hidden keys, (rows or 1, 1, queries, keys), and at padding."""
+    is_hidden = F.pad(is_hidden, (0, BLOCK - is_hidden.shape[-1]), value=True)
     by_head = scores.view(-1, kv_heads, *scores.shape[1:])
-    return by_head.masked_fill(hidden, MASKED).view(scores.shape)
+    return by_head.masked_fill(is_hidden, MASKED).view(scores.shape)
 
 
 BLOCKS = AttentionImplementation(causal_document_mask, attend_in_blocks)
