@@ -21,6 +21,12 @@ from drawloom.kernels.operation import upcast
 MIN_ROWS = 16
 """Rows from which on a row of a product keeps its bits: 12 in MKL, oneDNN and cuBLAS without split-K; with a margin."""
 
+QUERIES = 8
+"""
+Query rows are a multiple of this number: batched products of MKL keep a row's bits from 4 rows on, on two threads if
+their number is a multiple of 4 or at least 12.
+"""
+
 BLOCK = 32
 """Keys in a block."""
 
@@ -58,7 +64,7 @@ def attend_in_blocks(
     # (rows * kv_heads, length * group, head_dim): the heads of a group multiply the same keys.
     queries = upcast(q).reshape(rows, length, kv_heads, group, head_dim).transpose(1, 2)
     queries = queries.reshape(rows * kv_heads, length * group, head_dim) * options.scale_for(head_dim)
-    queries = F.pad(queries, (0, 0, 0, max(0, MIN_ROWS - length * group)))
+    queries = F.pad(queries, (0, 0, 0, -length * group % QUERIES))
     is_hidden = ~mask.expand(-1, group, -1, -1).transpose(1, 2).reshape(len(mask), 1, length * group, -1)
     is_hidden = F.pad(is_hidden, (0, 0, 0, queries.shape[1] - length * group), value=True)
     largest, total = queries.new_full((*queries.shape[:2], 1), MASKED), queries.new_zeros(*queries.shape[:2], 1)
@@ -81,7 +87,7 @@ def attend_in_blocks(
         largest = new_largest
         # Queries up to this block's end see no later key; some stay, if the product would have too few rows.
         done += BLOCK * group
-        if (ended := min(done, queries.shape[1] - MIN_ROWS)) > 0:
+        if (ended := min(done, queries.shape[1] - QUERIES)) > 0:
             results.append(mixed[:, :ended] / total[:, :ended])
             queries, mixed, total, largest = (x[:, ended:] for x in (queries, mixed, total, largest))
             is_hidden, done = is_hidden[:, :, ended:], done - ended

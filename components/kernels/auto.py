@@ -132,6 +132,8 @@ class AutoKernels:
 
     def chosen(self, operation: str) -> Chosen:
         """Return an operation's implementation and the reason for the choice."""
+        if self.batch_invariant and operation == "attention":
+            return Chosen("blocks", "kernels are batch-invariant")
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
     def environment(self) -> dict[str, str]:
@@ -140,9 +142,11 @@ class AutoKernels:
 
     @cached_property
     def _functions(self) -> dict[str, Any]:
-        functions = {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
-        if self.batch_invariant:
-            functions["attention"] = BLOCKS
+        names = {operation: self.chosen(operation).name for operation in OPERATIONS}
+        fixed = {"attention": BLOCKS} if self.batch_invariant else {}
+        functions = fixed | {
+            operation: load(operation, name) for operation, name in names.items() if operation not in fixed
+        }
         # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
         return functions | {"norm_of_sum": load("rms_norm", self.chosen("add_rms_norm").name)}
 

@@ -73,6 +73,16 @@ def test_ratios_are_exactly_1_and_samples_the_same_on_every_mesh(lab: Path) -> N
     assert 0 < difference < 1e-4
 
 
+def test_a_cache_keeps_the_bits_of_batch_invariant_kernels(lab: Path) -> None:
+    """With these kernels exact rollouts use a cache, and ratios are 1 on every mesh, with the same samples."""
+    words = ("kernels.batch_invariant=true", "trainer.steps=2", "rollouts.max_tokens=40", "rollouts.temperature=0.8")
+    one = run(lab, "one", *words)
+    meshes = [run(lab, name, *words, *layout, ranks=2) for name, layout in LAYOUTS.items()]
+    for folder in (one, *meshes):
+        assert series(folder, "sampler_difference", "ratio", "clip_fraction") == [(0.0, 1.0, 0.0)] * 2, folder
+        assert series(folder, *SAMPLED[:4]) == series(one, *SAMPLED[:4]), folder
+
+
 def test_a_resumed_run_draws_the_same_completions(lab: Path) -> None:
     """A run killed after step 2 repeats steps 3 and 4 with the same bits."""
     folder = run(lab, "straight", "rollouts.exact=false")

@@ -404,7 +404,7 @@ ROWS: dict[str, Row] = {
         parts.choose_kernels,
         {},
         dict.fromkeys(TRITON, "triton")
-        | {"attention": "flex"}
+        | {"attention": "flex", "batch_invariant": True}
         | {"filter_eps": Change(0.5, {"linear_cross_entropy": "cut"}, parts.filter_of)},
     ),
     "learning_rate.constant": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP),
