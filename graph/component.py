@@ -37,7 +37,7 @@ def setting(
     """
     default = attrs.Factory(factory) if factory is not None else default
     meta = {"impact": impact, "check": check, "doc": doc}
-    return attrs.field(default=default, validator=check and _as_validator(check), metadata=meta, alias=alias)
+    return attrs.field(default=default, validator=check and _make_validator(check), metadata=meta, alias=alias)
 
 
 def wired(*, default: None) -> Any:
@@ -49,7 +49,7 @@ def wired(*, default: None) -> Any:
     return attrs.field(default=default, metadata={"wired": True})
 
 
-def _as_validator(check: Check) -> Callable[[Any, Any, Any], None]:
+def _make_validator(check: Check) -> Callable[[Any, Any, Any], None]:
     # For components built without a recipe, as in tests. A recipe is checked before anything is built.
     def validate(_owner: Any, field: Any, value: Any) -> None:
         if reason := check(value):
@@ -126,7 +126,7 @@ def is_port(kind: object) -> bool:
     return isinstance(kind, type) and (kind in _PORTS or "__component__" in vars(kind))
 
 
-def is_named(kind: type) -> bool:
+def needs_named_nodes(kind: type) -> bool:
     """Return whether nodes implementing this port need their own tables, and so names."""
     return _PORTS.get(kind, False)
 
@@ -172,7 +172,7 @@ class Traits:
     opens_first: str = ""
 
 
-def flow_of(component: object) -> Flow:
+def find_declared_flow(component: object) -> Flow:
     """Return the declared flow of a component, which is an object or a class; an empty one if it declares none."""
     traits: Traits | None = getattr(component, "__component__", None)
     return Flow() if traits is None else traits.flow
@@ -217,8 +217,8 @@ def component(
     - `notes(node)` yields lines about the node for `explain`, and for `draw` with the focus on it;
     - `resume_impact(node, key)` returns the effect of another value of a key on a resumed run, alone or with the reason
       as a tuple, or None;
-    - `in_folder(settings, written, folder)` returns settings that let a run use the folder from which its recipe was
-      read; `written` lists the keys that overlays or the command line set.
+    - `settings_in_folder(settings, explicit_keys, folder)` returns settings for a run in the folder from which its
+      recipe was read; `explicit_keys` lists the keys that overlays or the command line set.
 
     The container calls `open()`, `close()` and `on_failure(error)` of objects with these methods. It opens and closes
     other objects in the contexts that their `stage_context(stage, node)` returns, also before their own `open()`. `run
@@ -248,6 +248,6 @@ def _short_repr(self: Any) -> str:
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, attrs.field))
-def inherited(cls: type[T]) -> type[T]:
+def inheritable(cls: type[T]) -> type[T]:
     """Let components inherit the fields of a class that is not a component."""
     return attrs.define(cls, slots=False, eq=False, kw_only=True)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def pause_collection() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """
     Disable automatic collection in the body, or in a decorated function. Afterwards enable it if it was enabled.
 

@@ -43,11 +43,11 @@ class Predecessor(Protocol):
     """A component with values for its successor: the same node, when a graph is opened again after a failure."""
 
     def hand_over(self) -> Any:
-        """Return the values; the component is open, and closed right afterwards."""
+        """Return values for this node in the next attempt; called on an open component, before it is closed."""
         ...
 
     def take_over(self, values: Any) -> None:
-        """Accept the values of the predecessor, before the first node is opened."""
+        """Receive the result from `hand_over` in the failed attempt, before the first node is opened."""
         ...
 
 
@@ -97,7 +97,7 @@ class OutcomeSource(Protocol):
     """A component with facts about an ended run, for `run --format json`."""
 
     def outcome(self) -> Mapping[str, Any]:
-        """Return facts as data for JSON; the component is open."""
+        """Return facts about the ended run as data for JSON; called on an open component."""
         ...
 
 
@@ -127,7 +127,7 @@ class ImpactRules(Protocol):
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> Impact | tuple[Impact, str] | None:
-        """Return the impact of another value of a key, alone or with the reason; None for that of the setting."""
+        """Return how a changed `key` affects a resumed run, with or without a reason; None: as its setting declares."""
         ...
 
 
@@ -136,6 +136,8 @@ class FolderSettings(Protocol):
     """A component class with settings that depend on the folder of the recipe."""
 
     @classmethod
-    def in_folder(cls, settings: Mapping[str, Any], given: Collection[str], folder: str) -> Mapping[str, Any]:
-        """Return the settings of a run in this folder; `given` are the keys set by overlays or the command line."""
+    def settings_in_folder(
+        cls, settings: Mapping[str, Any], explicit_keys: Collection[str], folder: str
+    ) -> Mapping[str, Any]:
+        """Return settings for a run in `folder`; overlays or the command line set `explicit_keys`."""
         ...

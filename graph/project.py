@@ -16,7 +16,7 @@ from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserErro
 from drawloom.graph.recipe.layers import Layer, Leaf
 from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
-from drawloom.graph.recipe.merged import MergedRecipe, merge
+from drawloom.graph.recipe.merged import MergedRecipe, merge_layers
 from drawloom.graph.recipe.overrides import nest_values, read_overrides
 from drawloom.graph.registry.imports import find_source
 from drawloom.graph.registry.registry import Registry
@@ -67,7 +67,7 @@ class Project:
         """
         values = read_overrides(words)
         layers = read_layers(recipe, overlays, RecipeFolder(self.recipes), unsaved)
-        return merge(recipe, [*layers, Layer(str(COMMAND_LINE), values)])
+        return merge_layers(recipe, [*layers, Layer(str(COMMAND_LINE), values)])
 
     def relocate(self, recipe: MergedRecipe) -> MergedRecipe:
         """Return a recipe from a run folder with settings for this folder, wherever the folder was moved to."""
@@ -77,7 +77,7 @@ class Project:
         for name, table in recipe.nodes.items():
             leaves = {key: item for key, item in table.items.items() if isinstance(item, Leaf)}
             component = self.registry.find(str(leaves["use"].value)) if "use" in leaves else None
-            if in_folder := getattr(getattr(component, "cls", None), "in_folder", None):
+            if in_folder := getattr(getattr(component, "cls", None), "settings_in_folder", None):
                 written = [key for key, leaf in leaves.items() if leaf.layer.source != lock]
                 values = in_folder({key: leaf.value for key, leaf in leaves.items()}, written, recipe.source)
                 recipe = recipe.with_values(nest_values(name, values), recipe.source) if values else recipe
@@ -163,7 +163,7 @@ class Recipe:
         work, and the path of a base is relative to the folder of `source`. Raises RecipeError if a base can't be read.
         """
         project = project or Project.of("drawloom")
-        return cls(merge(source, read_bases(Layer(source, dict(data)), RecipeFolder(project.recipes))), project)
+        return cls(merge_layers(source, read_bases(Layer(source, dict(data)), RecipeFolder(project.recipes))), project)
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
         """

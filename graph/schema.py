@@ -43,12 +43,12 @@ SIMPLE_TYPES: dict[Any, Schema] = {
 }
 
 
-def setting_schema(kind: Any, check: Any = None) -> Schema:
+def make_setting_schema(kind: Any, check: Any = None) -> Schema:
     """Return a setting's schema: a value of its type, or a variable."""
-    return {"anyOf": [type_schema(kind) | _bounds_schema(check), VARIABLE]}
+    return {"anyOf": [make_value_schema(kind) | _make_bounds_schema(check), VARIABLE]}
 
 
-def type_schema(kind: Any) -> Schema:
+def make_value_schema(kind: Any) -> Schema:
     """Return the schema for a type's values. Parts of a value may be variables."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in SIMPLE_TYPES:
@@ -58,34 +58,34 @@ def type_schema(kind: Any) -> Schema:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return {"enum": [member.value for member in kind]}
     if union_members(kind) != [kind]:
-        return {"anyOf": [type_schema(member) for member in union_members(kind)]}
+        return {"anyOf": [make_value_schema(member) for member in union_members(kind)]}
     if (origin or kind) in (list, tuple, Sequence):
-        return _array_schema(origin, inner)
+        return _make_array_schema(origin, inner)
     if (origin or kind) in (dict, Mapping):
-        return {"type": "object", "additionalProperties": setting_schema(inner[1]) if inner else {}}
-    return _table_schema(kind) if attrs.has(kind) else {}
+        return {"type": "object", "additionalProperties": make_setting_schema(inner[1]) if inner else {}}
+    return _make_table_schema(kind) if attrs.has(kind) else {}
 
 
-def _array_schema(origin: Any, inner: tuple[Any, ...]) -> Schema:
+def _make_array_schema(origin: Any, inner: tuple[Any, ...]) -> Schema:
     if origin is tuple and inner[-1:] != (...,):
-        items = [setting_schema(kind) for kind in inner]
+        items = [make_setting_schema(kind) for kind in inner]
         return {"type": "array", "items": items, "minItems": len(items), "maxItems": len(items)}
-    return {"type": "array", "items": setting_schema(inner[0]) if inner else {}}
+    return {"type": "array", "items": make_setting_schema(inner[0]) if inner else {}}
 
 
-def _table_schema(cls: type) -> Schema:
+def _make_table_schema(cls: type) -> Schema:
     fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
-    inside = {field.alias: _field_schema(field) for field in fields}
+    inside = {field.alias: _make_field_schema(field) for field in fields}
     required = [field.alias for field in fields if field.default is attrs.NOTHING]
     return {"type": "object", "properties": inside, "required": required, "additionalProperties": False}
 
 
-def _field_schema(field: "attrs.Attribute[Any]") -> Schema:
-    schema = setting_schema(field.type, field.metadata.get("check"))
-    return schema | describe_key(field.metadata.get("doc", ""), field.default)
+def _make_field_schema(field: "attrs.Attribute[Any]") -> Schema:
+    schema = make_setting_schema(field.type, field.metadata.get("check"))
+    return schema | make_key_annotations(field.metadata.get("doc", ""), field.default)
 
 
-def describe_key(doc: str, default: Any) -> Schema:
+def make_key_annotations(doc: str, default: Any) -> Schema:
     """Return a key's description and default, which editors show."""
     value = default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
     has_value = default is not attrs.NOTHING and value is not None
@@ -97,7 +97,7 @@ def _to_json(value: Any) -> Any:
     return json.loads(json.dumps(serialize_value(value), default=str))
 
 
-def _bounds_schema(check: Any) -> Schema:
+def _make_bounds_schema(check: Any) -> Schema:
     if not isinstance(check, Bound):
         return {}
     keys = {"minimum": check.at_least, "exclusiveMinimum": check.above, "exclusiveMaximum": check.below}
@@ -151,27 +151,27 @@ def recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] | None
         "anyOf": [*map(_make_ref, specs), True],
         "allOf": [{"if": {"properties": {"use": {"const": spec.use}}}, "then": _make_ref(spec)} for spec in specs],
     }
-    components = {spec.use: _component_schema(spec, specs) for spec in specs}
+    components = {spec.use: _make_component_schema(spec, specs) for spec in specs}
     return {
         "$schema": DIALECT,
         "title": "A drawloom recipe",
         "type": "object",
-        "properties": _directives_schema()
-        | {name: _common_schema(components, uses) for name, uses in (common or {}).items()},
+        "properties": _make_directives_schema()
+        | {name: _make_any_table_schema(components, uses) for name, uses in (common or {}).items()},
         "propertyNames": {"pattern": NODE_NAME},
         "additionalProperties": TABLE,
         "definitions": {"node": node, "edits": EDITS} | components,
     }
 
 
-def _common_schema(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
+def _make_any_table_schema(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
     """Return the schema for a table with any keys. Editors offer the common components' keys for it."""
     schemas = [components[use] for use in uses if use in components]
     offers = [{"description": table["description"], "properties": table["properties"]} for table in schemas]
     return TABLE | {"anyOf": [*offers, *TABLE["anyOf"]]}
 
 
-def _directives_schema() -> Schema:
+def _make_directives_schema() -> Schema:
     names = {"type": "array", "items": {"type": "string"}}
     return {
         "format": {"const": FORMAT, "description": "the version of the recipe format, written in resolved recipes"},
@@ -197,11 +197,11 @@ def _make_ref(spec: Spec) -> Schema:
     return {"$ref": f"#/definitions/{spec.use}"}
 
 
-def _component_schema(spec: Spec, specs: list[Spec]) -> Schema:
+def _make_component_schema(spec: Spec, specs: list[Spec]) -> Schema:
     """Return the schema for a component's node, with exactly the component's keys."""
     doc = inspect.cleandoc(spec.cls.__doc__ or "")
     fields = [field for field in spec.fields.values() if field.kind == "setting" or field.is_edge]
-    keys = {field.name: _key_schema(field, specs) for field in fields}
+    keys = {field.name: _make_key_schema(field, specs) for field in fields}
     return {
         "type": "object",
         "title": spec.use,
@@ -212,9 +212,9 @@ def _component_schema(spec: Spec, specs: list[Spec]) -> Schema:
     }
 
 
-def _key_schema(field: Field, specs: list[Spec]) -> Schema:
+def _make_key_schema(field: Field, specs: list[Spec]) -> Schema:
     if field.kind == "setting":
-        return setting_schema(field.type, field.check) | describe_key(field.doc, field.default)
+        return make_setting_schema(field.type, field.check) | make_key_annotations(field.doc, field.default)
     description = {"description": f"edge to {field.target}"}
     fitting = [spec for spec in specs if any(implements(spec.cls, port) for port in field.ports)]
     if field.kind not in ("list", "ordered", "mapping"):

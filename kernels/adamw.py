@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drawloom.kernels.dynamic_map import decode, encode
+from drawloom.kernels.dynamic_map import decode_8bit, encode_8bit
 from drawloom.kernels.operation import accumulation_dtype
-from drawloom.kernels.stochastic_copy import CHUNK, halves, philox, round_stochastically
+from drawloom.kernels.stochastic_copy import CHUNK, philox, round_stochastically, split_into_16bit_halves
 
 PER_DRAW = 2
 """Elements per random draw of four words: one word rounds two weights, one their exp_avg, one their exp_avg_sq."""
@@ -28,12 +28,12 @@ class ParamState:
     A weight (any shape, float32 or bfloat16) with its optimizer state (same shape, float32 or bfloat16).
 
     `exp_avg` and `exp_avg_sq` are the running means of gradients and of their squares; `max_exp_avg_sq`, if it is not
-    None, is the largest mean of squares so far, by which AMSGrad divides (Reddi et al. 2018, algorithm 2). The noise
-    of an element depends on `key`, the step's counter, and the element's index in the whole parameter. The weight is a
+    None, is the largest mean of squares so far, by which AMSGrad divides (Reddi et al. 2018, algorithm 2). The noise of
+    an element depends on `key`, the step's counter, and the element's index in the whole parameter. The weight is a
     part of the parameter: rows of `width` elements, `stride` elements apart, from element `first` on. `remainder`,
-    int16, makes a bfloat16 weight a float32 master weight (`join_master`), which is rounded to the nearest. If the
-    means are codes of 8 bits, uint8 (`dynamic_map.py`), `exp_avg_scale` and `exp_avg_sq_scale`, float32 (..., blocks),
-    have the scales of their rows' blocks.
+    int16, makes a bfloat16 weight a float32 master weight (`join_bfloat16_and_remainder`), which is rounded to the
+    nearest. If the means are codes of 8 bits, uint8 (`dynamic_map.py`), `exp_avg_scale` and `exp_avg_sq_scale`, float32
+    (..., blocks), have the scales of their rows' blocks.
     """
 
     weight: Tensor
@@ -75,17 +75,17 @@ class ParamState:
         return self.width >= self.weight.numel()
 
     @property
-    def has_codes(self) -> bool:
+    def has_8bit_means(self) -> bool:
         """Return whether the means are codes of 8 bits."""
         return self.exp_avg_scale is not None
 
     @property
     def has_pairs(self) -> bool:
-        """Return whether every random draw's two elements are neighbours in the weight."""
+        """Return whether all pairs of elements with a common random draw are neighbours in the weight."""
         return not any(number % PER_DRAW for number in (self.first, self.width, self.stride))
 
 
-def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | Tensor) -> Tensor:
+def compute_step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | Tensor) -> Tensor:
     """
     Return a step's lr, 1 - betas, bias-corrected lr, bias correction of sqrt(exp_avg_sq), and eps: float32 (6,).
 
@@ -103,14 +103,17 @@ LOW_BITS = 16
 """Bits of a float32 number that its bfloat16 half does not have."""
 
 
-def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+def join_bfloat16_and_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return float32 numbers from their nearest bfloat16 numbers and the int16 differences of their bits, (n,)."""
     bits = (weight.contiguous().view(torch.int16).int() << LOW_BITS) + remainder.int()
     return bits.view(torch.float32)
 
 
-def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the arguments of `join_master` for float32 numbers (n,); halfway points are rounded away from zero."""
+def split_into_bfloat16_and_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    Return the arguments of `join_bfloat16_and_remainder` for float32 numbers (n,); halfway points are rounded away from
+    zero.
+    """
     bits = master.contiguous().view(torch.int32)
     # A NaN is truncated and made quiet, or a carry would turn it into zero.
     high = torch.where(master.isnan(), bits >> LOW_BITS | 0x40, bits + (1 << LOW_BITS - 1) >> LOW_BITS)
@@ -135,7 +138,7 @@ class AdamwEager:
         """
         Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
-        `grads` has each weight's gradient (its shape, any float dtype); `scalars` comes from `step_scalars`;
+        `grads` has each weight's gradient (its shape, any float dtype); `scalars` comes from `compute_step_scalars`;
         `counter` selects the step's noise, and None rounds to the nearest. Gradients are multiplied by all
         `factors`, float32 (factors,) on the device, and every product is rounded to their dtype.
         """
@@ -145,10 +148,10 @@ class AdamwEager:
             for factor in () if factors is None else factors:
                 flat = (flat * factor.to(accumulation_dtype(flat)).reshape(1)).to(grad.dtype)
             ascent = flat.neg() if self._maximize else flat
-            (_step_codes if param.has_codes else _step)(param, ascent, row, counter, found_inf)
+            (_step_8bit_means if param.has_8bit_means else _step_float_means)(param, ascent, row, counter, found_inf)
 
 
-def _step_codes(
+def _step_8bit_means(
     param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None
 ) -> None:
     """Step with means of 8 bits: decode, update, and encode whole rows."""
@@ -158,16 +161,19 @@ def _step_codes(
     for first in range(0, len(by_row[0]), rows):
         weight, mean, square, *others = (tensor[first : first + rows] for tensor in by_row)
         *remainders, mean_scale, square_scale = others
-        read = [join_master(weight.flatten(), part.flatten()) for part in remainders] or [weight.flatten()]
-        read += [decode(mean, mean_scale, True).flatten(), decode(square, square_scale, False).flatten()]
+        read = [join_bfloat16_and_remainder(weight.flatten(), part.flatten()) for part in remainders] or [
+            weight.flatten()
+        ]
+        read += [decode_8bit(mean, mean_scale, True).flatten(), decode_8bit(square, square_scale, False).flatten()]
         part = slice(first * width, first * width + weight.numel())
-        new, *means = _update(read, grad[part], param.weight_decay, scalars)
+        new, *means = _compute_updated_values(read, grad[part], param.weight_decay, scalars)
         if counter is not None:
             elements = torch.arange(part.start, part.stop, device=grad.device)
-            new = _round_if_bfloat16(new, next(_noise(param, elements, counter)), read[0])
-        results = [*split_master(new)] if remainders else [new]
+            new = _round_if_bfloat16(new, next(_draw_noise_bits(param, elements, counter)), read[0])
+        results = [*split_into_bfloat16_and_remainder(new)] if remainders else [new]
         (codes, mean_scales), (square_codes, square_scales) = (
-            encode(numbers.view(weight.shape), signed) for numbers, signed in zip(means, (True, False), strict=True)
+            encode_8bit(numbers.view(weight.shape), signed)
+            for numbers, signed in zip(means, (True, False), strict=True)
         )
         results[1:1] = [codes, square_codes]
         results += [mean_scales, square_scales]
@@ -179,21 +185,25 @@ def _step_codes(
             tensor.detach().copy_(rows_of_tensor.view(tensor.shape))
 
 
-def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None) -> None:
+def _step_float_means(
+    param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None
+) -> None:
     flat = [tensor.detach().reshape(-1) for tensor in param.tensors]
     for start in range(0, grad.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         values = [tensor[part] for tensor in flat]
-        read = values if param.remainder is None else [join_master(values[0], values[-1]), *values[1:-1]]
-        results = _update(read, grad[part], param.weight_decay, scalars)
+        read = (
+            values if param.remainder is None else [join_bfloat16_and_remainder(values[0], values[-1]), *values[1:-1]]
+        )
+        results = _compute_updated_values(read, grad[part], param.weight_decay, scalars)
         if counter is not None:
-            noise = _noise(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
+            noise = _draw_noise_bits(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
             results = [_round_if_bfloat16(*args) for args in zip(results, noise, read, strict=False)]
         if param.max_exp_avg_sq is not None:
             # The maximum is one of two values in the stored dtype, so it needs no rounding.
             results.append(torch.maximum(values[3].float(), results[2].float()))
         if param.remainder is not None:
-            results[0], remainder = split_master(results[0])
+            results[0], remainder = split_into_bfloat16_and_remainder(results[0])
             results.append(remainder)
         for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
@@ -206,7 +216,7 @@ def _round_if_bfloat16(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
     return round_stochastically(result, noise) if target.dtype == torch.bfloat16 else result
 
 
-def _update(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: Tensor) -> list[Tensor]:
+def _compute_updated_values(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: Tensor) -> list[Tensor]:
     """Return weight, exp_avg and exp_avg_sq after a step, in float32; a fourth value, max_exp_avg_sq, divides."""
     lr, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = scalars.unbind()
     weight, exp_avg, exp_avg_sq, *maxima = (value.float() for value in values)
@@ -219,7 +229,7 @@ def _update(values: list[Tensor], grad: Tensor, weight_decay: float, scalars: Te
     return [weight - (exp_avg * corrected_lr) / (root * sq_correction + eps), exp_avg, exp_avg_sq]
 
 
-def _noise(param: ParamState, elements: Tensor, counter: int) -> Iterator[Tensor]:
+def _draw_noise_bits(param: ParamState, elements: Tensor, counter: int) -> Iterator[Tensor]:
     """
     Yield 16 random bits per element, int64 (n,): first for the weight, then for exp_avg, then for exp_avg_sq.
 
@@ -229,5 +239,5 @@ def _noise(param: ParamState, elements: Tensor, counter: int) -> Iterator[Tensor
     index = param.first + offset
     if param.has_pairs:
         words = philox(param.key, index[::PER_DRAW] // PER_DRAW, counter)
-        return (halves(word)[: len(elements)] for word in words)
+        return (split_into_16bit_halves(word)[: len(elements)] for word in words)
     return (torch.where(index % 2 > 0, word >> 16, word & 0xFFFF) for word in philox(param.key, index // 2, counter))

@@ -60,7 +60,7 @@ def attention_eager(
     Compute softmax(q k^T * scale) v with grouped queries, over the tokens that the mask allows.
 
     q (rows, length, heads, head_dim), k (rows, keys, kv_heads, head_dim), v (rows, keys, kv_heads, v_dim), mask bool
-    (rows, 1, length, keys) from `causal_document_mask` or `causal_mask`. Query head h attends to key head
+    (rows, 1, length, keys) from `create_causal_document_mask` or `create_causal_mask`. Query head h attends to key head
     h // (heads // kv_heads). `sinks` (heads,) are scores for one more key, whose value is 0. Returns
     (rows, length, heads, v_dim) in q's dtype.
     """
@@ -91,7 +91,9 @@ def _attend_by_scores(
     return torch.einsum("rkgqs,rskd->rqkgd", weights, upcast(v)).flatten(2, 3).to(q.dtype)
 
 
-def causal_document_mask(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> Tensor:
+def create_causal_document_mask(
+    document_ids: Tensor, window: int | None = None, queries: Tensor | None = None
+) -> Tensor:
     """
     Return the keys that queries attend to: bool (rows, 1, queries, keys) from document ids int64 (rows, length).
 
@@ -102,10 +104,10 @@ def causal_document_mask(document_ids: Tensor, window: int | None = None, querie
     return mask if queries is None else mask.index_select(2, queries)
 
 
-def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def create_causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return the keys, at most `window`, that the last tokens of a text attend to: bool (1, 1, queries, keys)."""
     mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     return mask if window is None else mask.triu_(keys - queries + 1 - window)
 
 
-EAGER = AttentionImplementation(causal_document_mask, attention_eager)
+EAGER = AttentionImplementation(create_causal_document_mask, attention_eager)

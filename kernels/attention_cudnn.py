@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drawloom.kernels.attention import AttentionImplementation, attention_eager, causal_mask
+from drawloom.kernels.attention import AttentionImplementation, attention_eager, create_causal_mask
 from drawloom.kernels.attention_flash import attention_flash, why_not_flash
 from drawloom.kernels.attention_flex import FLEX, block_mask
 from drawloom.kernels.attention_meta import attention_on_meta
@@ -53,21 +53,21 @@ def attention_cudnn(
         return FLEX.attend(q, k, v, mask, options, sinks)
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
-    server = choose_whole_rows_server(q, k, v, options, sinks)
+    server = choose_whole_rows_implementation(q, k, v, options, sinks)
     if server == "flash":
         return attention_flash(q, k, v, None, options, sinks)
     if server == "flex":
         documents = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
         return FLEX.attend(q, k, v, block_mask(documents), options, sinks)
     if server == "eager":
-        return attention_eager(q, k, v, causal_mask(q.shape[1], q.shape[1], None, q.device), options, sinks)
+        return attention_eager(q, k, v, create_causal_mask(q.shape[1], q.shape[1], None, q.device), options, sinks)
     if sinks is not None:
         return attend_with_statistics(CudnnKernel(options.scale), q, k, v, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return _by_cudnn_or_torch(q, k, v, options.scale, server == "cudnn").transpose(1, 2)
+    return _attend_by_cudnn_or_torch(q, k, v, options.scale, server == "cudnn").transpose(1, 2)
 
 
-def choose_whole_rows_server(
+def choose_whole_rows_implementation(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions = PLAIN_ATTENTION, sinks: Tensor | None = None
 ) -> Server:
     """
@@ -93,7 +93,7 @@ def choose_whole_rows_server(
     return "flash" if can_use_flash_attention(params) and not why_not_flash(q, v, options) else "flex"
 
 
-def _by_cudnn_or_torch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, has_cudnn: bool) -> Tensor:
+def _attend_by_cudnn_or_torch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, has_cudnn: bool) -> Tensor:
     """Return causal attention like q (rows, heads, length, head_dim), to k and v (rows, kv_heads, length, width)."""
     grouped = q.shape[1] != k.shape[1]
     if torch.compiler.is_compiling():

@@ -91,10 +91,10 @@ def attention_flash(
     (rows, length, heads, v_dim), a meta tensor for meta tensors. Raises ValueError for a softcap or wide heads.
     """
     if problem := why_not_flash(q, v, options):
-        raise ValueError(f"torch's flash attention can't compute this: {problem}; choose the implementation 'flex'")
+        raise ValueError(f"torch's flash attention can't run: {problem}; choose the implementation 'flex'")
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
-    width = _kernel_width(q, v)
+    width = _padded_kernel_width(q, v)
     scale, (rows, length, heads, _) = options.scale_for(q.shape[-1]), q.shape
     v_dim = v.shape[-1]
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
@@ -107,20 +107,22 @@ def attention_flash(
 
 
 def why_not_flash(q: Tensor, v: Tensor, options: AttentionOptions) -> str:
-    """Return why flash attention can't compute q and v (..., width) with these options, or an empty string."""
+    """Return the reason why flash attention can't process q and v (..., width) with these options; empty if it can."""
     if options.softcap is not None:
         return "it has no softcap"
-    if _kernel_width(q, v) > MAX_WIDTH:
+    if _padded_kernel_width(q, v) > MAX_WIDTH:
         return f"heads are {max(q.shape[-1], v.shape[-1])} wide, and it accepts at most {MAX_WIDTH}"
     return ""
 
 
-def _kernel_width(q: Tensor, v: Tensor) -> int:
+def _padded_kernel_width(q: Tensor, v: Tensor) -> int:
     widest = max(q.shape[-1], v.shape[-1])
     return -(-widest // WIDTH_STEP) * WIDTH_STEP
 
 
-def document_offsets(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> DocumentOffsets:
+def compute_document_offsets(
+    document_ids: Tensor, window: int | None = None, queries: Tensor | None = None
+) -> DocumentOffsets:
     """
     Return the documents' starts in the flattened tokens, then the number of tokens (cu_seqlens), and the window.
 
@@ -128,7 +130,9 @@ def document_offsets(document_ids: Tensor, window: int | None = None, queries: T
     the number of documents is the result's size; on the meta device the size is 1.
     """
     if queries is not None:
-        raise ValueError("torch's flash attention does not accept queries of a part of a document")
+        raise ValueError(
+            "torch's flash attention needs the queries of whole documents; choose the implementation 'flex'"
+        )
     if document_ids.is_meta:
         return DocumentOffsets(document_ids.new_empty(1, dtype=torch.int32), window)
     # The first token of a row always begins a document, also if the last row ended with the same id.
@@ -139,4 +143,4 @@ def document_offsets(document_ids: Tensor, window: int | None = None, queries: T
     return DocumentOffsets(offsets, window)
 
 
-VARLEN = AttentionImplementation(document_offsets, attention_flash)
+VARLEN = AttentionImplementation(compute_document_offsets, attention_flash)

@@ -40,31 +40,33 @@ def attention_flex(
     MIN_HEAD_DIM.
     """
     if q.is_cuda and min(q.shape[-1], v.shape[-1]) < MIN_HEAD_DIM:
-        return attention_eager(q, k, v, _dense_mask(mask), options, sinks)
+        return attention_eager(q, k, v, _convert_to_dense_mask(mask), options, sinks)
     if sinks is None:
-        return attention_on_meta(q, k, v) if q.is_meta else _attend(q, k, v, mask, options).transpose(1, 2)
+        return attention_on_meta(q, k, v) if q.is_meta else _run_flex_attention(q, k, v, mask, options).transpose(1, 2)
     if q.is_meta:
         mixed, lse = attention_and_lse_on_meta(q, k, v)
         mixed = mixed.transpose(1, 2)
     else:
-        mixed, statistics = _attend(q, k, v, mask, options, return_aux=AuxRequest(lse=True))
+        mixed, statistics = _run_flex_attention(q, k, v, mask, options, return_aux=AuxRequest(lse=True))
         lse = statistics.lse
     # A sink is one more key, whose value is 0.
     weights = (lse - sinks[:, None]).sigmoid()
     return (mixed * weights[..., None].to(mixed.dtype)).transpose(1, 2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, options: AttentionOptions, **requests: Any) -> Any:
+def _run_flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, options: AttentionOptions, **requests: Any
+) -> Any:
     """Return flex_attention's result (rows, heads, length, v_dim), and statistics if `requests` ask for them."""
     grouped = q.shape[2] != k.shape[2]
     swapped = (x.transpose(1, 2) for x in (q, k, v))
     attend = _compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-    score_mod = None if options.softcap is None else _soft_cap(options.softcap)
+    score_mod = None if options.softcap is None else _create_soft_cap(options.softcap)
     return attend(*swapped, score_mod=score_mod, block_mask=mask, scale=options.scale, enable_gqa=grouped, **requests)
 
 
 @cache
-def _soft_cap(limit: float) -> Callable[..., Tensor]:
+def _create_soft_cap(limit: float) -> Callable[..., Tensor]:
     """Return the function for capped scores, the same one for equal limits, since torch compiles it."""
 
     def cap(score: Tensor, *_: Tensor) -> Tensor:
@@ -80,7 +82,7 @@ def _compile_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _dense_mask(mask: BlockMask) -> Tensor:
+def _convert_to_dense_mask(mask: BlockMask) -> Tensor:
     """Return the mask for all pairs: bool (rows, heads, queries, keys)."""
     rows, heads, queries, keys = mask.shape
     return create_mask(mask.mask_mod, rows, heads, queries, keys, mask.kv_indices.device)
@@ -94,10 +96,10 @@ def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor 
     """
     positions = torch.arange(document_ids.shape[1], device=document_ids.device)
     query_positions = positions if queries is None else queries
-    least, greatest = (bound[:, None, :] for bound in _block_bounds(document_ids))
-    low, high = (bound[:, :, None] for bound in _block_bounds(document_ids[:, query_positions]))
-    first, last = (bound[:, None, :] for bound in _block_bounds(positions[None]))
-    begin, end = (bound[:, :, None] for bound in _block_bounds(query_positions[None]))
+    least, greatest = (bound[:, None, :] for bound in _find_least_and_greatest_by_block(document_ids))
+    low, high = (bound[:, :, None] for bound in _find_least_and_greatest_by_block(document_ids[:, query_positions]))
+    first, last = (bound[:, None, :] for bound in _find_least_and_greatest_by_block(positions[None]))
+    begin, end = (bound[:, :, None] for bound in _find_least_and_greatest_by_block(query_positions[None]))
     meet = (low <= greatest) & (least <= high) & (first <= end)
     whole = (low == greatest) & (least == high) & (last <= begin)
     if window is not None:
@@ -114,7 +116,7 @@ def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor 
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
-def _block_bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _find_least_and_greatest_by_block(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest number in each block of (rows, length), both (rows, blocks)."""
     rows, length = numbers.shape
     count = -(-length // BLOCK)
@@ -125,14 +127,16 @@ def _block_bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _list_key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for BlockMask, each query block's number of key blocks, and their indices; all heads share them."""
+    """
+    Return the arguments for BlockMask: by query block the number of key blocks, and their indices, equal for all heads.
+    """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
 
 
-def _mask_unless_meta(document_ids: Tensor, *options: Any) -> BlockMask | None:
+def _create_block_mask_unless_meta(document_ids: Tensor, *options: Any) -> BlockMask | None:
     """Return `block_mask`, or None on the meta device, where attention takes no mask."""
     return None if document_ids.is_meta else block_mask(document_ids, *options)
 
 
-FLEX = AttentionImplementation(_mask_unless_meta, attention_flex)
+FLEX = AttentionImplementation(_create_block_mask_unless_meta, attention_flex)

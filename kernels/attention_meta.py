@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_scratch, register_costs
+from drawloom.kernels.costs import register_costs, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable
 
 
@@ -56,13 +56,13 @@ torch.library.define("drawloom::attention_backward", "(Tensor grad, Tensor q, Te
 
 
 @torch.library.register_fake("drawloom::attention")  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     return q.new_empty(*q.shape[:3], v.shape[3]), lse
 
 
 @torch.library.register_fake("drawloom::attention_backward")  # type: ignore[untyped-decorator]
-def _(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
+def _fake_attention_backward(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor in inputs]
 
 
@@ -76,26 +76,31 @@ def attention_flops(pairs: float, head_dim: int, v_dim: int, *, backward: bool =
     return 2.0 * pairs * (3 * head_dim + 2 * v_dim if backward else head_dim + v_dim)
 
 
-def _count_pairs(q: Tensor, k: Tensor) -> int:
+def _count_query_key_pairs(q: Tensor, k: Tensor) -> int:
     """Return the query-key pairs over all rows and heads, without regard to a mask."""
     return q.shape[:3].numel() * k.shape[1]
 
 
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
-    return attention_flops(_count_pairs(q, k), q.shape[3], v.shape[3])
+def _count_forward_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
+    return attention_flops(_count_query_key_pairs(q, k), q.shape[3], v.shape[3])
 
 
-def _backward_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
-    return attention_flops(_count_pairs(q, k), q.shape[3], v.shape[3], backward=True)
+def _count_backward_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
+    return attention_flops(_count_query_key_pairs(q, k), q.shape[3], v.shape[3], backward=True)
 
 
-def _backward_scratch(q: Tensor, k: Tensor, v: Tensor) -> int:
+def _count_backward_scratch_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
     # cuDNN sums gradients of queries in float32, and computes gradients of keys and values for each head of queries.
     by_query_head = q.nbytes + q.shape[:3].numel() * v.shape[3] * v.itemsize
     return q.numel() * 4 + (by_query_head if k.shape[2] < q.shape[2] else 0)
 
 
-register_costs(torch.ops.drawloom.attention, flops=_forward_flops, scratch=no_scratch, is_attention=True)
 register_costs(
-    torch.ops.drawloom.attention_backward, flops=_backward_flops, scratch=_backward_scratch, is_attention=True
+    torch.ops.drawloom.attention, flops=_count_forward_flops, scratch=return_zero_scratch_bytes, is_attention=True
+)
+register_costs(
+    torch.ops.drawloom.attention_backward,
+    flops=_count_backward_flops,
+    scratch=_count_backward_scratch_bytes,
+    is_attention=True,
 )

@@ -63,11 +63,11 @@ class _AttendWithStatistics(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mixed, lse, seed, offset, sinks = ctx.saved_tensors
         grads = ctx.kernel.backward(grad, q, k, v, mixed, Statistics(lse, (seed, offset)))
-        grad_sinks = _sinks_gradient(grad, mixed, lse, sinks) if ctx.needs_input_grad[3] else None
+        grad_sinks = _compute_sinks_gradient(grad, mixed, lse, sinks) if ctx.needs_input_grad[3] else None
         return *grads, grad_sinks, None
 
 
-def _sinks_gradient(grad: Tensor, mixed: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def _compute_sinks_gradient(grad: Tensor, mixed: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the sinks' gradient (heads,): minus their weights times the result's product with its gradient."""
     along = (grad.to(lse.dtype) * mixed).sum(-1)
     return -((sinks - lse).exp() * along).flatten(0, -2).sum(0).to(sinks.dtype)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.attention import AttentionImplementation, causal_document_mask
+from drawloom.kernels.attention import AttentionImplementation, create_causal_document_mask
 from drawloom.kernels.attention_meta import attention_on_meta
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.operation import upcast
@@ -110,4 +110,4 @@ def _mask_scores(scores: Tensor, is_hidden: Tensor, kv_heads: int) -> Tensor:
     return by_head.masked_fill(is_hidden, MASKED).view(scores.shape)
 
 
-BLOCKS = AttentionImplementation(causal_document_mask, attend_in_blocks)
+BLOCKS = AttentionImplementation(create_causal_document_mask, attend_in_blocks)

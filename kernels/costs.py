@@ -21,12 +21,12 @@ Scratch = Callable[..., int]
 """Return the most bytes that exist only while an operation runs, from some of its arguments by name."""
 
 
-def no_flops() -> float:
+def return_zero_flops() -> float:
     """Return 0, for an operation without matrix products, such as a pointwise one."""
     return 0.0
 
 
-def no_scratch() -> int:
+def return_zero_scratch_bytes() -> int:
     """Return 0, for an operation that allocates its results and little else."""
     return 0
 
@@ -75,14 +75,14 @@ def has_costs(operation: OpOverloadPacket) -> bool:
     return operation in _REGISTERED
 
 
-def operation_costs(
+def compute_operation_costs(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> OperationCosts:
     """Return a call's costs, as registered by the operation, or else the FLOPs counted by torch."""
     registration = _REGISTERED.get(operator.overloadpacket)
     if registration is not None:
         return registration.costs(bind_arguments(operator, args, kwargs))
-    return OperationCosts(_torch_flops(operator, args, kwargs, result))
+    return OperationCosts(_count_flops_by_torch(operator, args, kwargs, result))
 
 
 def bind_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _call_by_name(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
     return function(**{name: arguments[name] for name in signature(function).parameters})
 
 
-def _torch_flops(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+def _count_flops_by_torch(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
     from torch.utils.flop_counter import flop_registry  # imports triton, which takes most of a second
 
     count = flop_registry.get(operator.overloadpacket)

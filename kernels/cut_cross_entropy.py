@@ -15,9 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.deferred_grads import (
+    WeightGradient,
+    get_weight_gradient_function,
+    supports_deferred_weight_gradient,
+)
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable, upcast
-from drawloom.kernels.vocab_parallel import SplitVocabulary, all_gather_lse, all_reduce, local_targets
+from drawloom.kernels.vocab_parallel import (
+    SplitVocabulary,
+    all_reduce_gradient,
+    combine_lse_and_target_logit_over_ranks,
+    find_local_target_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,8 @@ class CutCrossEntropyImplementation(NamedTuple):
     Both passes, over hidden (tokens, width), weight (vocabulary, width) and targets (tokens,), -1 on other ranks.
 
     `forward` returns log-sum-exp and target logit by token, 0 where the target is -1, both float32 (tokens,).
-    `backward` accepts the lse over the whole vocabulary and the two factors from `split_grads`, and returns the
-    requested gradients.
+    `backward` accepts the lse over the whole vocabulary and the two factors from `compute_logit_grad_factors`, and
+    returns the requested gradients.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, LogitCut], tuple[Tensor, Tensor]]
@@ -73,10 +82,10 @@ def cut_cross_entropy_eager(
     the factors of the losses. Losses and lse are (...), at least float32; a loss is 0 where the target is
     `cut.ignore_index`. Both are differentiable in hidden and weight.
     """
-    return cross_entropy(EAGER, hidden, weight, targets, cut, token_weights)
+    return apply_cut_cross_entropy(EAGER, hidden, weight, targets, cut, token_weights)
 
 
-def cross_entropy(
+def apply_cut_cross_entropy(
     implementation: CutCrossEntropyImplementation,
     hidden: Tensor,
     weight: Tensor,
@@ -86,17 +95,17 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Compute `cut_cross_entropy_eager` by an implementation: hidden (..., width), weight (vocabulary, width)."""
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    weight_gradient = weight_gradient_of(weight)
+    weight_gradient = get_weight_gradient_function(weight)
     losses, lse = _CutCrossEntropy.apply(tokens, weight, flat, cut, implementation, weight_gradient)  # type: ignore[no-untyped-call]
-    return weigh_losses(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    return multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
 
 
-def weigh_losses(losses: Tensor, token_weights: Tensor | None) -> Tensor:
+def multiply_by_token_weights(losses: Tensor, token_weights: Tensor | None) -> Tensor:
     """Multiply losses (...) by their tokens' weights (...), if any."""
     return losses if token_weights is None else losses * token_weights
 
 
-def split_grads(
+def compute_logit_grad_factors(
     grad_losses: Tensor | None, grad_lse: Tensor | None, learned: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """
@@ -111,13 +120,13 @@ def split_grads(
     return (grad, None) if grad_lse is None else (grad + grad_lse, grad_lse.contiguous())
 
 
-def skip_unused_grads(ctx: Any) -> None:
+def pass_none_for_unused_grads(ctx: Any) -> None:
     """Let the backward pass get None instead of zeros for an output without a loss, to do less."""
     if not torch.compiler.is_compiling():  # torch 2.11's tracer does not know the call
         ctx.set_materialize_grads(False)
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _CutCrossEntropy(Function):
     """Cross entropy that saves its inputs, hidden (tokens, width), weight and targets (tokens,), and lse."""
 
@@ -132,11 +141,13 @@ class _CutCrossEntropy(Function):
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
         """Return loss and log-sum-exp by token, both (tokens,), at least float32."""
-        local = local_targets(targets, len(weight), cut.ignore_index, cut.part)
-        lse, target_logit = all_gather_lse(*implementation.forward(hidden, weight, local, cut), cut.part)
+        local = find_local_target_rows(targets, len(weight), cut.ignore_index, cut.part)
+        lse, target_logit = combine_lse_and_target_logit_over_ranks(
+            *implementation.forward(hidden, weight, local, cut), cut.part
+        )
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.cut, ctx.implementation, ctx.weight_gradient = cut, implementation, weight_gradient
-        skip_unused_grads(ctx)
+        pass_none_for_unused_grads(ctx)
         return (lse - target_logit).where(targets != cut.ignore_index, 0), lse
 
     @staticmethod
@@ -145,8 +156,8 @@ class _CutCrossEntropy(Function):
         ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, lse = ctx.saved_tensors
-        grad, grad_lse = split_grads(grad_losses, grad_lse, targets != ctx.cut.ignore_index, lse.dtype)
-        local = local_targets(targets, len(weight), ctx.cut.ignore_index, ctx.cut.part)
+        grad, grad_lse = compute_logit_grad_factors(grad_losses, grad_lse, targets != ctx.cut.ignore_index, lse.dtype)
+        local = find_local_target_rows(targets, len(weight), ctx.cut.ignore_index, ctx.cut.part)
         needs, inputs = Needs(*ctx.needs_input_grad[:2]), (hidden, weight, local, lse, grad)
         # A deferred weight gradient computes the logits a third time, in exchange for keeping none.
         if needs.weight and getattr(ctx.weight_gradient, "active", False):
@@ -155,7 +166,7 @@ class _CutCrossEntropy(Function):
             needs = Needs(needs.hidden, False)
         grad_hidden, grad_weight = ctx.implementation.backward(*inputs, grad_lse, ctx.cut, needs)
         if grad_hidden is not None:
-            grad_hidden = all_reduce(grad_hidden, ctx.cut.part)
+            grad_hidden = all_reduce_gradient(grad_hidden, ctx.cut.part)
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -180,18 +191,18 @@ class _DeferredWeightGradient:
         return grad_weight  # type: ignore[return-value]
 
 
-def chunks(tokens: int, vocab: int, cut: LogitCut) -> Iterator[slice]:
+def split_token_chunks(tokens: int, vocab: int, cut: LogitCut) -> Iterator[slice]:
     """Return token slices in whole tiles, with at most the number of logits that may exist together."""
     size = max(1, cut.max_logits // (vocab * cut.tile[0])) * cut.tile[0]
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def logits_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
+def count_logits_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
     """Return how many logit bytes exist together, for hidden (tokens, width) and weight (vocabulary, width)."""
     return min(len(hidden) * len(weight), max_logits) * hidden.dtype.itemsize
 
 
-def order_of_vocab(hidden: Tensor, weight: Tensor) -> Tensor:
+def sort_vocabulary_by_mean_logit(hidden: Tensor, weight: Tensor) -> Tensor:
     """
     Return the words of the vocabulary, int64 (vocabulary,), from the least to the greatest mean logit over the tokens.
 
@@ -204,8 +215,8 @@ def order_of_vocab(hidden: Tensor, weight: Tensor) -> Tensor:
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
     lse = hidden.new_empty(len(hidden), dtype=accumulation_dtype(hidden))
     target_logit = torch.zeros_like(lse)
-    for chunk in chunks(len(hidden), len(weight), cut):
-        logits = _logits(hidden[chunk], weight)
+    for chunk in split_token_chunks(len(hidden), len(weight), cut):
+        logits = _compute_logits(hidden[chunk], weight)
         lse[chunk] = logits.logsumexp(-1)
         is_local = targets[chunk] >= 0
         picked = logits.gather(-1, targets[chunk].where(is_local, 0).unsqueeze(-1)).squeeze(-1)
@@ -224,14 +235,14 @@ def _backward(
     cut: LogitCut,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
-    order = order_of_vocab(hidden, weight) if cut.filter_eps and len(hidden) else None
+    order = sort_vocabulary_by_mean_logit(hidden, weight) if cut.filter_eps and len(hidden) else None
     grad_hidden = torch.empty_like(hidden) if needs.hidden else None
     # A bfloat16 sum stops growing once it is 256 times as large as a summand.
     grad_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight)) if needs.weight else None
-    for chunk in chunks(len(hidden), len(weight), cut):
+    for chunk in split_token_chunks(len(hidden), len(weight), cut):
         chunk_grad_lse = None if grad_lse is None else grad_lse[chunk]
         inputs = hidden[chunk], weight, targets[chunk], lse[chunk], grad[chunk], chunk_grad_lse
-        grad_logits = _grad_logits(*inputs, cut, order)
+        grad_logits = _compute_grad_logits(*inputs, cut, order)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
         if grad_weight is not None:
@@ -240,7 +251,7 @@ def _backward(
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def _grad_logits(
+def _compute_grad_logits(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -251,10 +262,12 @@ def _grad_logits(
     order: Tensor | None,
 ) -> Tensor:
     """Return logit gradients (tokens, vocabulary) in the hidden states' dtype."""
-    probs = _logits(hidden, weight).sub_(lse.unsqueeze(-1)).exp_()
+    probs = _compute_logits(hidden, weight).sub_(lse.unsqueeze(-1)).exp_()
     is_local = (targets >= 0).to(probs.dtype).unsqueeze(-1)
     indices = targets.clamp(min=0).unsqueeze(-1)
-    mask = None if order is None else _filter_mask(probs, indices, is_local, grad_lse is not None, cut, order)
+    mask = (
+        None if order is None else _mask_words_in_kept_tiles(probs, indices, is_local, grad_lse is not None, cut, order)
+    )
     result = probs.scatter_add_(1, indices, -is_local).mul_(grad.unsqueeze(-1))
     if grad_lse is not None:
         result.scatter_add_(1, indices, is_local * grad_lse.unsqueeze(-1))
@@ -263,17 +276,17 @@ def _grad_logits(
     return result.to(hidden.dtype)
 
 
-def _filter_mask(
+def _mask_words_in_kept_tiles(
     probs: Tensor, indices: Tensor, is_local: Tensor, uses_lse: bool, cut: LogitCut, order: Tensor
 ) -> Tensor:
     """Return 1 for words (tokens, vocabulary) in a tile kept by the filter, else 0."""
     size = probs.scatter_add(1, indices, -is_local).abs_()
     if uses_lse:  # a target of probability 1 has no gradient of its loss, but one of its lse
         size = torch.maximum(size, probs)
-    return _active_tiles(size[:, order], cut)[:, order.argsort()]
+    return _mask_active_tiles(size[:, order], cut)[:, order.argsort()]
 
 
-def _active_tiles(sizes: Tensor, cut: LogitCut) -> Tensor:
+def _mask_active_tiles(sizes: Tensor, cut: LogitCut) -> Tensor:
     """Return 1 where the tile around a size (tokens, vocabulary) has one not below `filter_eps`, else 0."""
     (tokens, vocab), (height, width) = sizes.shape, cut.tile
     padded = torch.nn.functional.pad(sizes, (0, -vocab % width, 0, -tokens % height))
@@ -282,7 +295,7 @@ def _active_tiles(sizes: Tensor, cut: LogitCut) -> Tensor:
     return active.repeat_interleave(height, 0).repeat_interleave(width, 1)[:tokens, :vocab]
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def _compute_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return upcast(hidden @ weight.T)
 
 

@@ -4,9 +4,9 @@ Weight gradients that autograd does not add: they are deferred, or added to `.gr
 Deferral serves zero-bubble schedules: the backward pass for a stage's inputs queues the tensors from which weight
 gradients are computed later.
 
-An operation calls `weight_gradient_of(weight)` in its forward pass and keeps the result on its `ctx`. Its backward pass
-calls the result with the function that computes the weight's gradient, which then runs at once or is queued. A graph
-recorded under a deferral is an ordinary graph, except for backward passes within `defer`.
+An operation calls `get_weight_gradient_function(weight)` in its forward pass and keeps the result on its `ctx`. Its
+backward pass calls the result with the function that computes the weight's gradient, which then runs at once or is
+queued. A graph recorded under a deferral is an ordinary graph, except for backward passes within `defer`.
 
 Queued tensors are not copied. If one is changed in place before its gradient is computed, its version counter detects
 the change, as for tensors that autograd saves.
@@ -44,7 +44,7 @@ class Addable(ABC):
         """Return the summand (the weight's shape) in the tensors' dtype."""
 
     @abstractmethod
-    def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+    def compute_in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         """Return the summand (the weight's shape) in a dtype at least as wide."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class MatrixProduct(Addable):
         """Return the product (rows, columns) in the factors' dtype."""
         return torch.mm(*self.factors(*tensors))
 
-    def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+    def compute_in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         """Return the product (rows, columns) in a dtype."""
         a, b = self.factors(*tensors)
         if dtype != a.dtype and _has_wide_product(a, dtype):
@@ -83,7 +83,7 @@ FUSED = {"cuda"}
 
 
 @contextmanager
-def fuse_on_meta() -> Iterator[None]:
+def fuse_gradient_sums_on_meta() -> Iterator[None]:
     """Add meta tensors' gradients as on GPUs, within this context; plans for GPUs use it."""
     FUSED.add("meta")
     try:
@@ -102,7 +102,7 @@ def add_to_grad(weight: Tensor, compute: Compute, *tensors: Tensor) -> Tensor | 
         return compute(*tensors)
     grad: Tensor | None = weight.grad
     if grad is None or not grad.is_contiguous() or _has_hooks(weight):
-        return compute.in_dtype(weight.grad_dtype or tensors[0].dtype, *tensors)
+        return compute.compute_in_dtype(weight.grad_dtype or tensors[0].dtype, *tensors)
     compute.add_to(grad, *tensors)
     return None
 
@@ -153,10 +153,10 @@ class DeferredGrad:
         """Compute a summand (the weight's shape), or queue it and return None while deferral is active."""
         if not self.active:
             return compute(*tensors)
-        self.queue(compute, *tensors)
+        self.queue_summand(compute, *tensors)
         return None
 
-    def queue(self, compute: Compute, *tensors: Tensor) -> None:
+    def queue_summand(self, compute: Compute, *tensors: Tensor) -> None:
         """Queue a summand; `tensors` (any shapes) live until it is computed."""
         self._pending.append((compute, record_versions(*tensors)))
 
@@ -164,19 +164,19 @@ class DeferredGrad:
         """Queue a summand whose tensors other summands may share."""
         self._pending.append((compute, tensors))
 
-    def add(self, part: Tensor | None) -> None:
+    def queue_computed_summand(self, part: Tensor | None) -> None:
         """Queue a summand that is already computed (the weight's shape); None queues nothing."""
         if part is not None:
-            self.queue(_identity, part)
+            self.queue_summand(_identity, part)
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def clear(self) -> None:
+    def drop_queued_summands(self) -> None:
         """Drop the queued summands and their tensors."""
         self._pending = []
 
-    def compute(self) -> Tensor | None:
+    def compute_sum(self) -> Tensor | None:
         """
         Compute the queued summands and return the sum (the weight's shape) of the summands that `.grad` lacks.
 
@@ -191,7 +191,7 @@ class DeferredGrad:
         while pending:
             compute, (tensors, versions) = pending.pop(0)
             if versions != [tensor._version for tensor in tensors]:
-                raise ChangedInPlaceError(_describe_change(tensors, versions, weight))
+                raise ChangedInPlaceError(_describe_in_place_change(tensors, versions, weight))
             summand = add_to_grad(weight, compute, *tensors) if is_fused else compute(*tensors)
             if summand is None:
                 continue
@@ -210,20 +210,20 @@ class DeferredGrad:
         weight = self.weight
         if not weight.is_leaf or (grad := weight.grad) is None or _has_hooks(weight) or grad.layout != torch.strided:
             return False
-        if (total := self.compute()) is not None:
+        if (total := self.compute_sum()) is not None:
             grad += total
         return True
 
 
 class Recording(ABC):
-    """Context manager whose `grad_for` decides how operations within it treat their weights' gradients."""
+    """Context manager whose `gradient_function_for` decides how operations within it treat their weights' gradients."""
 
     # A context manager from a generator function takes four times as long; each microbatch enters one.
 
     __slots__ = ("_token",)
 
     @abstractmethod
-    def grad_for(self, weight: Tensor) -> WeightGradient:
+    def gradient_function_for(self, weight: Tensor) -> WeightGradient:
         """Return the function that a backward pass calls for the weight's gradient (any shape)."""
 
     def __enter__(self) -> None:
@@ -253,13 +253,13 @@ class Deferral(Recording):
         ids = set(map(id, except_for))
         return _Deferring([grad for key, grad in self._grads.items() if key not in ids])
 
-    def grad_for(self, weight: Tensor) -> DeferredGrad:
+    def gradient_function_for(self, weight: Tensor) -> DeferredGrad:
         """Return a weight's deferrable gradient (any shape)."""
         if (grad := self._grads.get(id(weight))) is None:
             grad = self._grads[id(weight)] = DeferredGrad(weight)
         return grad
 
-    def take(self) -> list[DeferredGrad]:
+    def take_queued_gradients(self) -> list[DeferredGrad]:
         """Remove all gradients, and return the gradients with queued summands."""
         deferred, self._grads = self._grads, {}
         return [grad for grad in deferred.values() if grad._pending]
@@ -291,21 +291,21 @@ class Accumulation(Recording):
 
     __slots__ = ()
 
-    def grad_for(self, weight: Tensor) -> WeightGradient:
+    def gradient_function_for(self, weight: Tensor) -> WeightGradient:
         """Return the function that adds a summand to a weight's gradient (any shape)."""
         return partial(add_to_grad, weight)
 
 
-def deferring(function: type[Function]) -> type[Function]:
+def supports_deferred_weight_gradient(function: type[Function]) -> type[Function]:
     """
-    Decorate an autograd Function that keeps `weight_gradient_of`'s result as `ctx.weight_gradient`.
+    Decorate an autograd Function that keeps `get_weight_gradient_function`'s result as `ctx.weight_gradient`.
 
     A node with a hook (`grad_fn.register_hook`) defers nothing, since the hook must see every gradient.
     """
     node_class: Any = function._backward_cls
 
     def register_hook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
-        node.weight_gradient = _compute_now
+        node.weight_gradient = _compute_at_once
         handle: RemovableHandle = super(node_class, node).register_hook(hook)
         return handle
 
@@ -313,22 +313,22 @@ def deferring(function: type[Function]) -> type[Function]:
     return function
 
 
-def weight_gradient_of(weight: Tensor) -> WeightGradient:
+def get_weight_gradient_function(weight: Tensor) -> WeightGradient:
     """
     Return the function that an operation's backward pass calls for its weight's gradient (any shape).
 
     It returns the gradient; inside a Recording, such as a split backward pass, it may defer it or add it to `.grad`.
     """
     if torch.compiler.is_compiling():
-        return _compute_now  # a compiled backward pass cannot decide at run time
+        return _compute_at_once  # a compiled backward pass cannot decide at run time
     recording = _recording.get()
     # A weight that is computed from other tensors must pass its gradient on in the same pass.
     if recording is None or not (weight.requires_grad and weight.is_leaf):
-        return _compute_now
-    return recording.grad_for(weight)
+        return _compute_at_once
+    return recording.gradient_function_for(weight)
 
 
-def _compute_now(compute: Compute, *tensors: Tensor) -> Tensor:
+def _compute_at_once(compute: Compute, *tensors: Tensor) -> Tensor:
     return compute(*tensors)
 
 
@@ -336,7 +336,7 @@ def _identity(part: Tensor) -> Tensor:
     return part
 
 
-def _describe_change(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
+def _describe_in_place_change(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
     """Name the tensor changed in place and the weight, by dtype and shape, and the remedy."""
     changed = next(tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version)
     texts = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in (changed, weight)]

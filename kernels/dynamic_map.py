@@ -24,7 +24,7 @@ SMALLEST = 1e-38
 """Divisor of blocks of zeros."""
 
 
-def dynamic_values(signed: bool) -> Tensor:
+def compute_code_values(signed: bool) -> Tensor:
     """
     Return the values by code, ascending, float32 (256,): in the decade 10^-n, 2^(6 - n) values, or twice as many if no
     code has a sign, and 0 and 1.
@@ -38,26 +38,26 @@ def dynamic_values(signed: bool) -> Tensor:
 
 
 @cache
-def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the values (256,) and the midpoints between them (255,), float32."""
-    values = dynamic_values(signed)
+def compute_values_and_midpoints(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the float32 values of all codes (256,), ascending, and the midpoints between neighbours (255,)."""
+    values = compute_code_values(signed)
     return values.to(device), ((values[:-1] + values[1:]) / 2).to(device)
 
 
-def blocks_in_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the scales' shape (..., blocks) for numbers (..., width)."""
+def compute_scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales, (..., blocks), for numbers with a shape (..., width)."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
-def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+def decode_8bit(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """Return float32 (rows, width) for codes uint8 (rows, width) and scales float32 (rows, blocks)."""
-    values, _ = tables(signed, codes.device)
+    values, _ = compute_values_and_midpoints(signed, codes.device)
     return values[codes.int()] * scales.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
 
 
-def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+def encode_8bit(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Return the nearest codes uint8 (rows, width), and scales float32 (rows, blocks), for float32 (rows, width)."""
-    _, midpoints = tables(signed, numbers.device)
+    _, midpoints = compute_values_and_midpoints(signed, numbers.device)
     rows, width = numbers.shape
     padded = F.pad(numbers, (0, -width % BLOCK)).view(rows, -1, BLOCK)
     scales = padded.abs().amax(2)

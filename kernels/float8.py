@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from drawloom.kernels.swiglu import swiglu_gradients, swiglu_halves_eager
+from drawloom.kernels.swiglu import compute_swiglu_gradients, swiglu_halves_eager
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT = 16
@@ -56,7 +56,7 @@ class Gradient(NamedTuple):
 class Float8Kernels(Protocol):
     """Casts and products in float8; all matrices have contiguous rows, and all scales are float32."""
 
-    def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
+    def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
         """Round x (rows, width) by rows, with or without a transposed copy."""
         ...
 
@@ -72,12 +72,12 @@ class Float8Kernels(Protocol):
         """Round weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
         ...
 
-    def round_weights(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+    def round_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
         """Fill `rows` with the elements, scales and transposed copy of weights (outputs, inputs)."""
         ...
 
-    def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
-        """Round silu(gate) * up by rows, where gate and up are the halves of `both` (rows, 2 * width)."""
+    def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
+        """Round silu(gate) * up by rows, where gate and up are the halves of `gate_and_up` (rows, 2 * width)."""
         ...
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
@@ -88,14 +88,16 @@ class Float8Kernels(Protocol):
         """
         ...
 
-    def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
+    def quantize_swiglu_gradient(
+        self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
+    ) -> Gradient:
         """
-        Round `both`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) * up, and
-        factor (2 * width,).
+        Round `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) *
+        up, and factor (2 * width,).
         """
         ...
 
-    def multiply(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
+    def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         """
         Return a @ b.T, bfloat16 (rows, columns), times a_scale (rows,) and b_scale (columns,): a (rows, inner),
         b (columns, inner).
@@ -103,7 +105,7 @@ class Float8Kernels(Protocol):
         ...
 
 
-def scale_of(largest: Tensor) -> Tensor:
+def compute_power_of_two_scales(largest: Tensor) -> Tensor:
     """
     Return power-of-two divisors for rows with these largest magnitudes, float32 (rows,).
 
@@ -114,21 +116,21 @@ def scale_of(largest: Tensor) -> Tensor:
     return scale.masked_fill(~largest.isfinite(), torch.nan)
 
 
-def empty_weights(weights: Sequence[Tensor]) -> Float8Rows:
-    """Return memory for rounded weights (outputs, inputs), one below the other, with a transposed copy."""
+def allocate_rounded_weights(weights: Sequence[Tensor]) -> Float8Rows:
+    """Allocate float8 rows for weights (outputs, inputs), concatenated along outputs, and a transposed copy."""
     outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
     data, transposed = (weights[0].new_empty(shape, dtype=E4M3) for shape in ((outputs, inputs), (inputs, outputs)))
     return Float8Rows(data, weights[0].new_empty(outputs, dtype=torch.float32), transposed)
 
 
-def round_up_rows(rows: int) -> int:
-    """Return the padded row count for a transposed copy."""
+def compute_padded_row_count(rows: int) -> int:
+    """Return a row count, rounded up to the alignment of transposed copies."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 def _transpose_rows(data: Tensor) -> Tensor:
     """Transpose e4m3 (rows, width) to (width, padded rows)."""
-    result = data.new_zeros(data.shape[1], round_up_rows(len(data)))
+    result = data.new_zeros(data.shape[1], compute_padded_row_count(len(data)))
     result[:, : len(data)] = data.t()
     return result
 
@@ -136,9 +138,9 @@ def _transpose_rows(data: Tensor) -> Tensor:
 class EagerFloat8:
     """Casts and products in plain torch: operands are widened to float32."""
 
-    def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
+    def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
         wide = x.float()
-        scale = scale_of(wide.abs().amax(1))
+        scale = compute_power_of_two_scales(wide.abs().amax(1))
         data = (wide / scale[:, None]).to(E4M3)
         return Float8Rows(data, scale, _transpose_rows(data) if transposed else data.new_empty(0))
 
@@ -146,31 +148,33 @@ class EagerFloat8:
         return _transpose_rows(data)
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return self.quantize(torch.cat([*weights]), False)[:2]
+        return self.quantize_rows(torch.cat([*weights]), False)[:2]
 
     def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         return _transpose_rows((torch.cat([*weights]).float() / scale[:, None]).to(E4M3))
 
-    def round_weights(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
-        for target, source in zip(rows, self.quantize(torch.cat([*weights]), True), strict=True):
+    def round_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+        for target, source in zip(rows, self.quantize_rows(torch.cat([*weights]), True), strict=True):
             target.copy_(source)
 
-    def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
-        return self.quantize(swiglu_halves_eager(both.float()), transposed)
+    def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
+        return self.quantize_rows(swiglu_halves_eager(gate_and_up.float()), transposed)
 
-    def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        gate, up = both.float().chunk(2, -1)
-        return self.quantize_gradient(swiglu_gradients(gate, up, grad.float()), factor, row_scale)
+    def quantize_swiglu_gradient(
+        self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
+    ) -> Gradient:
+        gate, up = gate_and_up.float().chunk(2, -1)
+        return self.quantize_gradient(compute_swiglu_gradients(gate, up, grad.float()), factor, row_scale)
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        data, scale, empty = self.quantize(torch.cat([*grads], 1).float() * factor, False)
+        data, scale, empty = self.quantize_rows(torch.cat([*grads], 1).float() * factor, False)
         if row_scale is None:
             return Gradient(data, scale, empty.view(0, 0), scale.new_empty(0))
         shifted = data.float() * (scale * row_scale)[:, None]
-        column_scale = scale_of(shifted.abs().amax(0))
+        column_scale = compute_power_of_two_scales(shifted.abs().amax(0))
         return Gradient(data, scale, _transpose_rows((shifted / column_scale).to(E4M3)), column_scale / factor)
 
-    def multiply(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
+    def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         product = a.float() @ b.float().t() * a_scale[:, None]
         return (product if b_scale is None else product * b_scale).bfloat16()
 

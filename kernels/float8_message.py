@@ -53,7 +53,7 @@ def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence
 def _quantize(weight: Tensor) -> Float8Rows:
     """Round a weight (rows, width) by rows."""
     if not weight.is_cuda or why_no_triton(weight.device):
-        return EAGER.quantize(weight, False)
+        return EAGER.quantize_rows(weight, False)
     from drawloom.kernels.triton.float8 import TRITON
 
-    return TRITON.quantize(weight, False)
+    return TRITON.quantize_rows(weight, False)

@@ -15,8 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_scratch, register_costs
-from drawloom.kernels.deferred_grads import WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.costs import register_costs, return_zero_scratch_bytes
+from drawloom.kernels.deferred_grads import (
+    WeightGradient,
+    get_weight_gradient_function,
+    supports_deferred_weight_gradient,
+)
 from drawloom.kernels.operation import once_differentiable
 
 ALIGNMENT = 16
@@ -44,7 +48,7 @@ def grouped_gemm_eager(x: Tensor, weight: Tensor, offsets: Tensor, transposed: b
     offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], and expert 0 begins at row 0. Returns
     (rows, outputs) in x's dtype. Synchronizes with the device, as it computes one product per expert.
     """
-    return grouped_gemm(EAGER, x, weight, offsets, transposed)
+    return apply_grouped_gemm(EAGER, x, weight, offsets, transposed)
 
 
 def grouped_gemm_torch(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
@@ -53,10 +57,10 @@ def grouped_gemm_torch(x: Tensor, weight: Tensor, offsets: Tensor, transposed: b
 
     x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
-    return grouped_gemm(TORCH, x, weight, offsets, transposed)
+    return apply_grouped_gemm(TORCH, x, weight, offsets, transposed)
 
 
-def grouped_gemm(
+def apply_grouped_gemm(
     implementation: GroupedGemmImplementation, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool
 ) -> Tensor:
     """
@@ -64,12 +68,12 @@ def grouped_gemm(
 
     x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
-    weight_gradient = weight_gradient_of(weight)
+    weight_gradient = get_weight_gradient_function(weight)
     result: Tensor = _GroupedGemm.apply(x, weight, offsets, transposed, implementation, weight_gradient)  # type: ignore[no-untyped-call]
     return result
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _GroupedGemm(Function):
     """Grouped product, which can defer its weight's gradient."""
 
@@ -109,23 +113,23 @@ def _weight_gradient(
     return implementation.matrices(grad, x, offsets) if transposed else implementation.matrices(x, grad, offsets)
 
 
-def rows_flops(x: Tensor, weight: Tensor) -> float:
+def count_row_product_flops(x: Tensor, weight: Tensor) -> float:
     """Return the FLOPs for x (rows, inputs), every row times a matrix in weight (experts, inputs, outputs)."""
     return 2.0 * x.numel() * weight.shape[-1]
 
 
-def matrices_flops(a: Tensor, b: Tensor) -> float:
+def count_outer_product_flops(a: Tensor, b: Tensor) -> float:
     """Return the FLOPs for a.T @ b by expert: a (rows, inputs), b (rows, outputs)."""
     return 2.0 * a.numel() * b.shape[-1]
 
 
-def _torch_flops(self: Tensor, mat2: Tensor) -> float:
+def _count_torch_flops(self: Tensor, mat2: Tensor) -> float:
     # Rows times matrices (3 dimensions), or sums of products of rows (2 dimensions): the count is the same.
     return 2.0 * self.numel() * mat2.shape[-1]
 
 
 @torch.library.custom_op("drawloom::grouped_gemm_rows_eager", mutates_args=())
-def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     # A custom op, because neither torch.compile nor the meta device can slice by values of `offsets`.
     result = x.new_zeros(len(x), weight.shape[2])
     for matrix, rows in zip(weight, _expert_slices(offsets), strict=True):
@@ -133,18 +137,18 @@ def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return result
 
 
-@_rows.register_fake
-def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+@_multiply_rows_by_expert.register_fake
+def _fake_multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[2])
 
 
 @torch.library.custom_op("drawloom::grouped_gemm_matrices_eager", mutates_args=())
-def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return torch.stack([a[rows].T @ b[rows] for rows in _expert_slices(offsets)])
 
 
-@_matrices.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+@_sum_outer_products_by_expert.register_fake
+def _fake_sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 
@@ -154,30 +158,36 @@ def _expert_slices(offsets: Tensor) -> list[slice]:
     return [slice(first, last) for first, last in pairwise(bounds)]
 
 
-def _rows_by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _multiply_rows_by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if not x.numel() or not weight.numel():
         return x.new_zeros(len(x), weight.shape[2])
-    padded = _pad(weight, 2)
-    product = F.grouped_mm(_pad(x, 1), _pad(padded.transpose(1, 2), 2).transpose(1, 2), offs=offsets)
+    padded = _pad_last_dim(weight, 2)
+    product = F.grouped_mm(_pad_last_dim(x, 1), _pad_last_dim(padded.transpose(1, 2), 2).transpose(1, 2), offs=offsets)
     return product[:, : weight.shape[2]]
 
 
-def _matrices_by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _sum_outer_products_by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if not len(a):
         return a.new_zeros(len(offsets), a.shape[1], b.shape[1])
-    product = F.grouped_mm(_pad(a, 1).T, _pad(b, 1), offs=offsets)
+    product = F.grouped_mm(_pad_last_dim(a, 1).T, _pad_last_dim(b, 1), offs=offsets)
     return product[:, : a.shape[1], : b.shape[1]]
 
 
-def _pad(x: Tensor, dimension: int) -> Tensor:
+def _pad_last_dim(x: Tensor, dimension: int) -> Tensor:
     """Append zeros to the last dimension of x, so that size `dimension` is divisible by ALIGNMENT bytes."""
     multiple = ALIGNMENT // x.element_size()
     return F.pad(x, (0, -x.shape[dimension] % multiple)) if x.shape[dimension] % multiple else x
 
 
-register_costs(torch.ops.drawloom.grouped_gemm_rows_eager, flops=rows_flops, scratch=no_scratch)
-register_costs(torch.ops.drawloom.grouped_gemm_matrices_eager, flops=matrices_flops, scratch=no_scratch)
-register_costs(torch.ops.aten._grouped_mm, flops=_torch_flops, scratch=no_scratch)  # torch 2.11 does not count it
+register_costs(
+    torch.ops.drawloom.grouped_gemm_rows_eager, flops=count_row_product_flops, scratch=return_zero_scratch_bytes
+)
+register_costs(
+    torch.ops.drawloom.grouped_gemm_matrices_eager, flops=count_outer_product_flops, scratch=return_zero_scratch_bytes
+)
+register_costs(
+    torch.ops.aten._grouped_mm, flops=_count_torch_flops, scratch=return_zero_scratch_bytes
+)  # torch 2.11 does not count it
 
-EAGER = GroupedGemmImplementation(_rows, _matrices)
-TORCH = GroupedGemmImplementation(_rows_by_torch, _matrices_by_torch)
+EAGER = GroupedGemmImplementation(_multiply_rows_by_expert, _sum_outer_products_by_expert)
+TORCH = GroupedGemmImplementation(_multiply_rows_by_torch, _sum_outer_products_by_torch)

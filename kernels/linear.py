@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.deferred_grads import Addable, MatrixProduct, WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.deferred_grads import (
+    Addable,
+    MatrixProduct,
+    WeightGradient,
+    get_weight_gradient_function,
+    supports_deferred_weight_gradient,
+)
 from drawloom.kernels.operation import once_differentiable
 
 
@@ -17,10 +23,10 @@ def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     learns = weight.requires_grad and torch.is_grad_enabled()
     if not learns or torch.compiler.is_compiling() or weight.is_complex():
         return F.linear(x, weight, bias)  # gradients of complex weights are conjugated, which _Linear does not do
-    return _Linear.apply(x, weight, bias, weight_gradient_of(weight))  # type: ignore[no-untyped-call, no-any-return]
+    return _Linear.apply(x, weight, bias, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _Linear(Function):
     """Linear layer that can defer its weight's gradient; the bias's gradient is a cheap sum."""
 
@@ -52,10 +58,10 @@ def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
     learns = weight.requires_grad and torch.is_grad_enabled()
     if not learns or torch.compiler.is_compiling():
         return F.embedding(tokens, weight)
-    return _Embedding.apply(tokens, weight, weight_gradient_of(weight))  # type: ignore[no-untyped-call, no-any-return]
+    return _Embedding.apply(tokens, weight, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _Embedding(Function):
     """Embedding that saves only the tokens, and can defer its weight's gradient."""
 
@@ -84,7 +90,7 @@ class _EmbeddingGradient(Addable):
         summed: Tensor = torch.ops.aten.embedding_dense_backward(grad, tokens, self.rows, -1, False)
         return summed
 
-    def in_dtype(self, dtype: torch.dtype, grad: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
+    def compute_in_dtype(self, dtype: torch.dtype, grad: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
         return self(grad.to(dtype), tokens)
 
     def add_to(self, summed: Tensor, grad: Tensor, tokens: Tensor) -> None:  # type: ignore[override]
@@ -93,7 +99,9 @@ class _EmbeddingGradient(Addable):
         begins = torch.ones_like(ordered, dtype=torch.bool)
         begins[1:] = ordered[1:] != ordered[:-1]
         number = begins.cumsum(0) - 1  # index among the distinct tokens
-        sums = _EmbeddingGradient(len(ordered)).in_dtype(summed.dtype, grad.reshape(-1, grad.shape[-1])[order], number)
+        sums = _EmbeddingGradient(len(ordered)).compute_in_dtype(
+            summed.dtype, grad.reshape(-1, grad.shape[-1])[order], number
+        )
         # There may be fewer distinct tokens than tokens; the other sums are zeros, which can go to any row.
         rows = torch.arange(len(ordered), device=ordered.device, dtype=ordered.dtype) % self.rows
         summed.index_add_(0, rows.scatter_(0, number, ordered), sums)

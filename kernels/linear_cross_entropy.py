@@ -12,12 +12,17 @@ from torch.autograd import Function
 
 from drawloom.kernels.cut_cross_entropy import (
     LogitCut,
+    compute_logit_grad_factors,
     cut_cross_entropy_eager,
-    skip_unused_grads,
-    split_grads,
-    weigh_losses,
+    multiply_by_token_weights,
+    pass_none_for_unused_grads,
 )
-from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.deferred_grads import (
+    MatrixProduct,
+    WeightGradient,
+    get_weight_gradient_function,
+    supports_deferred_weight_gradient,
+)
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable
 
 MIN_CHUNK_TOKENS = 2048
@@ -40,11 +45,11 @@ def linear_cross_entropy_eager(
         cut = LogitCut(ignore_index=ignore_index, tile=(1, 1), max_logits=chunk * len(weight))
         return cut_cross_entropy_eager(hidden, weight, targets, cut, token_weights)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    losses, lse = _WholeProbabilities.apply(tokens, weight, flat, ignore_index, weight_gradient_of(weight))  # type: ignore[no-untyped-call]
-    return weigh_losses(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    losses, lse = _WholeProbabilities.apply(tokens, weight, flat, ignore_index, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call]
+    return multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _WholeProbabilities(Function):
     """Cross entropy of hidden (tokens, width), weight (vocabulary, width) and targets (tokens,)."""
 
@@ -53,11 +58,11 @@ class _WholeProbabilities(Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, weight_gradient: WeightGradient
     ) -> tuple[Tensor, Tensor]:
         """Return every token's loss and log-sum-exp, both (tokens,), at least float32."""
-        log_probs, lse = _log_softmax(hidden, weight)
+        log_probs, lse = _compute_log_softmax_and_lse(hidden, weight)
         losses = F.nll_loss(log_probs, targets, ignore_index=ignore_index, reduction="none")
         ctx.save_for_backward(hidden, weight, targets, log_probs)
         ctx.ignore_index, ctx.weight_gradient = ignore_index, weight_gradient
-        skip_unused_grads(ctx)
+        pass_none_for_unused_grads(ctx)
         return losses, lse
 
     @staticmethod
@@ -67,10 +72,10 @@ class _WholeProbabilities(Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, targets, log_probs = ctx.saved_tensors
         learned = targets != ctx.ignore_index
-        grads = split_grads(grad_losses, grad_lse, learned, accumulation_dtype(hidden))
+        grads = compute_logit_grad_factors(grad_losses, grad_lse, learned, accumulation_dtype(hidden))
         targets = targets.where(learned, 0)  # any index will do, as the factors there are 0
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        grad_logits = _grad_logits(log_probs, targets, *grads).to(hidden.dtype)
+        grad_logits = _compute_grad_logits(log_probs, targets, *grads).to(hidden.dtype)
         grad_hidden = grad_logits @ weight if needs_hidden else None
         grad_weight = ctx.weight_gradient(_weight_gradient, grad_logits, hidden.detach()) if needs_weight else None
         return grad_hidden, grad_weight, None, None, None
@@ -79,7 +84,7 @@ class _WholeProbabilities(Function):
 _weight_gradient = MatrixProduct(lambda grad_logits, hidden: (grad_logits.T, hidden))
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_log_softmax_and_lse(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits' log softmax (tokens, vocabulary) and their log-sum-exp (tokens,)."""
     logits = hidden @ weight.T
     log_probs = F.log_softmax(logits, dim=-1, dtype=accumulation_dtype(hidden))
@@ -87,8 +92,10 @@ def _log_softmax(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return log_probs, logits.amax(-1) - log_probs.amax(-1)
 
 
-def _grad_logits(log_probs: Tensor, targets: Tensor, grad: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """Return softmax * grad - onehot * (grad - grad_lse), with the factors that `split_grads` returns."""
+def _compute_grad_logits(log_probs: Tensor, targets: Tensor, grad: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """
+    Return softmax * grad - onehot * (grad - grad_lse), with the factors that `compute_logit_grad_factors` returns.
+    """
     on_target = grad if grad_lse is None else grad - grad_lse
     result = log_probs.exp().mul_(grad.unsqueeze(-1))
     return result.scatter_add_(1, targets.unsqueeze(-1), -on_target.unsqueeze(-1))

@@ -18,18 +18,29 @@ A feed-forward network is one operation: its gate and up projections are one pro
 write their results in float8 alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.deferred_grads import Addable, Compute, WeightGradient, deferring, weight_gradient_of
-from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, Gradient, empty_weights
+from drawloom.kernels.deferred_grads import (
+    Addable,
+    Compute,
+    WeightGradient,
+    get_weight_gradient_function,
+    supports_deferred_weight_gradient,
+)
+from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, Gradient, allocate_rounded_weights
 from drawloom.kernels.operation import once_differentiable
-from drawloom.kernels.recompute import cheap, cheap_inside, note
+from drawloom.kernels.recompute import (
+    call_recomputable,
+    call_recomputable_in_autograd_function,
+    record_recomputable_call,
+)
 
 
 def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,10 +60,29 @@ def linears_float8(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor])
 
 
 def _multiply(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> tuple[Tensor, ...]:
-    rows = _round_input(kernels, x, weights)
-    gradients = _GradientDispatcher([weight_gradient_of(weight) for weight in weights])
+    for weight in weights:
+        check_float8_operands(x, weight)
+    rows = round_input(kernels, x, _need_gradients(weights))
+    gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
     result: tuple[Tensor, ...] = _LinearFloat8.apply(x, bias, gradients, kernels, *rows, *weights)  # type: ignore[no-untyped-call]
     return result
+
+
+def linear_quantized_float8(
+    kernels: Float8Kernels,
+    dequantize: Callable[[Tensor], Tensor],
+    x: Tensor,
+    stored: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """
+    Return x @ weight.T + bias (..., outputs), multiplied in float8, with a frozen weight: x bfloat16 (..., inputs).
+
+    `dequantize` maps the weight's storage (outputs, units) to the weight, bfloat16 (outputs, inputs).
+    """
+    rows = round_input(kernels, x, False)
+    y: Tensor = _FrozenLinearFloat8.apply(x, stored, dequantize, kernels, *rows[:2])  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
 
 
 def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -61,18 +91,21 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
     (width, inputs), down (outputs, width), all bfloat16.
     """
     weights = gate, up, down
-    check_operands(x, down)
-    rows = _round_input(kernels, x, [gate, up])
-    gradients = _GradientDispatcher([weight_gradient_of(weight) for weight in weights])
+    for weight in weights:
+        check_float8_operands(x, weight)
+    rows = round_input(kernels, x, _need_gradients([gate, up]))
+    gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
     result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
 
 
-def check_operands(x: Tensor, weight: Tensor) -> None:
+def check_float8_operands(x: Tensor, weight: Tensor) -> None:
     """Raise TypeError unless operands are bfloat16, and ValueError for unsuitable widths."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        raise TypeError(f"products in float8 round bfloat16 operands, and these are {x.dtype} and {weight.dtype}")
-    if any(width % ALIGNMENT for width in weight.shape):
+        raise TypeError(
+            f"float8 products need bfloat16 operands, and these are {x.dtype} and {weight.dtype}; cast them to bfloat16"
+        )
+    if any(width % ALIGNMENT for width in weight.shape[-2:]):
         raise ValueError(f"a weight {tuple(weight.shape)} has a width that is not divisible by {ALIGNMENT}")
 
 
@@ -84,24 +117,26 @@ class _Rounded:
     version: int
 
 
-def _round_input(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -> Float8Rows:
-    """Round x (..., width) by rows, for products with these weights, and keep the result as long as x lives."""
-    for weight in weights:
-        check_operands(x, weight)
-    transposed = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+def _need_gradients(weights: Sequence[Tensor]) -> bool:
+    """Return whether a backward pass will compute a gradient for any of the weights."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+
+
+def round_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
+    """Round x (..., width) by rows, with or without a transposed copy, and keep the result as long as x lives."""
     if x.is_inference():  # without a version
         return _quantize(kernels, x, transposed)
     known: _Rounded | None = getattr(x, "float8", None)
     if known is None or known.version != x._version:
-        return keep_rows(x, Float8Rows(*cheap(_quantize, kernels, x, transposed)))
+        return keep_rounded_rows(x, Float8Rows(*call_recomputable(_quantize, kernels, x, transposed)))
     if not transposed or known.rows.transposed.numel():
         return known.rows
     rows = known.rows._replace(transposed=kernels.transpose(known.rows.data))
-    note(tuple(rows), _quantize, kernels, x, True)
-    return keep_rows(x, rows)
+    record_recomputable_call(tuple(rows), _quantize, kernels, x, True)
+    return keep_rounded_rows(x, rows)
 
 
-def keep_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
+def keep_rounded_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
     """Keep rounded rows for operations in float8, as long as x (..., width) lives, and return them."""
     if not x.is_inference():  # without a version
         x.float8 = _Rounded(rows, x._version)  # type: ignore[attr-defined]
@@ -110,7 +145,7 @@ def keep_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
 
 def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
     with torch.no_grad():
-        return kernels.quantize(x.reshape(-1, x.shape[-1]), transposed)
+        return kernels.quantize_rows(x.reshape(-1, x.shape[-1]), transposed)
 
 
 class KeptWeights:
@@ -119,37 +154,45 @@ class KeptWeights:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         """Allocate memory for an operation's weights (outputs, inputs); the first weight refers to it."""
         self.weights = weights
-        self.rows = empty_weights(weights)
+        self.rows = self.allocate()
         self._kernels: Float8Kernels | None = None
         self._versions: list[int] = []
         weights[0].float8 = self  # type: ignore[attr-defined]
+
+    def allocate(self) -> Float8Rows:
+        """Allocate memory for the rounded weights."""
+        return allocate_rounded_weights(self.weights)
+
+    def fill(self, kernels: Any) -> None:
+        """Round the weights into their memory."""
+        kernels.round_weights_into(self.weights, self.rows)
 
     @property
     def is_current(self) -> bool:
         """Whether no weight has a new version; torch's fused optimizers and ours give weights none."""
         return self._versions == [weight._version for weight in self.weights]
 
-    def round_with(self, kernels: Float8Kernels) -> None:
-        """Round the weights, and again by the same kernels whenever `round` is called."""
+    def start_rounding(self, kernels: Float8Kernels) -> None:
+        """Round the weights now, and remember the kernels for later calls of `round_again`."""
         self._kernels = kernels
-        self.round()
+        self.round_again()
 
-    def round(self) -> None:
+    def round_again(self) -> None:
         """Round the weights after an update; before their first use, do nothing."""
         if self._kernels is not None:
             with torch.no_grad():
-                self._kernels.round_weights(self.weights, self.rows)
+                self.fill(self._kernels)
             self._versions = [weight._version for weight in self.weights]
 
 
 def _round_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
-    """Round an operation's weights (outputs, inputs), or return the kept ones, with a transposed copy."""
+    """Return an operation's weights (outputs, inputs) in float8 with a transposed copy: kept ones, or rounded now."""
     kept: KeptWeights | None = getattr(weights[0], "float8", None)
     if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
         elements, scale = kernels.quantize_weights(weights)
         return Float8Rows(elements, scale, elements.new_empty(0))
     if not kept.is_current:
-        kept.round_with(kernels)
+        kept.start_rounding(kernels)
     return kept.rows
 
 
@@ -158,7 +201,7 @@ def _transpose_weights(kernels: Float8Kernels, weights: Sequence[Tensor], scale:
     return kept if kept.numel() else kernels.transpose_weights(weights, scale)
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _LinearFloat8(Function):
     """Linear layers with one input; they save it in float8, and can defer their weight gradients."""
 
@@ -181,7 +224,7 @@ class _LinearFloat8(Function):
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
         sizes = [*map(len, weights)]
         parts = zip(torch.split(elements, sizes), torch.split(weight_scale, sizes), strict=True)
-        results = [kernels.multiply(data, scale, *part, fast=True) for part in parts]
+        results = [kernels.multiply_scaled(data, scale, *part, fast=True) for part in parts]
         if bias is not None:
             results[0] += bias
         return tuple(result.view(*x.shape[:-1], -1) for result in results)
@@ -196,13 +239,49 @@ class _LinearFloat8(Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             elements = _transpose_weights(kernels, weights, weight_scale, ctx.transposed)
-            grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
-        grad_weights = _weight_gradients(ctx, rounded, x, weights)
+            grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
+                ctx.inputs_shape
+            )
+        grad_weights = _compute_or_defer_weight_gradients(ctx, rounded, x, weights)
         grad_bias = rows[0].sum(0) if ctx.needs_input_grad[1] else None
         return grad_x, grad_bias, None, None, None, None, None, *grad_weights
 
 
-def _weight_gradients(ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
+class _FrozenLinearFloat8(Function):
+    """Linear layer with a frozen weight, dequantized and rounded in every pass; it saves the storage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        stored: Tensor,
+        dequantize: Callable[[Tensor], Tensor],
+        kernels: Float8Kernels,
+        data: Tensor,
+        scale: Tensor,
+    ) -> Tensor:
+        """Return (..., outputs) for rounded x: data (tokens, inputs), scale (tokens,)."""
+        weight = dequantize(stored)
+        check_float8_operands(x, weight)
+        elements, weight_scale = kernels.quantize_weights([weight])
+        ctx.save_for_backward(stored, weight_scale)
+        ctx.dequantize, ctx.kernels, ctx.inputs_shape = dequantize, kernels, x.shape
+        return kernels.multiply_scaled(data, scale, elements, weight_scale, fast=True).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        stored, weight_scale = ctx.saved_tensors
+        kernels: Float8Kernels = ctx.kernels
+        rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], weight_scale, None)
+        elements = kernels.transpose_weights([ctx.dequantize(stored)], weight_scale)
+        grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+        return grad_x, None, None, None, None, None
+
+
+def _compute_or_defer_weight_gradients(
+    ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[Tensor]
+) -> list[Tensor | None]:
     """Return gradients for weights (outputs, inputs) with the transposed input x, or defer them."""
     results: list[Tensor | None] = []
     first = 0
@@ -213,45 +292,46 @@ def _weight_gradients(ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[
             results.append(None)
             continue
         factors = rounded.columns[part], rounded.column_scale[part], x.detach()
-        results.append(ctx.weight_gradient(_WeightGradient(ctx.kernels, number), *factors))
+        results.append(ctx.weight_gradient(FactorProduct(partial(_multiply_factors, ctx.kernels), number), *factors))
     return results
 
 
+def _multiply_factors(kernels: Float8Kernels, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+    """Return the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,)."""
+    return kernels.multiply_scaled(grad, scale, x, None, fast=False)
+
+
 @dataclass(frozen=True)
-class _WeightGradient(Addable):
-    """
-    Weight gradient: the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,).
+class FactorProduct(Addable):
+    """Weight gradient: a product of float8 factors; `number` is the weight's number among its operation's weights."""
 
-    `number` is the weight's number among its operation's weights.
-    """
-
-    kernels: Float8Kernels
+    product: Callable[..., Tensor]
     number: int = 0
 
-    def __call__(self, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.kernels.multiply(grad, scale, x, None, fast=False)
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        return self.product(*tensors)
 
-    def in_dtype(self, dtype: torch.dtype, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self(grad, scale, x).to(dtype)
+    def compute_in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        return self(*tensors).to(dtype)
 
-    def add_to(self, summed: Tensor, grad: Tensor, scale: Tensor, x: Tensor) -> None:  # type: ignore[override]
+    def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
         # In Triton, a fused product and addition took longer than both launches.
-        summed += self(grad, scale, x)
+        summed += self(*tensors)
 
 
 @dataclass(frozen=True)
-class _GradientDispatcher:
+class GradientDispatcher:
     """Callable for an operation with several weights: passes a computed gradient to its weight's WeightGradient."""
 
     gradients: Sequence[WeightGradient]
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
         """Pass a gradient, whose function knows the weight's number, to its weight."""
-        assert isinstance(compute, _WeightGradient)
+        assert isinstance(compute, FactorProduct)
         return self.gradients[compute.number](compute, *tensors)
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _MlpFloat8(Function):
     """Gated feed-forward network; it saves the outputs from gate and up, and rounded factors."""
 
@@ -272,43 +352,58 @@ class _MlpFloat8(Function):
         ctx.needs_weights = ctx.needs_input_grad[1:4]
         *needs_first, needs_down = ctx.needs_weights
         elements, first_scale, first_transposed = _round_weights(kernels, [gate, up])
-        both = kernels.multiply(data, scale, elements, first_scale, fast=True)
-        inner = Float8Rows(*cheap_inside(kernels.swiglu, both, needs_down))
+        gate_and_up = kernels.multiply_scaled(data, scale, elements, first_scale, fast=True)
+        inner = Float8Rows(*call_recomputable_in_autograd_function(kernels.quantize_swiglu, gate_and_up, needs_down))
         elements, second_scale, second_transposed = _round_weights(kernels, [down])
         ctx.transposed = first_transposed, second_transposed
         ctx.save_for_backward(
-            *(gate, up, down, first_scale, second_scale, both, scale, transposed if any(needs_first) else None),
+            *(gate, up, down, first_scale, second_scale, gate_and_up, scale, transposed if any(needs_first) else None),
             *(inner.scale, inner.transposed if needs_down else None),
         )
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
-        return kernels.multiply(inner.data, inner.scale, elements, second_scale, fast=True).view(*x.shape[:-1], -1)
+        return kernels.multiply_scaled(inner.data, inner.scale, elements, second_scale, fast=True).view(
+            *x.shape[:-1], -1
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, _, first_scale, _, both, x_scale, x, _, _ = ctx.saved_tensors
+        gate, up, _, first_scale, _, gate_and_up, x_scale, x, _, _ = ctx.saved_tensors
         kernels: Float8Kernels = ctx.kernels
-        grad_inner, grad_down = _backward_of_down(ctx, grad)
+        grad_inner, grad_down = _compute_down_projection_gradients(ctx, grad)
         needs_x_scale = ctx.needs_weights[0] or ctx.needs_weights[1]
-        rounded = kernels.swiglu_gradient(grad_inner, both, first_scale, x_scale if needs_x_scale else None)
+        rounded = kernels.quantize_swiglu_gradient(
+            grad_inner, gate_and_up, first_scale, x_scale if needs_x_scale else None
+        )
         del grad_inner  # as large as the products that follow
         grad_x = None
         if ctx.needs_input_grad[0]:
             elements = _transpose_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
-            grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+            grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
+                ctx.inputs_shape
+            )
             del elements
-        return grad_x, *_weight_gradients(ctx, rounded, x, [gate, up]), grad_down, None, None, None, None, None
+        return (
+            grad_x,
+            *_compute_or_defer_weight_gradients(ctx, rounded, x, [gate, up]),
+            grad_down,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _backward_of_down(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+def _compute_down_projection_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return gradients for the down projection's input (tokens, width) and weight."""
     _, _, down, _, scale, _, _, _, inner_scale, inner = ctx.saved_tensors
     kernels: Float8Kernels = ctx.kernels
     needs_down = ctx.needs_weights[2]
     rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], scale, inner_scale if needs_down else None)
     elements = _transpose_weights(kernels, [down], scale, ctx.transposed[1])
-    grad_inner = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False)
+    grad_inner = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False)
     if not needs_down:
         return grad_inner, None
     factors = rounded.columns, rounded.column_scale, inner.detach()
-    return grad_inner, ctx.weight_gradient(_WeightGradient(kernels, 2), *factors)
+    return grad_inner, ctx.weight_gradient(FactorProduct(partial(_multiply_factors, kernels), 2), *factors)

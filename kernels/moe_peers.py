@@ -23,19 +23,19 @@ class EagerPeerExchange:
     """Operations for an exchange between ranks, in plain torch."""
 
     @staticmethod
-    def publish(given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
+    def publish_tokens(values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
         """
         Write tensors (tokens, columns) with any dtypes to this rank's slots (slots, columns).
 
         The second and third tensors have few columns. The third has the choices; unused slots get -1.
         """
-        for source, target in zip(given, shown, strict=True):
+        for source, target in zip(values, own_slots, strict=True):
             target[: len(source)].copy_(source)
-        for choices in shown[2:]:
-            choices[len(given[0]) :].fill_(DROPPED)
+        for choices in own_slots[2:]:
+            choices[len(values[0]) :].fill_(DROPPED)
 
     @staticmethod
-    def choices(chosen: Peers, first: int, experts: int) -> Tensor:
+    def localize_choices(chosen: Peers, first: int, experts: int) -> Tensor:
         """
         Return the local experts that the group's tokens chose, int32 (ranks * slots, top_k); -1 for other choices.
 
@@ -45,7 +45,7 @@ class EagerPeerExchange:
         return local.where((local >= 0) & (local < experts), DROPPED)
 
     @staticmethod
-    def limit(routes: Routes, room: int, most: Tensor) -> tuple[Routes, Tensor]:
+    def limit_routes(routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
         """
         Drop choices beyond `room` rows; return the routes and a flag, float32 (1,), which is NaN if any are dropped.
 
@@ -53,13 +53,13 @@ class EagerPeerExchange:
         """
         dest_row, source_choice, offsets = routes
         rows = offsets[-1:]
-        torch.maximum(most, rows, out=most)
+        torch.maximum(max_rows, rows, out=max_rows)
         flag = torch.zeros(1, device=rows.device).masked_fill(rows > room, math.nan)
         limited = dest_row.where(dest_row < room, DROPPED), source_choice[:room], offsets.clamp(max=room)
         return Routes(*limited), flag
 
     @staticmethod
-    def rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
+    def read_rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
         """
         Copy tokens, (slots, hidden_size) by rank, to their choices' rows; return (rows, hidden_size).
 
@@ -73,7 +73,9 @@ class EagerPeerExchange:
         return torch.cat(list(tokens[0]))[choice // top_k], row_scalars
 
     @staticmethod
-    def stage(rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None) -> None:
+    def stage_sums(
+        rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
+    ) -> None:
         """
         Sum rows (rows, hidden_size) by token into sums (tokens, hidden_size).
 
@@ -84,7 +86,7 @@ class EagerPeerExchange:
             by_choice.copy_(gather_rows(scalars.unsqueeze(1), dest_row).squeeze(2))
 
     @staticmethod
-    def sums(
+    def read_sums(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """

@@ -1,10 +1,11 @@
 """
 Activation checkpointing: the backward pass recomputes tensors not kept in the forward pass.
 
-`rerun` keeps only a call's arguments, such as a block's, and repeats the call when the backward pass needs its first
-saved tensor (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). Within `Selective`,
-results of `cheap` operations, such as norms and gates, are recomputed from the operation's arguments, saved anyway; all
-other tensors are kept (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section 5).
+`call_with_recomputation` keeps only a call's arguments, such as a block's, and repeats the call when the backward pass
+needs its first saved tensor (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174).
+Within `Selective`, results of `call_recomputable` operations, such as norms and gates, are recomputed from the
+operation's arguments, saved anyway; all other tensors are kept (Korthikanti et al. 2022, "Reducing Activation
+Recomputation", arXiv 2205.05198, section 5).
 
 torch.utils.checkpoint returns a recomputed tensor only once, so weight gradients of torch's matmuls can't be deferred,
 and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `Saved` per tensor,
@@ -41,7 +42,7 @@ def unpack(saved: Saved) -> Tensor:
     return saved.value()
 
 
-def wrapper_of(variable: Any) -> Saved | None:
+def get_recompute_wrapper(variable: Any) -> Saved | None:
     """
     Return our wrapper around a node's `_raw_saved_<name>`, or None if the tensor was saved by other hooks or none.
     """
@@ -60,7 +61,7 @@ class Kept(Saved):
             collected.append(ref(self))
 
     def replace(self, tensor: Tensor) -> None:
-        """Take over a tensor (same shape) with the same values, in other memory."""
+        """Replace the kept tensor by a copy (same shape, same values) in other memory."""
         self._tensor = tensor
         self._version = tensor._version
 
@@ -117,17 +118,17 @@ class _Repeatable(ABC):
         self.parts.append(ref(part))
         return part
 
-    def fill(self, number: int, tensor: Tensor) -> None:
+    def fill_part(self, number: int, tensor: Tensor) -> None:
         """Store one part's value; RuntimeError if its layout differs from the first run's."""
         weak = self.parts[number]
         part = None if weak is None else weak()
         if part is None:
             return
-        if part.layout != _layout(tensor):
+        if part.layout != _get_layout(tensor):
             raise RuntimeError(
-                f"recomputation gave a tensor {_layout_text(_layout(tensor))} where the forward pass had "
-                f"{_layout_text(part.layout)}: what is recomputed must do the same each time, so check for branches "
-                "that depend on something that has changed"
+                f"recomputation gave a tensor {_describe_layout(_get_layout(tensor))} where the forward pass had "
+                f"{_describe_layout(part.layout)}; a recomputed function must do the same in both passes, "
+                "so remove branches that depend on something that has changed"
             )
         part.tensor = tensor.detach()
 
@@ -143,7 +144,7 @@ class _Part(Saved):
 
     def __init__(self, call: _Repeatable, tensor: Tensor) -> None:
         self.call = call
-        self.layout = _layout(tensor)
+        self.layout = _get_layout(tensor)
         self.tensor: Tensor | None = None
 
     def value(self) -> Tensor:
@@ -157,16 +158,16 @@ class _Part(Saved):
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
-def _layout(tensor: Tensor) -> Layout:
+def _get_layout(tensor: Tensor) -> Layout:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _layout_text(layout: Layout) -> str:
+def _describe_layout(layout: Layout) -> str:
     shape, strides, dtype = layout
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} of strides {strides}"
 
 
-def rerun(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def call_with_recomputation(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """
     Call a function, and keep only weights and tensors among the arguments for the backward pass.
 
@@ -215,7 +216,7 @@ class _Rerun(_Repeatable):
         def fill_next(tensor: Tensor) -> Tensor:
             nonlocal number
             number += 1
-            self.fill(number, tensor)
+            self.fill_part(number, tensor)
             if number == len(self.parts) - 1:
                 raise _AllFilledError
             return tensor.detach()
@@ -234,8 +235,8 @@ class _Rerun(_Repeatable):
             _repeating.reset(token)
             now.restore()
         raise RuntimeError(
-            f"the forward pass saved {len(self.parts)} tensors, and its recomputation {number + 1}: what is recomputed "
-            "must do the same each time"
+            f"the forward pass saved {len(self.parts)} tensors, and its recomputation {number + 1}; a recomputed "
+            "function must do the same in both passes"
         )
 
 
@@ -257,7 +258,7 @@ class _Argument:
         self._requires_grad = tensor.requires_grad
 
     def restore(self) -> Tensor:
-        """Return the tensor (any shape) as another graph's start."""
+        """Return the tensor (any shape), detached: the repeated call builds its own graph."""
         return self._kept.value().detach().requires_grad_(self._requires_grad)
 
 
@@ -313,29 +314,32 @@ class _Autocast:
         return torch.autocast(**self._options)
 
 
-def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_recomputable(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call an operation, and mark its results for `Selective` to drop and recompute: it is quick for their memory."""
     results = function(*arguments)
-    note(results, function, *arguments)
+    record_recomputable_call(results, function, *arguments)
     return results
 
 
-def cheap_inside(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a `cheap` operation inside an autograd Function's forward pass, where no tensor requires a gradient."""
+def call_recomputable_in_autograd_function(function: Callable[..., Any], *arguments: Any) -> Any:
+    """
+    Call a `call_recomputable` operation inside an autograd Function's forward pass, where no tensor requires a
+    gradient.
+    """
     results = function(*arguments)
     if (selective := _selective.get()) is not None:
-        selective.note(results, function, arguments)
+        selective.record_recomputable_call(results, function, arguments)
     return results
 
 
-def note(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Record that this function call returns these results, a tensor or a tuple of tensors."""
+def record_recomputable_call(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    """Pass a function call's results, a tensor or a tuple of tensors, to the active `Selective`, if any."""
     if torch.compiler.is_compiling() or (selective := _selective.get()) is None:
         return
     values = *(results if isinstance(results, tuple) else (results,)), *arguments
     # Rounded inputs require no gradient, and are saved for the gradients of other tensors.
     if any(isinstance(value, Tensor) and value.requires_grad for value in values):
-        selective.note(results, function, arguments)
+        selective.record_recomputable_call(results, function, arguments)
 
 
 class Selective:
@@ -359,8 +363,8 @@ class Selective:
         self._hooks.__exit__()
         _selective.reset(self._token)
 
-    def note(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """Remember how to compute these results."""
+    def record_recomputable_call(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Remember the call behind these results for the backward pass."""
         tensors = results if isinstance(results, tuple) else (results,)
         call = _Repeated(function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments])
         for result in tensors:
@@ -375,9 +379,9 @@ class Selective:
         if result is None or result._version != version or tensor.dtype != result.dtype:
             return Kept(tensor)
         # A tensor at the result's address is a view of it, or of something larger that begins with it.
-        if _extent(tensor) > result.numel():
+        if _count_spanned_elements(tensor) > result.numel():
             return Kept(tensor)
-        return result.recomputed if _layout(tensor) == _layout(result) else _View(result.recomputed, tensor)
+        return result.recomputed if _get_layout(tensor) == _get_layout(result) else _View(result.recomputed, tensor)
 
 
 _selective: ContextVar[Selective | None] = ContextVar("selective", default=None)
@@ -394,7 +398,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.numel() else 0
 
 
-def _extent(tensor: Tensor) -> int:
+def _count_spanned_elements(tensor: Tensor) -> int:
     """Return how many elements a tensor (any shape) spans in memory, from its first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -414,7 +418,7 @@ class _Repeated(_Repeatable):
             arguments = [value.value() if isinstance(value, Saved) else value for value in self._arguments]
             results = self._function(*arguments)
         for number, result in enumerate(results if isinstance(results, tuple) else (results,)):
-            self.fill(number, result)
+            self.fill_part(number, result)
 
 
 class _View(Saved):

@@ -9,27 +9,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawloom.kernels.recompute import Selective, rerun
+from drawloom.kernels.recompute import Selective, call_with_recomputation
 
 _every: ContextVar[int] = ContextVar("every", default=0)
 """Recompute one block of every so many in this thread's forward pass; 0 recomputes none."""
 
 
 def make_recomputable(blocks: Sequence[nn.Module]) -> None:
-    """Let a stage's blocks follow `recomputing`'s policy in their forward passes."""
+    """Let a stage's blocks follow `apply_recompute_policy`'s policy in their forward passes."""
     for number, block in enumerate(blocks):
         # This replaces `forward`, not `__call__`, so that hooks, such as FSDP's gathering of parameters, run once.
-        block.forward = partial(_forward, number, block.forward)
+        block.forward = partial(_forward_block, number, block.forward)
 
 
-def _forward(number: int, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _forward_block(number: int, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     every = _every.get()
     if not every or number % every or not torch.is_grad_enabled():
         return forward(*arguments, **named)
-    return rerun(forward, *arguments, **named)
+    return call_with_recomputation(forward, *arguments, **named)
 
 
-def recomputing(policy: int | str) -> AbstractContextManager[Any]:
+def apply_recompute_policy(policy: int | str) -> AbstractContextManager[Any]:
     """
     Return a context manager for a stage's forward pass: 'none', 'selective', 'blocks', or n for one of n blocks.
     """

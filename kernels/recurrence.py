@@ -21,7 +21,7 @@ class RecurrentDocuments(NamedTuple):
     before: Tensor
 
 
-def recurrent_documents(document_ids: Tensor) -> RecurrentDocuments:
+def number_recurrent_documents(document_ids: Tensor) -> RecurrentDocuments:
     """Number the runs of equal ids, int64 (rows, length), in every row; there is no incoming state."""
     changes = torch.zeros_like(document_ids, dtype=torch.int32)
     changes[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]

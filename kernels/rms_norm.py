@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.float8 import EAGER
-from drawloom.kernels.linear_float8 import keep_rows
+from drawloom.kernels.linear_float8 import keep_rounded_rows
 from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_differentiable
 
 
@@ -20,7 +20,7 @@ def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = 
     """
     normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     if float8:
-        keep_rows(normed, EAGER.quantize(normed.detach().flatten(0, -2), False))
+        keep_rounded_rows(normed, EAGER.quantize_rows(normed.detach().flatten(0, -2), False))
     return normed
 
 
@@ -42,7 +42,7 @@ class _RmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         """Return a tensor like x (..., hidden_size); weight (hidden_size,) has any float dtype."""
-        rstd = _rstd(x, eps)
+        rstd = _compute_reciprocal_rms(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
         return as_new_tensor((x * rstd).mul_(_widen_weight(weight, rstd.dtype, zero_centered)).to(x.dtype))
@@ -54,7 +54,7 @@ class _RmsNorm(Function):
         grad, factor = grad.to(rstd.dtype), _widen_weight(weight, rstd.dtype, ctx.zero_centered)
         normed = x * rstd
         product = grad * normed
-        grad_weight = _weight_gradient(product).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = _sum_over_vectors(product).to(weight.dtype) if ctx.needs_input_grad[1] else None
         along = product.matmul(factor / -max(x.shape[-1], 1)).unsqueeze(-1)
         grad_x = normed.mul_(along).addcmul_(grad, factor).mul_(rstd)
         return grad_x.to(x.dtype), grad_weight, None, None
@@ -65,13 +65,13 @@ def _widen_weight(weight: Tensor, wide: torch.dtype, zero_centered: bool) -> Ten
     return weight.to(wide) + 1 if zero_centered else weight.to(wide)
 
 
-def _weight_gradient(product: Tensor) -> Tensor:
-    """Return the sum over all vectors."""
+def _sum_over_vectors(product: Tensor) -> Tensor:
+    """Sum a product (..., hidden_size) over all leading dimensions: the weight's gradient (hidden_size,)."""
     # This gradient can't be deferred: a split backward pass would keep the product, which is as large as x.
     return product.flatten(0, -2).sum(0) if product.ndim > 1 else product
 
 
-def _rstd(x: Tensor, eps: float) -> Tensor:
+def _compute_reciprocal_rms(x: Tensor, eps: float) -> Tensor:
     """Return 1 / sqrt(mean(x^2) + eps) of x (..., width), as (..., 1) in at least float32."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulation_dtype(x))
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()

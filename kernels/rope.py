@@ -44,7 +44,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate x into a new tensor with its shape and dtype."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     if torch.compiler.is_compiling():
-        return _rotate_by_cat(x, cos, sin, interleaved)
+        return _rotate_by_concatenation(x, cos, sin, interleaved)
     # Results are written into slices of one tensor: torch.cat would cost another pass over memory.
     rotated = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
     (a, b, rest), (rotated_a, rotated_b, rotated_rest) = (
@@ -56,7 +56,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def _rotate_by_cat(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate_by_concatenation(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate x by torch.cat, which torch.compile fuses; it does not trace writing into slices with `out=`."""
     a, b, rest = _split_pairs(x, cos.shape[-1], interleaved)
     rotated_a, rotated_b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)

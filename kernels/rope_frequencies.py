@@ -107,12 +107,14 @@ def rope_frequencies(
     For dynamic scaling and LongRoPE, these are the frequencies up to the original length.
     """
     if isinstance(scaling, NtkScaling):
-        base = scale_base(base, rotary_dim, scaling.factor)
-    frequencies = 1.0 / base ** _exponents(rotary_dim, device)
+        base = compute_ntk_base(base, rotary_dim, scaling.factor)
+    frequencies = 1.0 / base ** _frequency_exponents(rotary_dim, device)
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
     if isinstance(scaling, YarnScaling):
-        return frequencies.lerp(frequencies / scaling.factor, _yarn_weights(rotary_dim, base, scaling, device))
+        return frequencies.lerp(
+            frequencies / scaling.factor, _compute_yarn_interpolation_weights(rotary_dim, base, scaling, device)
+        )
     if isinstance(scaling, Llama3Scaling):
         # Rotations within the original length, from 0 at low_freq_factor to 1 at high_freq_factor. They are rounded as
         # in transformers: between close bounds, the last bit of the rotations is several bits of the frequency.
@@ -124,12 +126,12 @@ def rope_frequencies(
     return frequencies
 
 
-def scale_base(base: float, rotary_dim: int, factor: float) -> float:
+def compute_ntk_base(base: float, rotary_dim: int, factor: float) -> float:
     """Return the base whose unscaled frequencies equal NTK scaling by a factor."""
     return float(base * factor ** (rotary_dim / (rotary_dim - 2)))
 
 
-def attention_scaling(scaling: Scaling) -> float:
+def rope_attention_factor(scaling: Scaling) -> float:
     """Return the factor for cos and sin: attention_factor of YaRN and LongRoPE, or 1 for other methods."""
     if isinstance(scaling, LongRopeScaling):
         return scaling.attention_factor
@@ -143,40 +145,40 @@ def attention_scaling(scaling: Scaling) -> float:
 def rope_angles(positions: Tensor, rotary_dim: int, base: float, scaling: Scaling = None) -> tuple[Tensor, Tensor]:
     """Return cos and sin by position and pair, float32 (..., rotary_dim // 2), for integer positions (...)."""
     if isinstance(scaling, DynamicScaling):
-        frequencies = _dynamic_frequencies(positions, rotary_dim, base, scaling)
+        frequencies = _compute_dynamic_frequencies(positions, rotary_dim, base, scaling)
     elif isinstance(scaling, LongRopeScaling):
-        frequencies = _long_frequencies(positions, rotary_dim, base, scaling)
+        frequencies = _compute_longrope_frequencies(positions, rotary_dim, base, scaling)
     else:
         frequencies = rope_frequencies(rotary_dim, base, scaling, positions.device)
     angles = positions.unsqueeze(-1).to(torch.float32) * frequencies
-    sharpening = attention_scaling(scaling)
+    sharpening = rope_attention_factor(scaling)
     return angles.cos() * sharpening, angles.sin() * sharpening
 
 
-def _exponents(rotary_dim: int, device: torch.device | str | None) -> Tensor:
+def _frequency_exponents(rotary_dim: int, device: torch.device | str | None) -> Tensor:
     """Return 2 i / rotary_dim for pairs i, float32 (rotary_dim // 2,)."""
     return torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
 
 
-def _dynamic_frequencies(positions: Tensor, rotary_dim: int, base: float, dynamic: DynamicScaling) -> Tensor:
+def _compute_dynamic_frequencies(positions: Tensor, rotary_dim: int, base: float, dynamic: DynamicScaling) -> Tensor:
     """Return frequencies by row, (..., 1, rotary_dim // 2), which depend on the row's length."""
     # The code computes with tensors: only the device knows the positions, and reading them would synchronize.
     original_length = dynamic.original_max_position_embeddings
     length = (positions.amax(-1, keepdim=True) + 1).clamp(min=original_length)
     factor = dynamic.factor * length / original_length - (dynamic.factor - 1)
     bases = base * factor ** (rotary_dim / (rotary_dim - 2))
-    return 1.0 / bases.unsqueeze(-1) ** _exponents(rotary_dim, positions.device)
+    return 1.0 / bases.unsqueeze(-1) ** _frequency_exponents(rotary_dim, positions.device)
 
 
-def _long_frequencies(positions: Tensor, rotary_dim: int, base: float, scaling: LongRopeScaling) -> Tensor:
+def _compute_longrope_frequencies(positions: Tensor, rotary_dim: int, base: float, scaling: LongRopeScaling) -> Tensor:
     """Return frequencies by token, (..., length, rotary_dim // 2), which depend on the length of its document."""
     plain = rope_frequencies(rotary_dim, base, device=positions.device)
     short, long = (plain / torch.tensor(factors, device=positions.device) for factors in (scaling.short, scaling.long))
-    is_long = document_lengths(positions) > scaling.original_max_position_embeddings
+    is_long = document_length_by_token(positions) > scaling.original_max_position_embeddings
     return torch.where(is_long.unsqueeze(-1), long, short)
 
 
-def document_lengths(positions: Tensor) -> Tensor:
+def document_length_by_token(positions: Tensor) -> Tensor:
     """
     Return the length of each token's document: its last position plus 1, like positions (..., length).
 
@@ -191,10 +193,12 @@ def document_lengths(positions: Tensor) -> Tensor:
     return positions.gather(-1, last) + 1
 
 
-def _yarn_weights(rotary_dim: int, base: float, yarn: YarnScaling, device: torch.device | str | None) -> Tensor:
-    """Return the divided frequency's weight by pair, 0 to 1: (rotary_dim // 2,)."""
+def _compute_yarn_interpolation_weights(
+    rotary_dim: int, base: float, yarn: YarnScaling, device: torch.device | str | None
+) -> Tensor:
+    """Return by pair how much the divided frequency counts against the original one, 0 to 1: (rotary_dim // 2,)."""
     first, last = (
-        _pair_with_rotations(rotations, rotary_dim, base, yarn.original_max_position_embeddings)
+        _find_pair_with_rotations(rotations, rotary_dim, base, yarn.original_max_position_embeddings)
         for rotations in (yarn.beta_fast, yarn.beta_slow)
     )
     if yarn.truncate:
@@ -205,6 +209,6 @@ def _yarn_weights(rotary_dim: int, base: float, yarn: YarnScaling, device: torch
     return ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
 
 
-def _pair_with_rotations(rotations: float, rotary_dim: int, base: float, length: int) -> float:
+def _find_pair_with_rotations(rotations: float, rotary_dim: int, base: float, length: int) -> float:
     """Return the unrounded index of the pair with so many rotations within a length."""
     return rotary_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))

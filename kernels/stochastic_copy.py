@@ -24,13 +24,13 @@ def philox(key: int, index: Tensor, counter: int) -> tuple[Tensor, Tensor, Tenso
     for _ in range(ROUNDS):
         # int64 products of 32-bit words may overflow into the sign; the masks below keep the correct bits.
         product, other = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
-        a, c = _high_word(other) ^ b ^ first, _high_word(product) ^ d ^ second
+        a, c = _upper_32_bits(other) ^ b ^ first, _upper_32_bits(product) ^ d ^ second
         b, d = other & WORD, product & WORD
         first, second = first + WEYL[0] & WORD, second + WEYL[1] & WORD
     return a, b, c, d
 
 
-def _high_word(product: Tensor) -> Tensor:
+def _upper_32_bits(product: Tensor) -> Tensor:
     """Return the upper 32 bits of 64-bit products."""
     return (product >> 32) & WORD
 
@@ -53,17 +53,17 @@ def stochastic_copy_eager(target: Tensor, source: Tensor, key: int, counter: int
     if first % PER_DRAW:
         raise ValueError(f"first = {first} is not a multiple of {PER_DRAW}")
     flat, starts = source.reshape(-1), range(0, source.numel(), CHUNK)
-    parts = [_round(flat[start : start + CHUNK], key, counter, first + start) for start in starts]
+    parts = [_round_with_philox_noise(flat[start : start + CHUNK], key, counter, first + start) for start in starts]
     target.copy_(torch.cat(parts).view(target.shape) if parts else flat.view(target.shape))
 
 
-def _round(x: Tensor, key: int, counter: int, first: int) -> Tensor:
+def _round_with_philox_noise(x: Tensor, key: int, counter: int, first: int) -> Tensor:
     draws = torch.arange(first // PER_DRAW, -(-(first + len(x)) // PER_DRAW), device=x.device)
     words = torch.stack(philox(key, draws, counter), 1)
-    return round_stochastically(x, halves(words)[: len(x)])
+    return round_stochastically(x, split_into_16bit_halves(words)[: len(x)])
 
 
-def halves(words: Tensor) -> Tensor:
+def split_into_16bit_halves(words: Tensor) -> Tensor:
     """Return the words' lower, then their upper 16 bits, (2 * n,), from n words in an int64 tensor (any shape)."""
     return torch.stack((words & 0xFFFF, words >> 16), -1).flatten()
 

@@ -22,9 +22,11 @@ def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tenso
     return _ScaledSwiGlu.apply(gate, up, scale)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def swiglu_halves_eager(both: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Compute swiglu_eager of both (..., 2 * width), gate in the first half, up in the second; return (..., width)."""
-    gate, up = both.chunk(2, -1)
+def swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
+    """
+    Compute swiglu_eager of gate_and_up (..., 2 * width), gate in the first half, up in the second; return (..., width).
+    """
+    gate, up = gate_and_up.chunk(2, -1)
     return swiglu_eager(gate, up, scale)
 
 
@@ -41,7 +43,7 @@ class _SwiGlu(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return swiglu_gradients(gate, up, upcast(grad))
+        return compute_swiglu_gradients(gate, up, upcast(grad))
 
 
 class _ScaledSwiGlu(Function):
@@ -58,10 +60,10 @@ class _ScaledSwiGlu(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, scale = ctx.saved_tensors
         grad_scale = F.silu(upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
-        return *swiglu_gradients(gate, up, upcast(grad) * scale.unsqueeze(-1)), grad_scale
+        return *compute_swiglu_gradients(gate, up, upcast(grad) * scale.unsqueeze(-1)), grad_scale
 
 
-def swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def compute_swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up from the output's gradient in at least float32."""
     wide_gate = upcast(gate)
     grad_up = F.silu(wide_gate).mul_(grad)

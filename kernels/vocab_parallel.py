@@ -37,7 +37,7 @@ class SplitVocabulary(Protocol):
         ...
 
 
-def local_targets(targets: Tensor, rows: int, ignore_index: int, part: SplitVocabulary | None) -> Tensor:
+def find_local_target_rows(targets: Tensor, rows: int, ignore_index: int, part: SplitVocabulary | None) -> Tensor:
     """Return the targets' local rows, int64 (tokens,), or -1 if they are on another rank or ignored."""
     is_learned = targets != ignore_index
     if part is None:
@@ -46,7 +46,9 @@ def local_targets(targets: Tensor, rows: int, ignore_index: int, part: SplitVoca
     return local.where(is_learned & (local >= 0) & (local < rows), NOT_HERE)
 
 
-def all_gather_lse(lse: Tensor, target_logit: Tensor, part: SplitVocabulary | None) -> tuple[Tensor, Tensor]:
+def combine_lse_and_target_logit_over_ranks(
+    lse: Tensor, target_logit: Tensor, part: SplitVocabulary | None
+) -> tuple[Tensor, Tensor]:
     """
     Return log-sum-exp and target logit by token over the whole vocabulary.
 
@@ -60,7 +62,7 @@ def all_gather_lse(lse: Tensor, target_logit: Tensor, part: SplitVocabulary | No
     return gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
 
 
-def all_reduce(gradient: Tensor, part: SplitVocabulary | None) -> Tensor:
+def all_reduce_gradient(gradient: Tensor, part: SplitVocabulary | None) -> Tensor:
     """Sum a replicated tensor's gradient (any shape) over all parts, in place."""
     if part is not None:
         part.group.sum(gradient)

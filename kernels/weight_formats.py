@@ -89,38 +89,38 @@ class WeightFormat:
         self.storage_shape(tuple(weight.shape))  # checks the width
         matrices = weight if weight.ndim > 2 else weight[None]
         flat = matrices.flatten(0, -3)
-        stored = torch.stack([self.join(*self.encode(matrix.float().contiguous())) for matrix in flat])
+        stored = torch.stack([self.pack_storage(*self.encode(matrix.float().contiguous())) for matrix in flat])
         return stored.view(*weight.shape[:-1], -1)
 
-    def join(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def pack_storage(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return storage (..., units) from codes uint8 (..., blocks, bytes) and scales (..., blocks)."""
         heads = scales.to(self.scale_dtype).unsqueeze(-1).contiguous().view(torch.uint8)
         return torch.cat([heads, codes], -1).view(STORAGE).flatten(-2)
 
-    def split(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes and scales, the arguments of `join`, from storage (..., units)."""
-        blocks = in_blocks(stored.contiguous().view(torch.uint8), self.units * STORAGE.itemsize)
+    def unpack_storage(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scales, the arguments of `pack_storage`, from storage (..., units)."""
+        blocks = split_into_blocks(stored.contiguous().view(torch.uint8), self.units * STORAGE.itemsize)
         heads, codes = blocks.tensor_split([self.scale_dtype.itemsize], -1)
         return codes, heads.contiguous().view(self.scale_dtype).squeeze(-1)
 
     def dequantize(self, stored: Tensor) -> Tensor:
         """Return the weight (..., outputs, inputs), bfloat16, from its storage (..., outputs, units)."""
-        return self.decode(*self.split(stored)).to(STORAGE).flatten(-2)
+        return self.decode(*self.unpack_storage(stored)).to(STORAGE).flatten(-2)
 
 
-def in_blocks(rows: Tensor, size: int) -> Tensor:
-    """Return (..., blocks * size) as (..., blocks, size)."""
+def split_into_blocks(rows: Tensor, size: int) -> Tensor:
+    """Reshape (..., blocks * size) to (..., blocks, size)."""
     return rows.reshape(*rows.shape[:-1], -1, size)
 
 
 @cache
-def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _upload_values(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)
 
 
 def _encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    table = _table(NF4_VALUES, weight.device)
-    blocks = in_blocks(weight, NF4.block)
+    table = _upload_values(NF4_VALUES, weight.device)
+    blocks = split_into_blocks(weight, NF4.block)
     scales = blocks.abs().amax(-1)
     # bitsandbytes multiplies by the inverse, and rounds a midpoint down.
     relative = blocks * (1 / scales.clamp_min(1e-38)).unsqueeze(-1)
@@ -130,7 +130,7 @@ def _encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _decode_nf4(codes: Tensor, scales: Tensor) -> Tensor:
     both = torch.stack([codes >> 4, codes & 15], -1).flatten(-2)
-    return _table(NF4_VALUES, codes.device)[both.int()] * scales.unsqueeze(-1)
+    return _upload_values(NF4_VALUES, codes.device)[both.int()] * scales.unsqueeze(-1)
 
 
 def _encode_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ def _encode_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
     tiles = F.pad(weight, (0, 0, 0, -rows % TILE)).view(-1, TILE, weight.shape[1] // TILE, TILE)
     largest = tiles.abs().amax((1, 3))
     scales = (largest / E4M3_MAX).masked_fill(largest == 0, 1.0).repeat_interleave(TILE, 0)[:rows]
-    relative = in_blocks(weight, TILE) / scales.unsqueeze(-1)
+    relative = split_into_blocks(weight, TILE) / scales.unsqueeze(-1)
     return relative.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.uint8), scales
 
 
@@ -147,8 +147,8 @@ def _decode_float8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    magnitudes = _table(FP4_MAGNITUDES, weight.device)
-    blocks = in_blocks(weight, MXFP4.block)
+    magnitudes = _upload_values(FP4_MAGNITUDES, weight.device)
+    blocks = split_into_blocks(weight, MXFP4.block)
     largest = blocks.abs().amax(-1)
     # frexp's mantissa is from 0.5 to 1; the smallest scale keeps quotients of zeros finite.
     exponents = largest.frexp().exponent - 1 - FP4_MAX_EXPONENT
@@ -165,7 +165,7 @@ def _encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _decode_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    return _table(FP4_VALUES, codes.device)[both.int()] * scales.float().unsqueeze(-1)
+    return _upload_values(FP4_VALUES, codes.device)[both.int()] * scales.float().unsqueeze(-1)
 
 
 NF4 = WeightFormat("nf4", 64, 18, torch.float32, _encode_nf4, _decode_nf4)

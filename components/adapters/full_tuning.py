@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from drawloom.components.adapters.targets import find_matching_patterns, find_pattern_fault
+from drawloom.components.adapters.targets import find_pattern_fault, list_matching_patterns
 from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.ports.adapters import AdaptedLayer
 from drawloom.components.weights.adapted import EMBEDDING
@@ -38,7 +38,7 @@ class FullTuning:
             targets = {
                 target
                 for prefix in _list_enclosing_names(name)
-                for target in find_matching_patterns(prefix, self.targets)
+                for target in list_matching_patterns(prefix, self.targets)
             }
             if targets and name.startswith(adapted):
                 owner = name.rpartition(".")[0]

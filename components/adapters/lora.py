@@ -6,7 +6,7 @@ from collections.abc import Collection
 from torch import nn
 
 from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraForm, LoraLinear
-from drawloom.components.adapters.targets import find_matching_patterns, find_pattern_fault
+from drawloom.components.adapters.targets import find_pattern_fault, list_matching_patterns
 from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.model import CausalLM
@@ -65,7 +65,7 @@ class Lora:
         matched: set[str] = set()
         for name, layer in list(module.named_modules()):
             targets_by_name = {
-                target_name: find_matching_patterns(target_name, self.targets)
+                target_name: list_matching_patterns(target_name, self.targets)
                 for target_name in _list_target_names(name, layer)
             }
             if adapted := [target_name for target_name, targets in targets_by_name.items() if targets]:
@@ -76,9 +76,9 @@ class Lora:
             isinstance(module, CausalLM)
             and module.tied
             and module.span.head
-            and find_matching_patterns("lm_head", self.targets)
+            and list_matching_patterns("lm_head", self.targets)
         ):
-            matched.update(find_matching_patterns("lm_head", self.targets))
+            matched.update(list_matching_patterns("lm_head", self.targets))
             module.add_module("lm_head", self._adapt_tied_head(module))
         return matched
 

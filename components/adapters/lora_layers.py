@@ -38,17 +38,17 @@ class LoraForm:
     dropout: float = 0.0
     dora: bool = False
 
-    def low_rank(self, target: str, fused: bool = False) -> LowRank:
+    def describe_low_rank(self, target: str, fused: bool = False) -> LowRank:
         """Describe the factors of the module `target`, or if `fused` of the parameter `target`."""
         return LowRank(target, self.rank, self.scale, self.dropout, self.dora, fused)
 
-    def drop(self, x: Tensor) -> Tensor:
+    def apply_dropout(self, x: Tensor) -> Tensor:
         """Apply dropout to inputs (any shape) in passes with gradients, but not in evaluation and sampling."""
         return F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
 
 
-def factor(*shape: int, like: Tensor) -> nn.Parameter:
-    """Return an uninitialized factor with this shape, with a weight's dtype and device."""
+def create_factor(*shape: int, like: Tensor) -> nn.Parameter:
+    """Return an uninitialized parameter with a shape, and with the dtype and device of `like`."""
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
 
@@ -79,10 +79,10 @@ class LoraLinear(Linear, AdaptedLayer):
         self.weight, self.bias = base.weight, base.bias
         self.joined_name = base.joined_name
         self.form = form
-        self.lora_A = factor(form.rank, inputs, like=base.weight)
-        self.lora_B = factor(outputs, form.rank, like=base.weight)
+        self.lora_A = create_factor(form.rank, inputs, like=base.weight)
+        self.lora_B = create_factor(outputs, form.rank, like=base.weight)
         if form.dora:
-            self.lora_magnitude = factor(outputs, like=base.weight)
+            self.lora_magnitude = create_factor(outputs, like=base.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., inputs), in any floating dtype, to (..., outputs), in the weight's dtype."""
@@ -90,13 +90,15 @@ class LoraLinear(Linear, AdaptedLayer):
         y = super().forward(x)
         if not self.active:
             return y
-        dropped = self.form.drop(x)
+        dropped = self.form.apply_dropout(x)
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
         change = self.kernels.linear(low, self.lora_B) * self.form.scale
         if self.form.dora:
-            weight = self.dense_weight(self.weight)
-            scale = dora_scale(weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._row_ranks)
-            plain = self.multiply(dropped) if dropped is not x or self.bias is not None else y
+            weight = self.dequantize_if_quantized(self.weight)
+            scale = compute_dora_scale(
+                weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._ranks_sharing_weight_rows
+            )
+            plain = self.multiply_by_weight(dropped) if dropped is not x or self.bias is not None else y
             change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
         return y + change.to(y.dtype)
 
@@ -105,7 +107,7 @@ class LoraLinear(Linear, AdaptedLayer):
         return ChunkedHead(self, self.out_features, self.ranks)
 
     @property
-    def _row_ranks(self) -> TensorRanks:
+    def _ranks_sharing_weight_rows(self) -> TensorRanks:
         """Ranks that partition every weight row, an output's weights; only this rank unless the layer is rowwise."""
         return self.ranks if self.style == "rowwise" else ALONE
 
@@ -122,18 +124,18 @@ class LoraLinear(Linear, AdaptedLayer):
     def adapter_names(self) -> list[str]:
         return ["lora_A", "lora_B", *(["lora_magnitude"] if self.form.dora else [])]
 
-    def fill_adapter(self, name: str, fill: Fill) -> None:
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros, so the layer begins like the frozen layer."""
         with torch.no_grad():
             fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.in_features))
             self.lora_B.zero_()
             if self.form.dora:
-                weight = self.dense_weight(ModelParameter(self.weight).whole())
+                weight = self.dequantize_if_quantized(ModelParameter(self.weight).whole())
                 # In float64, so that the sum over ranks rounds to the same number as the sum on one rank.
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
-                self.lora_magnitude.copy_(self._row_ranks.sum(squares).sqrt())
+                self.lora_magnitude.copy_(self._ranks_sharing_weight_rows.all_reduce(squares).sqrt())
 
-    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to W + scale * B A, with DoRA scaled to the rows' magnitudes."""
         weight = f"{name}.weight"
 
@@ -147,12 +149,12 @@ class LoraLinear(Linear, AdaptedLayer):
         inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_names))
         return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
 
-    def peft_mapper(self, name: str) -> Mapper:
+    def make_peft_mapper(self, name: str) -> Mapper:
         peft_names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{peft_names[leaf]}" for leaf in self.adapter_names})
 
-    def low_ranks(self, name: str) -> list[LowRank]:
-        return [self.form.low_rank(name)]
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
+        return [self.form.describe_low_rank(name)]
 
 
 class LoraEmbedding(Embedding, AdaptedLayer):
@@ -167,15 +169,15 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         super().__init__(vocab_size, hidden_size, base.kernels)
         self.weight = base.weight
         self.form = form
-        self.lora_A = factor(vocab_size, form.rank, like=base.weight)
-        self.lora_B = factor(hidden_size, form.rank, like=base.weight)
+        self.lora_A = create_factor(vocab_size, form.rank, like=base.weight)
+        self.lora_B = create_factor(hidden_size, form.rank, like=base.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
         vectors = super().forward(tokens)
         if not self.active:
             return vectors
-        change = self.kernels.linear(self.look_up(tokens, self.lora_A), self.lora_B)
+        change = self.kernels.linear(self.look_up_rows(tokens, self.lora_A), self.lora_B)
         return vectors + (change * self.form.scale).to(vectors.dtype)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
@@ -186,13 +188,13 @@ class LoraEmbedding(Embedding, AdaptedLayer):
     def adapter_names(self) -> list[str]:
         return ["lora_A", "lora_B"]
 
-    def fill_adapter(self, name: str, fill: Fill) -> None:
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with zeros and B with random numbers, as in PEFT's embeddings."""
         with torch.no_grad():
             self.lora_A.zero_()
             fill(f"{name}.lora_B", self.lora_B, 1.0)
 
-    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to the table + scale * A Bᵀ."""
         weight = f"{name}.weight"
 
@@ -204,7 +206,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         inputs = (weight, f"{name}.lora_A", f"{name}.lora_B")
         return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
 
-    def peft_mapper(self, name: str) -> Mapper:
+    def make_peft_mapper(self, name: str) -> Mapper:
         """Transpose A, because it is (rank, vocab_size) in PEFT."""
 
         def swap(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -214,8 +216,8 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         first = TensorGroup((f"{name}.lora_A",), (f"{start}A",), swap, swap)
         return parallel(Mapper((first,)), rename({f"{name}.lora_B": f"{start}B"}))
 
-    def low_ranks(self, name: str) -> list[LowRank]:
-        return [self.form.low_rank(name)]
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
+        return [self.form.describe_low_rank(name)]
 
 
 EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -226,11 +228,13 @@ FUSED = ("gate_up_proj", "down_proj")
 
 class LoraExperts(Experts, AdaptedLayer):
     """
-    Experts with a pair of factors per expert for one or both parameters.
+    Experts with a pair of factors per expert for one or both parameters; they never multiply in float8.
 
     `down_proj` has the factors `down_proj_lora_A` (experts, rank, inputs) and `down_proj_lora_B` (experts, outputs,
     rank).
     """
+
+    supports_float8 = False
 
     def __init__(self, base: Experts, form: LoraForm, adapted: Sequence[str]) -> None:
         nn.Module.__init__(self)
@@ -244,8 +248,8 @@ class LoraExperts(Experts, AdaptedLayer):
             self.register_parameter(name, weight)
             if name in adapted:
                 experts, outputs, inputs = weight.shape
-                self.register_parameter(f"{name}_lora_A", factor(experts, form.rank, inputs, like=weight))
-                self.register_parameter(f"{name}_lora_B", factor(experts, outputs, form.rank, like=weight))
+                self.register_parameter(f"{name}_lora_A", create_factor(experts, form.rank, inputs, like=weight))
+                self.register_parameter(f"{name}_lora_B", create_factor(experts, outputs, form.rank, like=weight))
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by one of the parameters: (rows, outputs)."""
@@ -261,7 +265,7 @@ class LoraExperts(Experts, AdaptedLayer):
     def adapter_names(self) -> list[str]:
         return [f"{name}_lora_{factor}" for name in self.adapted for factor in "AB"]
 
-    def fill_adapter(self, name: str, fill: Fill) -> None:
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros."""
         with torch.no_grad():
             for leaf in self.adapted:
@@ -269,7 +273,7 @@ class LoraExperts(Experts, AdaptedLayer):
                 fill(f"{name}.{leaf}_lora_A", first, compute_initial_std(first.shape[2]))
                 getattr(self, f"{leaf}_lora_B").zero_()
 
-    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to W + scale * B A for every expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -282,7 +286,7 @@ class LoraExperts(Experts, AdaptedLayer):
             groups.append(TensorGroup((weight, f"{weight}_lora_A", f"{weight}_lora_B"), (weight,), merge))
         return Mapper(tuple(groups))
 
-    def peft_mapper(self, name: str) -> Mapper:
+    def make_peft_mapper(self, name: str) -> Mapper:
         """
         Reshape the factors for PEFT: A is (experts * rank, inputs), expert by expert, B (outputs, rank * experts).
 
@@ -302,8 +306,8 @@ class LoraExperts(Experts, AdaptedLayer):
             groups.append(TensorGroup((f"{name}.{leaf}_lora_B",), (f"{start}lora_B.weight",), second))
         return Mapper(tuple(groups))
 
-    def low_ranks(self, name: str) -> list[LowRank]:
-        return [self.form.low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
+        return [self.form.describe_low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
 
 
 def choose_merge_dtype(tensor: Tensor) -> torch.dtype:
@@ -311,7 +315,7 @@ def choose_merge_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def dora_scale(
+def compute_dora_scale(
     weight: Tensor, first: Tensor, second: Tensor, scale: float, magnitude: Tensor, ranks: TensorRanks = ALONE
 ) -> Tensor:
     """
@@ -327,6 +331,6 @@ def dora_scale(
         a, b = first.to(dtype), second.to(dtype)
         cross = ((weight @ first.to(weight.dtype).T).to(dtype) * b).sum(1)
         square = square + 2 * scale * cross + scale**2 * ((b @ (a @ a.T)) * b).sum(1)
-        norm = ranks.sum(square).clamp_min(0).sqrt()
+        norm = ranks.all_reduce(square).clamp_min(0).sqrt()
     factor: Tensor = magnitude.to(dtype) / norm
     return factor

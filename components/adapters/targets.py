@@ -9,7 +9,7 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def find_matching_patterns(name: str, patterns: Iterable[str]) -> list[str]:
+def list_matching_patterns(name: str, patterns: Iterable[str]) -> list[str]:
     """Return the patterns matching a name."""
     return [pattern for pattern in patterns if matches(name, pattern)]
 

@@ -5,7 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from drawloom.components.adapters.lora_layers import PEFT, LoraForm, choose_merge_dtype, compute_initial_std, factor
+from drawloom.components.adapters.lora_layers import (
+    PEFT,
+    LoraForm,
+    choose_merge_dtype,
+    compute_initial_std,
+    create_factor,
+)
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
@@ -30,8 +36,8 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         vocab_size, hidden_size = embedding.weight.shape
         self.form = form
         self.vocab_size = vocab_size
-        self.lora_A = factor(form.rank, hidden_size, like=embedding.weight)
-        self.lora_B = factor(vocab_size, form.rank, like=embedding.weight)
+        self.lora_A = create_factor(form.rank, hidden_size, like=embedding.weight)
+        self.lora_B = create_factor(vocab_size, form.rank, like=embedding.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size), in any floating dtype, to (..., vocab_size), in the table's dtype."""
@@ -41,7 +47,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         y = kernels.linear(x, table)
         if not self.active:
             return y
-        low = kernels.linear(self.form.drop(x).to(self.lora_A.dtype), self.lora_A)
+        low = kernels.linear(self.form.apply_dropout(x).to(self.lora_A.dtype), self.lora_A)
         return y + (kernels.linear(low, self.lora_B) * self.form.scale).to(y.dtype)
 
     def head(self) -> Head:
@@ -56,13 +62,13 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
     def adapter_names(self) -> list[str]:
         return ["lora_A", "lora_B"]
 
-    def fill_adapter(self, name: str, fill: Fill) -> None:
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros, so the layer begins like the tied head."""
         with torch.no_grad():
             fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.lora_A.shape[1]))
             self.lora_B.zero_()
 
-    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to a separate head, table + scale * B A, and the unchanged table."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -72,8 +78,8 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         table = f"{EMBEDDING}.weight"
         return Mapper((TensorGroup((table, f"{name}.lora_A", f"{name}.lora_B"), (HEAD, table), merge),))
 
-    def peft_mapper(self, name: str) -> Mapper:
+    def make_peft_mapper(self, name: str) -> Mapper:
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_names})
 
-    def low_ranks(self, name: str) -> list[LowRank]:
-        return [self.form.low_rank(name)]
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
+        return [self.form.describe_low_rank(name)]

@@ -11,21 +11,27 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.io_errors import check_space, describe_io_error
+from drawloom.components.checkpoint.io_errors import check_space_on_all_ranks, describe_io_error
 from drawloom.components.checkpoint.manifest import (
     FOLDER,
     CorruptCheckpointError,
     list_checkpoints,
-    quick_check,
-    step_of,
+    read_manifest_if_sizes_match,
+    step_of_checkpoint,
 )
-from drawloom.components.checkpoint.memory import HeldState, StateMemory
-from drawloom.components.checkpoint.reader import no_valid_checkpoint
-from drawloom.components.checkpoint.restore import LoadedCheckpoint, check_fit, load_states, read_states, verify_rest
+from drawloom.components.checkpoint.memory import HeldState, StateMemory, newest_common_step, share_states
+from drawloom.components.checkpoint.reader import no_valid_checkpoint_error
+from drawloom.components.checkpoint.restore import (
+    LoadedCheckpoint,
+    check_checkpoint_fits_nodes,
+    load_states_into_nodes,
+    read_states,
+    verify_share_of_unread_blocks,
+)
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
-from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_of
-from drawloom.components.checkpoint.threads import run_now, submit
-from drawloom.components.distributed.rank_errors import RankError, run_on_all, run_on_rank0
+from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_by_sharded_entry
+from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
+from drawloom.components.distributed.rank_errors import RankError, run_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes, SurvivingProcesses
 from drawloom.components.ports.run import (
     Cadence,
@@ -35,11 +41,12 @@ from drawloom.components.ports.run import (
     Stateful,
     Step,
     check_cadence,
-    due,
+    is_due,
 )
 from drawloom.components.ports.staging import Stager
 from drawloom.components.storage.regular_file import read_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
+from drawloom.graph.problems import ReopenError
 from drawloom.graph.recipe.lockfile import LOCK
 
 MAX_RECIPE_SIZE = 2**26  # bytes
@@ -93,16 +100,16 @@ class Checkpointer:
     _failed: int = attrs.field(init=False, default=0)  # consecutive failed saves
     _pending: PendingSave | None = attrs.field(init=False, default=None)
     _memory: StateMemory | None = attrs.field(init=False, default=None)  # None unless the run survives losses
-    _is_successor: bool = attrs.field(init=False, default=False)
+    _joins_others: bool = attrs.field(init=False, default=False)  # the state may be in another process's memory
     _world: Group = attrs.field(init=False)
     _group: Group = attrs.field(init=False)  # for the thread that writes a checkpoint
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
         self._world, self._group = self.mesh.world, self.processes.control_group("checkpoint")
-        if self._memory is None and isinstance(self.processes, SurvivingProcesses) and self.processes.survives_losses:
-            self._memory = StateMemory()
-        run_on_rank0(self._world, lambda: commit.prepare(self._checkpoints))
+        if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_losses:
+            self._memory, self._joins_others = self._memory or StateMemory(), self.processes.generation > 0
+        run_on_rank0(self._world, lambda: commit.prepare_checkpoints_folder(self._checkpoints_folder))
 
     def hand_over(self) -> StateMemory | None:
         """Return the memory with the newest states, for the run's next attempt in this process; None without one."""
@@ -110,7 +117,7 @@ class Checkpointer:
 
     def take_over(self, values: StateMemory | None) -> None:
         """Accept the failed attempt's memory; `restore` prefers its state to an older checkpoint."""
-        self._memory, self._is_successor = values, values is not None
+        self._memory = values
 
     def close(self) -> None:
         """Wait up to CLOSE_TIMEOUT for the pending save, and free the copies' memory."""
@@ -122,16 +129,16 @@ class Checkpointer:
 
     def run_phase(self, step: Step) -> None:
         """Save at the cadence, in the background if staging copies. At the last step, wait until the save is done."""
-        if self._pending is not None and self._is_done(self._pending):
+        if self._pending is not None and self._is_done_on_all_ranks(self._pending):
             self._finish_pending_save()
         if self.saves_after(step):
-            self._start_save(step)
-            if step.last or not self._in_background:
-                self._finish_pending_save(required=step.last)
+            self._stage_and_start_write(step)
+            if step.is_last or not self._saves_in_background:
+                self._finish_pending_save(required=step.is_last)
 
     def saves_after(self, step: Step) -> bool:
         """Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back."""
-        return not step.goes_back and (step.last or due(self.every, step))
+        return not step.goes_back and (step.is_last or is_due(self.every, step))
 
     def save(self, step: Step) -> None:
         """
@@ -139,7 +146,7 @@ class Checkpointer:
 
         Raises UserError on every rank if the save fails on any rank; earlier checkpoints are unchanged.
         """
-        self._start_save(step)
+        self._stage_and_start_write(step)
         self._finish_pending_save(required=True)
 
     def wait_until_staged(self) -> None:
@@ -149,9 +156,16 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.copy()
 
-    def hold(self, step: Step) -> None:
-        if self._memory is not None and not step.goes_back:
+    def keep_in_memory(self, step: Step) -> None:
+        if self._memory is None:
+            return
+        if not step.goes_back:
             self._memory.hold(step.index, self.states)
+        assert isinstance(self.processes, SurvivingProcesses)
+        joining = torch.tensor(0 if step.is_last else int(self.processes.has_spares()))
+        self._world.max(joining)
+        if joining:
+            raise ReopenError(f"processes join the run after step {step.index}")
 
     def restore(self) -> int:
         """
@@ -161,30 +175,30 @@ class Checkpointer:
         space for another checkpoint.
         """
         self._finish_pending_save()  # in a run that goes back, the newest checkpoint may be pending
-        is_successor, self._is_successor = self._is_successor, False
-        if is_successor and (done := self._restore_from_memory()):
+        joins_others, self._joins_others = self._joins_others, False
+        if joins_others and (done := self._restore_from_memory()):
             return done
         if self._memory is not None:
             self._memory = StateMemory()  # a run that goes back repeats no later step
-        loaded = self._load_newest()
+        loaded = self._read_newest_valid()
         if loaded is not None:
-            self._load(loaded)
+            self._load_into_nodes(loaded)
         self._saved = loaded.manifest.step if loaded else 0
-        self._check_space(loaded.manifest.bytes if loaded else 0)
+        self._check_free_disk_space(loaded.manifest.total_file_bytes if loaded else 0)
         return self._saved
 
     def known_steps(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
-        for checkpoint in list_checkpoints(self._checkpoints):
-            if (manifest := quick_check(checkpoint)) is not None:
+        for checkpoint in list_checkpoints(self._checkpoints_folder):
+            if (manifest := read_manifest_if_sizes_match(checkpoint)) is not None:
                 yield manifest.step, manifest.values
 
     @cached_property
-    def _checkpoints(self) -> Path:
+    def _checkpoints_folder(self) -> Path:
         return self.folder.folder / FOLDER
 
     @property
-    def _in_background(self) -> bool:
+    def _saves_in_background(self) -> bool:
         return self.staging is not None and self.staging.copies
 
     @cached_property
@@ -192,53 +206,65 @@ class Checkpointer:
         return Retention(RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is))
 
     @cached_property
-    def _protocol(self) -> commit.CommitProtocol:
+    def _make_commit_protocol(self) -> commit.CommitProtocol:
         return commit.CommitProtocol(self._group, ShardPlan.of(self.states, self._world), self.recipe)
 
     def _restore_from_memory(self) -> int:
         """
-        Load the newest state that every rank has in memory, and return its step.
+        Load the newest state that replicas have in memory for all ranks, and return its step.
 
-        Return 0 and load nothing if there is no such state, or if a checkpoint on disk is newer.
+        Ranks without it receive it from a replica. Return 0 and load nothing if there is no such state, or if a
+        checkpoint on disk is newer.
         """
         assert self._memory is not None
         states = {step: state for step, state in self._memory.states_by_step().items() if state.fits(self.states)}
-        steps = set[int].intersection(*map(set, self._world.gather_json([*states])))
-        saved = run_on_rank0(self._world, lambda: [step_of(path) for path in list_checkpoints(self._checkpoints)])
+        indices = self.mesh.indices
+        own = [[*states], [indices.pipeline, indices.data_shard, indices.context, indices.tensor]]
+        steps, positions = zip(*self._world.gather_json(own), strict=True)
+        step = newest_common_step(steps, positions)
+        saved = run_on_rank0(
+            self._world, lambda: [step_of_checkpoint(path) for path in list_checkpoints(self._checkpoints_folder)]
+        )
         newest = max(saved, default=0)
-        if not steps or max(steps) < newest:
+        if not step or step < newest:
             return 0
-        state = states[max(steps)]
-        run_on_all(self._world, lambda: self._load_held(state))
-        self._memory.keep(state)  # for another loss in the next step
-        self._saved = state.step if state.step == newest else 0
-        log.info("restored the state after step %d from memory", state.step)
-        return state.step
+        own_states = states[step].states if step in states else None
+        if any(step not in other for other in steps):
+            received = share_states(own_states, self.states, self.mesh.replicas)
+            log.info("%s the state after step %d", "received" if own_states is None else "sent", step)
+            own_states = received if own_states is None else own_states
+        run_on_all_ranks(self._world, lambda: self._load_state_from_memory(own_states or {}))
+        slices = {name: slices_by_sharded_entry(node) for name, node in self.states.items()}
+        self._memory.keep(HeldState(step, own_states or {}, slices))  # for another loss in the next step
+        self._saved = step if step == newest else 0
+        log.info("restored the state after step %d from memory", step)
+        return step
 
-    def _load_held(self, state: HeldState) -> None:
-        for name, node in self.states.items():
-            node.load_state_dict(state.states[name])
+    def _load_state_from_memory(self, states: Mapping[str, Any]) -> None:
+        """Load states into their nodes. A joining rank keeps its initial random generators."""
+        for name, state in states.items():
+            self.states[name].load_state_dict(state)
 
-    def _start_save(self, step: Step) -> None:
+    def _stage_and_start_write(self, step: Step) -> None:
         """Stage and write a snapshot for an unsaved step, in the background if staging copies."""
         if step.index == self._saved:
             return
         self._finish_pending_save()  # the pending save first: two copies of the state may not fit into memory
-        plan, checkpoint = self._protocol.plan, self._checkpoints / f"step-{step.index}"
-        snapshot, sizes = run_on_all(
+        plan, checkpoint = self._make_commit_protocol.plan, self._checkpoints_folder / f"step-{step.index}"
+        snapshot, sizes = run_on_all_ranks(
             self._world,
             lambda: plan.take_snapshot(self.states, step, self.staging),
-            share=lambda snapshot: snapshot.bytes,
+            to_json=lambda snapshot: snapshot.bytes,
         )
-        run = submit if self._in_background else run_now
-        done = run("checkpoint", lambda: self._write(checkpoint, snapshot))
+        run = submit_in_new_thread if self._saves_in_background else run_in_current_thread
+        done = run("checkpoint", lambda: self._write_and_commit(checkpoint, snapshot))
         self._pending = PendingSave(step.index, sum(sizes), done)
         self._saved = step.index
 
-    def _write(self, checkpoint: Path, snapshot: Snapshot) -> None:
+    def _write_and_commit(self, checkpoint: Path, snapshot: Snapshot) -> None:
         """Write and commit a snapshot, and remove expired checkpoints."""
         self._flush_logs()
-        self._protocol.save(checkpoint, snapshot)
+        self._make_commit_protocol.save(checkpoint, snapshot)
         if self._group.rank == 0:
             run_log.info("checkpoint saved: %s", checkpoint)
             self._retention.mark_valid(checkpoint, snapshot.values)
@@ -258,11 +284,11 @@ class Checkpointer:
     def _remove_expired(self, saved: Path) -> None:
         """Remove expired checkpoints up to `saved`; only warn if the disk fails."""
         try:
-            commit.discard(self._retention.select_expired(self._checkpoints, saved))
+            commit.remove_checkpoints(self._retention.select_expired(self._checkpoints_folder, saved))
         except OSError as error:  # the new checkpoint is committed, and the next save tries again
-            log.warning("expired checkpoints in %s could not be removed: %s", self._checkpoints, error)
+            log.warning("expired checkpoints in %s could not be removed: %s", self._checkpoints_folder, error)
 
-    def _is_done(self, pending: PendingSave) -> bool:
+    def _is_done_on_all_ranks(self, pending: PendingSave) -> bool:
         """Return whether a save is done on all ranks."""
         # ranks must agree, because a collective follows
         waiting = torch.tensor(0 if pending.done.done() else 1)
@@ -287,7 +313,7 @@ class Checkpointer:
                 text = f"the checkpoint after step {pending.step} failed: {error}"
                 raise UserError(text, error.exit_code) from error
             self._saved, self._failed = 0, self._failed + 1
-            why = describe_io_error(error, self._checkpoints, pending.bytes, self._world)
+            why = describe_io_error(error, self._checkpoints_folder, pending.bytes, self._world)
             if self._failed >= self.failures:
                 raise UserError(
                     f"{self._failed} checkpoints in a row failed, at last the one after step {pending.step}: {why}; "
@@ -297,13 +323,15 @@ class Checkpointer:
                 raise UserError(f"the checkpoint after step {pending.step} failed: {why}") from error
             log.warning("checkpoint %d skipped: %s", pending.step, why)
 
-    def _load_newest(self) -> LoadedCheckpoint | None:
+    def _read_newest_valid(self) -> LoadedCheckpoint | None:
         """Return the newest checkpoint that is valid on all ranks, with this rank's states."""
         world, corrupt = self._world, dict[Path, str]()
         for step in reversed(
-            run_on_rank0(world, lambda: [step_of(path) for path in list_checkpoints(self._checkpoints)])
+            run_on_rank0(
+                world, lambda: [step_of_checkpoint(path) for path in list_checkpoints(self._checkpoints_folder)]
+            )
         ):
-            checkpoint = self._checkpoints / f"step-{step}"
+            checkpoint = self._checkpoints_folder / f"step-{step}"
             loaded, faults = self._read_on_all_ranks(checkpoint)
             if loaded is not None:
                 self._retention.mark_valid(checkpoint, loaded.manifest.values)
@@ -312,7 +340,7 @@ class Checkpointer:
             self._retention.mark_invalid(checkpoint)
             log.warning("%s is corrupt and skipped: %s", checkpoint, corrupt[checkpoint])
         if corrupt:
-            raise no_valid_checkpoint(self._checkpoints, corrupt)
+            raise no_valid_checkpoint_error(self._checkpoints_folder, corrupt)
         return None
 
     def _read_on_all_ranks(self, checkpoint: Path) -> tuple[LoadedCheckpoint | None, list[str]]:
@@ -321,28 +349,31 @@ class Checkpointer:
         is corrupt.
         """
         world = self._world
-        loaded, outcomes = run_on_all(
-            world, lambda: _try_read(checkpoint, self.states, world.rank), share=_encode_outcome
+        loaded, outcomes = run_on_all_ranks(
+            world, lambda: _read_states_or_error(checkpoint, self.states, world.rank), to_json=_encode_read_outcome
         )
         faults = [outcome["fault"] for outcome in outcomes]
         if isinstance(loaded, LoadedCheckpoint) and not any(faults):
             verified = [outcome["verified"] for outcome in outcomes]
-            rest = partial(verify_rest, checkpoint, loaded.manifest, verified, world.rank, world.size)
-            _, faults = run_on_all(world, rest, share=str)
+            rest = partial(verify_share_of_unread_blocks, checkpoint, loaded.manifest, verified, world.rank, world.size)
+            _, faults = run_on_all_ranks(world, rest, to_json=str)
         return (loaded if isinstance(loaded, LoadedCheckpoint) and not any(faults) else None), faults
 
-    def _load(self, loaded: LoadedCheckpoint) -> None:
+    def _load_into_nodes(self, loaded: LoadedCheckpoint) -> None:
         world = self._world
         entries_by_rank = world.gather_json(
-            {name: [*parts] for name, node in self.states.items() if (parts := slices_of(node))}
+            {name: [*parts] for name, node in self.states.items() if (parts := slices_by_sharded_entry(node))}
         )
-        run_on_all(
-            world, lambda: check_fit(loaded, self.states, entries_by_rank, self._find_changed_nodes(loaded.checkpoint))
+        run_on_all_ranks(
+            world,
+            lambda: check_checkpoint_fits_nodes(
+                loaded, self.states, entries_by_rank, self._find_nodes_with_changed_settings(loaded.checkpoint)
+            ),
         )
-        run_on_all(world, lambda: load_states(loaded, self.states))
+        run_on_all_ranks(world, lambda: load_states_into_nodes(loaded, self.states))
         log.info("restored %s", loaded.checkpoint)
 
-    def _find_changed_nodes(self, checkpoint: Path) -> set[str]:
+    def _find_nodes_with_changed_settings(self, checkpoint: Path) -> set[str]:
         """Return the nodes configured differently by the checkpoint's recipe."""
         try:
             text = read_file(checkpoint / LOCK, MAX_RECIPE_SIZE).decode()
@@ -350,13 +381,15 @@ class Checkpointer:
         except (RecipeError, ValueError, OSError):
             return set()  # an unreadable recipe of an older version: the nodes must be the same
 
-    def _check_space(self, last: int) -> None:
+    def _check_free_disk_space(self, last: int) -> None:
         """Check the free disk space; `last` is the newest checkpoint's size in bytes, or 0."""
-        own_bytes = self._protocol.plan.forecast_bytes(self.states, self.growing)
-        check_space(self._world, self._checkpoints, own_bytes, last)
+        own_bytes = self._make_commit_protocol.plan.forecast_bytes(self.states, self.growing)
+        check_space_on_all_ranks(self._world, self._checkpoints_folder, own_bytes, last)
 
 
-def _try_read(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpointError:
+def _read_states_or_error(
+    checkpoint: Path, states: Mapping[str, Stateful], rank: int
+) -> LoadedCheckpoint | CorruptCheckpointError:
     """Read a rank's states; return a fault instead of raising it, because all ranks must exchange their outcomes."""
     try:
         return read_states(checkpoint, states, rank)
@@ -364,7 +397,7 @@ def _try_read(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> Lo
         return error
 
 
-def _encode_outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
+def _encode_read_outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
     """Return this rank's fault (empty if the read succeeded) and verified blocks, as JSON for the other ranks."""
     if isinstance(loaded, CorruptCheckpointError):
         return {"fault": str(loaded), "verified": {}}

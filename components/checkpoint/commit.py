@@ -17,14 +17,14 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.checkpoint.manifest import MANIFEST, Manifest, step_of
+from drawloom.components.checkpoint.manifest import MANIFEST, Manifest, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.regular_file import make_folder
-from drawloom.components.storage.safetensors.writer import write_tensors
+from drawloom.components.storage.regular_file import create_folder
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK
@@ -59,22 +59,26 @@ class CommitProtocol:
         temp = checkpoint.with_name(TEMP + checkpoint.name)
         rank = self.group.rank
         try:
-            run_on_rank0(self.group, lambda: begin(temp))
-            _, written = run_on_all(
-                self.group, lambda: write_rank(temp, rank, snapshot.tree, snapshot.ready()), share=lambda files: files
+            run_on_rank0(self.group, lambda: begin_temporary_folder(temp))
+            _, written = run_on_all_ranks(
+                self.group,
+                lambda: write_files_of_rank(temp, rank, snapshot.tree, snapshot.wait_for_tensors()),
+                to_json=lambda files: files,
             )
-            run_on_rank0(self.group, lambda: self._commit(temp, checkpoint, snapshot, written))
+            run_on_rank0(self.group, lambda: self._merge_and_commit(temp, checkpoint, snapshot, written))
         except UserError:
             if rank == 0:
                 with suppress(OSError):  # the next save or start removes the rest
                     durable_files.remove_folder(temp)
             raise
 
-    def _commit(self, temp: Path, checkpoint: Path, snapshot: Snapshot, written: list[dict[str, Any]]) -> None:
+    def _merge_and_commit(
+        self, temp: Path, checkpoint: Path, snapshot: Snapshot, written: list[dict[str, Any]]
+    ) -> None:
         files = {name: Content(**content) for by_name in written for name, content in by_name.items()}
-        files[LOCK] = durable_files.write_file(temp / LOCK, self.recipe.text.encode())
+        files[LOCK] = durable_files.create_file_with(temp / LOCK, self.recipe.text.encode())
         manifest = Manifest(
-            step=step_of(checkpoint),
+            step=step_of_checkpoint(checkpoint),
             recipe=self.recipe.hash,
             world_size=self.group.size,
             replicated=self.plan.replicated,
@@ -83,44 +87,44 @@ class CommitProtocol:
             values=snapshot.values,
             files=files,
         )
-        commit(temp, checkpoint, manifest)
+        commit_folder(temp, checkpoint, manifest)
 
 
-def prepare(checkpoints: Path) -> None:
+def prepare_checkpoints_folder(checkpoints: Path) -> None:
     """Create the checkpoint folder, and remove a killed run's leftovers."""
-    make_folder(checkpoints)
-    durable_files.sync(checkpoints.parent)
+    create_folder(checkpoints)
+    durable_files.flush_to_disk(checkpoints.parent)
     _remove_leftovers(checkpoints)
 
 
-def begin(temp: Path) -> None:
+def begin_temporary_folder(temp: Path) -> None:
     """Create an empty folder for a checkpoint, and remove leftovers from failed saves and removals."""
     _remove_leftovers(temp.parent)
     temp.mkdir(exist_ok=True)
 
 
-def write_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+def write_files_of_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """
     Write a rank's part; return Content fields by file name, as JSON.
 
     tensors: any shape, dtype and device, unchanged until the function returns. A tensor is copied only if it is not
     contiguous or not on the CPU, one at a time in each of the WRITERS threads.
     """
-    shards = tensor_files(rank, tensors)
+    shards = group_tensors_by_file(rank, tensors)
     # lists the tensors of each file, so that readers need not open all files
     text = json.dumps({"tensors": {name: [*shard] for name, shard in shards.items()}, "state": tree}, allow_nan=False)
-    contents = {tree_file(rank): durable_files.write_file(temp / tree_file(rank), text.encode())}
-    jobs = [partial(write_tensors, temp / name, shard) for name, shard in shards.items()]
+    contents = {tree_file_name(rank): durable_files.create_file_with(temp / tree_file_name(rank), text.encode())}
+    jobs = [partial(write_safetensors_file, temp / name, shard) for name, shard in shards.items()]
     contents |= zip(shards, map_parallel("writer", jobs, WRITERS), strict=True)
     return {name: attrs.asdict(content) for name, content in contents.items()}
 
 
-def tree_file(rank: int) -> str:
+def tree_file_name(rank: int) -> str:
     """Return the file name for a rank's tree, which also lists the tensors in its other files."""
     return f"rank-{rank}.json"
 
 
-def tensor_files(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def group_tensors_by_file(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """
     Group tensors, any shape and dtype, into files with about SHARD bytes; return the tensors by file, by
     name.
@@ -139,35 +143,35 @@ def tensor_files(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str
     return dict(zip(names, shards, strict=True))
 
 
-def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
+def commit_folder(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest, and rename the folder. A corrupt checkpoint for the same step is kept under another name."""
-    durable_files.write_file(temp / MANIFEST, manifest.write())
-    durable_files.sync(temp)
+    durable_files.create_file_with(temp / MANIFEST, manifest.to_json_bytes())
+    durable_files.flush_to_disk(temp)
     if os.path.lexists(checkpoint):
-        durable_files.rename(checkpoint, _choose_corrupt_name(checkpoint))
-    durable_files.rename(temp, checkpoint)
+        durable_files.rename_durably(checkpoint, _choose_path_for_corrupt(checkpoint))
+    durable_files.rename_durably(temp, checkpoint)
 
 
-def discard(checkpoints: Iterable[Path]) -> None:
+def remove_checkpoints(checkpoints: Iterable[Path]) -> None:
     """Remove checkpoints. After a crash every checkpoint is complete, or has no valid name."""
     for checkpoint in checkpoints:
         trash = checkpoint.with_name(TRASH + checkpoint.name)
         durable_files.remove_folder(trash)
         # renamed first, because a half-removed folder would look like a corrupt checkpoint
-        durable_files.rename(checkpoint, trash)
+        durable_files.rename_durably(checkpoint, trash)
         durable_files.remove_folder(trash)
 
 
 def _remove_leftovers(checkpoints: Path) -> None:
     """Remove temporary folders from killed saves and interrupted removals."""
-    for name in durable_files.list_names(checkpoints):
+    for name in durable_files.list_folder(checkpoints):
         if name.startswith((TEMP, TRASH)):
             durable_files.remove_folder(checkpoints / name)
 
 
-def _choose_corrupt_name(checkpoint: Path) -> Path:
+def _choose_path_for_corrupt(checkpoint: Path) -> Path:
     """Return an unused name beside a corrupt checkpoint, under which it is kept."""
-    used_names, number = set(durable_files.list_names(checkpoint.parent)), 1
+    used_names, number = set(durable_files.list_folder(checkpoint.parent)), 1
     while (name := f"{CORRUPT}{checkpoint.name}-{number}") in used_names:
         number += 1
     return checkpoint.with_name(name)

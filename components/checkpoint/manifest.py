@@ -16,10 +16,10 @@ from typing import Any
 import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.storage.durable_files import list_names
+from drawloom.components.storage.durable_files import list_folder
 from drawloom.components.storage.regular_file import ContentMismatchError, open_verified, read_file
 from drawloom.components.storage.sha256_stream import Content, count_blocks
-from drawloom.components.storage.strict_json import checksum, parse
+from drawloom.components.storage.strict_json import hash_canonical, parse_strictly
 from drawloom.graph import UserError
 
 FOLDER = "checkpoints"
@@ -56,23 +56,25 @@ class Manifest:
     sharded: list[str] = attrs.field(factory=list)
     values: dict[str, float | None] = attrs.field(factory=dict)
 
-    def write(self) -> bytes:
+    def to_json_bytes(self) -> bytes:
         """Return the text for `manifest.json`."""
         content = {"format": FORMAT, **attrs.asdict(self)}
-        return json.dumps({**content, "digest": checksum(content)}, indent=1).encode() + b"\n"
+        return json.dumps({**content, "digest": hash_canonical(content)}, indent=1).encode() + b"\n"
 
     @property
-    def bytes(self) -> int:
+    def total_file_bytes(self) -> int:
         """Total file size."""
         return sum(content.size for content in self.files.values())
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return all committed checkpoint folders, valid or not, ordered by step."""
-    return sorted((checkpoints / name for name in list_names(checkpoints) if STEP.fullmatch(name)), key=step_of)
+    return sorted(
+        (checkpoints / name for name in list_folder(checkpoints) if STEP.fullmatch(name)), key=step_of_checkpoint
+    )
 
 
-def step_of(checkpoint: Path) -> int:
+def step_of_checkpoint(checkpoint: Path) -> int:
     """Return a checkpoint's step, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
@@ -83,7 +85,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises CorruptCheckpointError if it is invalid, UserError if another version of drawloom wrote it.
     """
-    content = _read_content(checkpoint)
+    content = _read_verified_content(checkpoint)
     version = content.pop("format")
     if version != FORMAT:
         raise UserError(
@@ -96,30 +98,32 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def verify(checkpoint: Path) -> Manifest:
+def verify_checkpoint(checkpoint: Path) -> Manifest:
     """Verify every file, and return the manifest. Raises CorruptCheckpointError with every file that differs."""
     manifest = read_manifest(checkpoint)
     if faults := [
-        *faults_of_folder(checkpoint, manifest),
-        *faults_of_files(checkpoint, manifest, all_blocks(manifest)),
+        *describe_missing_and_unknown_files(checkpoint, manifest),
+        *describe_differing_blocks(checkpoint, manifest, block_numbers_by_file(manifest)),
     ]:
         raise CorruptCheckpointError("; ".join(faults))
     return manifest
 
 
-def all_blocks(manifest: Manifest) -> dict[str, list[int]]:
+def block_numbers_by_file(manifest: Manifest) -> dict[str, list[int]]:
     """Return every file's block numbers."""
     return {name: [*range(len(content.blocks))] for name, content in manifest.files.items()}
 
 
-def faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
+def describe_missing_and_unknown_files(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     """Describe missing files, and files missing from the manifest."""
-    present, listed = set(list_names(checkpoint)), {*manifest.files, MANIFEST}
+    present, listed = set(list_folder(checkpoint)), {*manifest.files, MANIFEST}
     yield from (f"{name} is missing" for name in sorted(listed - present))
     yield from (f"{name} is not in the manifest" for name in sorted(present - listed))
 
 
-def faults_of_files(checkpoint: Path, manifest: Manifest, blocks: Mapping[str, Sequence[int]]) -> Iterator[str]:
+def describe_differing_blocks(
+    checkpoint: Path, manifest: Manifest, blocks: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
     """Describe how these blocks differ from the committed blocks; READERS files are read in parallel."""
 
     def fault(name: str) -> str:
@@ -127,7 +131,7 @@ def faults_of_files(checkpoint: Path, manifest: Manifest, blocks: Mapping[str, S
             with open_verified(checkpoint / name, manifest.files[name]) as file:
                 file.verify(blocks[name])
         except FileNotFoundError:
-            return ""  # faults_of_folder reports it
+            return ""  # describe_missing_and_unknown_files reports it
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
         except ContentMismatchError as error:
@@ -137,7 +141,7 @@ def faults_of_files(checkpoint: Path, manifest: Manifest, blocks: Mapping[str, S
     yield from filter(None, map_parallel("verifier", [partial(fault, name) for name in blocks], READERS))
 
 
-def quick_check(checkpoint: Path) -> Manifest | None:
+def read_manifest_if_sizes_match(checkpoint: Path) -> Manifest | None:
     """Return the manifest if it, all names and all sizes are as committed, else None. Files are not read."""
     try:
         manifest = read_manifest(checkpoint)
@@ -147,20 +151,20 @@ def quick_check(checkpoint: Path) -> Manifest | None:
     return manifest if all(sizes[name] == content.size for name, content in manifest.files.items()) else None
 
 
-def _read_content(checkpoint: Path) -> dict[str, Any]:
+def _read_verified_content(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest's content without its checksum, which is verified."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         raise CorruptCheckpointError("it is a symbolic link, or not a folder")
     try:
         text = read_file(checkpoint / MANIFEST, MAX_SIZE)
-        content: dict[str, Any] = parse(text, most=len(text))
+        content: dict[str, Any] = parse_strictly(text, most=len(text))
         digest = content.pop("digest")
         version = content["format"]
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpointError(f"{MANIFEST} can't be read ({type(error).__name__})") from error
-    if digest != checksum(content):
+    if digest != hash_canonical(content):
         raise CorruptCheckpointError(f"{MANIFEST} has a checksum mismatch")
     if type(version) is not int:
         raise CorruptCheckpointError(f"{MANIFEST} has a format that is not a number")
@@ -178,44 +182,44 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
     return Manifest(files=files, **content)
 
 
-def _is_count(value: Any) -> bool:
+def _is_nonnegative_integer(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _are_names(value: Any) -> bool:
+def _are_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _are_files(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_content, value.values()))
+def _are_contents_by_file(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_content_of_file, value.values()))
 
 
-def _is_content(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"size", "blocks"} or not _is_count(value["size"]):
+def _is_content_of_file(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"size", "blocks"} or not _is_nonnegative_integer(value["size"]):
         return False
     return (
-        _are_names(value["blocks"])
+        _are_strings(value["blocks"])
         and len(value["blocks"]) == count_blocks(value["size"])
         and all(map(SHA256.fullmatch, value["blocks"]))
     )
 
 
-def _are_values(value: Any) -> bool:
+def _are_finite_metrics_or_null(value: Any) -> bool:
     """Return whether JSON is an object from metric names to finite numbers or null."""
-    return isinstance(value, dict) and all(value is None or _is_number(value) for value in value.values())
+    return isinstance(value, dict) and all(value is None or _is_finite_number(value) for value in value.values())
 
 
-def _is_number(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
 ENTRIES: Mapping[str, Callable[[Any], bool]] = {
-    "step": _is_count,
+    "step": _is_nonnegative_integer,
     "recipe": lambda value: isinstance(value, str),
-    "world_size": lambda value: _is_count(value) and value > 0,
-    "replicated": _are_names,
-    "local": _are_names,
-    "sharded": _are_names,
-    "files": _are_files,
-    "values": _are_values,
+    "world_size": lambda value: _is_nonnegative_integer(value) and value > 0,
+    "replicated": _are_strings,
+    "local": _are_strings,
+    "sharded": _are_strings,
+    "files": _are_contents_by_file,
+    "values": _are_finite_metrics_or_null,
 }

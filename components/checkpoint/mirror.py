@@ -10,7 +10,7 @@ import attrs
 
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints
 from drawloom.components.checkpoint.remote import RemoteCopy
-from drawloom.components.checkpoint.threads import submit
+from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Event, EventKind, RunFolder
@@ -48,7 +48,7 @@ class Mirror:
 
     def open(self) -> None:
         """Read the newest checkpoint of the mirror into a folder without one. Raises UserError for another recipe."""
-        run_on_rank0(self.mesh.world, self._open_store)
+        run_on_rank0(self.mesh.world, self._connect_and_fetch_newest)
 
     def on_event(self, event: Event) -> None:
         """Start a copy if there is something new; at the end of the run, wait until all is copied."""
@@ -59,30 +59,30 @@ class Mirror:
             self._start_copy()
             self._wait_for_copy()
         elif self._pending is None or self._pending.done():
-            self._log_failure()
+            self._log_first_failure()
             if self.clock() - self._last >= self.every or self._copy.is_behind(self.folder.folder):
                 self._start_copy()
 
     def close(self) -> None:
-        """Wait for a copy that is being made."""
+        """Wait up to `timeout` for the current copy, if there is one."""
         self._wait_for_copy()
         self._copy = None
 
-    def _open_store(self) -> None:
+    def _connect_and_fetch_newest(self) -> None:
         """Connect to the store, and fetch its newest checkpoint if the run folder has none."""
         self._copy = RemoteCopy(ObjectStore.open(self.url))
         run = self.folder.folder
         if list_checkpoints(run / FOLDER):
             return
         try:
-            step = self._copy.fetch(run)
+            step = self._copy.fetch_checkpoint(run)
         except StoreError as error:
             raise UserError(f"url: {error}; check the URL and the credentials, or remove [listeners.mirror]") from error
         if step:
-            self._check_recipe((run / LOCK).read_text("utf-8"))
+            self._check_recipe_is_recorded((run / LOCK).read_text("utf-8"))
             log.info("%s: the checkpoint of step %d comes from %s", run, step, self.url)
 
-    def _check_recipe(self, recorded: str) -> None:
+    def _check_recipe_is_recorded(self, recorded: str) -> None:
         changes = [change for change in self.recipe.changes(recorded) if change.impact != "safe"]
         if changes and not self.recipe.accept_changes:
             lines = "\n".join(f"  {change}" for change in changes)
@@ -94,7 +94,7 @@ class Mirror:
         copy, run = self._copy, self.folder.folder
         self._last = self.clock()
         if copy is not None:
-            self._pending = submit("mirror", lambda: copy.update(run))
+            self._pending = submit_in_new_thread("mirror", lambda: copy.copy_changes(run))
 
     def _wait_for_copy(self) -> None:
         """Wait up to `timeout` for the current copy, if any, and warn if it is not complete."""
@@ -102,9 +102,9 @@ class Mirror:
             wait([self._pending], self.timeout)
             if not self._pending.done():
                 log.warning("%s: the copy is not complete after %g s; the next start goes on", self.url, self.timeout)
-            self._log_failure()
+            self._log_first_failure()
 
-    def _log_failure(self) -> None:
+    def _log_first_failure(self) -> None:
         """Log why an ended copy failed, unless the copy before failed, too."""
         if self._pending is None or not self._pending.done():
             return

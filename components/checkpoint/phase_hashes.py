@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom.components.checkpoint.state_hashes import FOLDER, hash_tensor, state_hashes
+from drawloom.components.checkpoint.state_hashes import FOLDER, hash_states, hash_tensor
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import METRIC_TOTALS, Event, EventKind, RunFolder, Stateful, Step, Tracker
 from drawloom.components.ports.stages import Parameters
-from drawloom.components.state.trees import branches
+from drawloom.components.state.trees import list_labelled_children
 from drawloom.components.storage.appended_file import AppendedFile
-from drawloom.components.storage.regular_file import make_folder
-from drawloom.components.storage.step_log import encode_line
+from drawloom.components.storage.regular_file import create_folder
+from drawloom.components.storage.step_log import encode_row
 from drawloom.graph import Every, component
 
 INITIAL = "the start of the step"
@@ -50,10 +50,10 @@ class PhaseHashes:
             return
         if self._file is None:
             self._file = AppendedFile.open(
-                make_folder(self.folder.folder / FOLDER) / hash_file_name(self.mesh.world.rank)
+                create_folder(self.folder.folder / FOLDER) / hash_file_name(self.mesh.world.rank)
             )
         digests = dict(self._iterate_digests(event.step))
-        line = encode_line({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})
+        line = encode_row({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})
         while line:
             line = line[self._file.append(line) :]
 
@@ -68,19 +68,21 @@ class PhaseHashes:
         for name in step.state:
             if name == METRIC_TOTALS:  # with measured times
                 continue
-            yield from ((path, hash_tensor(tensor)) for path, tensor in _iterate_tensors(step.state[name], name))
+            yield from (
+                (path, hash_tensor(tensor)) for path, tensor in _iterate_tensors_with_paths(step.state[name], name)
+            )
         for name, parameter in self.parameters.named_parameters():
             if parameter.grad is not None:
                 yield f"gradient of {name}", hash_tensor(parameter.grad)
         # a tracker keeps a series per run
         states = {name: node.state_dict() for name, node in self.states.items() if name not in self.trackers}
-        yield from state_hashes(states).items()
+        yield from hash_states(states).items()
 
 
-def _iterate_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors_with_paths(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in a nested value, after its path, such as `batches[0].tokens`."""
     if isinstance(value, Tensor):
         yield path, value
         return
-    for access, child in branches(value) or ():
-        yield from _iterate_tensors(child, f"{path}{access}")
+    for access, child in list_labelled_children(value) or ():
+        yield from _iterate_tensors_with_paths(child, f"{path}{access}")

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.checkpoint.commit import tree_file
+from drawloom.components.checkpoint.commit import tree_file_name
 from drawloom.components.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
@@ -20,16 +20,22 @@ from drawloom.components.checkpoint.manifest import (
     Manifest,
     list_checkpoints,
     read_manifest,
-    verify,
+    verify_checkpoint,
 )
-from drawloom.components.checkpoint.snapshot import assemble, is_needed, needed_rows
+from drawloom.components.checkpoint.snapshot import assemble_pieces, is_piece_needed, rows_to_read
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_verified
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_verified_header
-from drawloom.components.storage.state_tree import Tree, entries, leaves, narrow_tree, unpack
-from drawloom.components.storage.strict_json import parse
+from drawloom.components.storage.state_tree import (
+    Tree,
+    iterate_tensor_leaves,
+    list_dict_entries,
+    narrow_tree,
+    unpack_state,
+)
+from drawloom.components.storage.strict_json import parse_strictly
 from drawloom.graph import UserError
 
 MAX_TREE_SIZE = 2**28  # bytes
@@ -49,7 +55,7 @@ Parts = dict[str, tuple[Tensor, TensorSlice | None]]
 log = logging.getLogger("drawloom.checkpoint")
 
 
-def newest(run_folder: Path) -> Path | None:
+def find_newest_valid_checkpoint(run_folder: Path) -> Path | None:
     """
     Return a run's newest valid checkpoint, with every file hashed; None if the run has no checkpoint.
 
@@ -58,26 +64,26 @@ def newest(run_folder: Path) -> Path | None:
     corrupt = {}
     for path in reversed(list_checkpoints(run_folder / FOLDER)):
         try:
-            verify(path)
+            verify_checkpoint(path)
             return path
         except CorruptCheckpointError as error:
             if not os.path.lexists(path):
-                return newest(run_folder)  # its run has just removed it
+                return find_newest_valid_checkpoint(run_folder)  # its run has just removed it
             corrupt[path] = str(error)
             log.warning("%s is corrupt and skipped: %s", path, error)
     if corrupt:
-        raise no_valid_checkpoint(run_folder / FOLDER, corrupt)
+        raise no_valid_checkpoint_error(run_folder / FOLDER, corrupt)
     return None
 
 
-def no_valid_checkpoint(checkpoints: Path, corrupt: Mapping[Path, str]) -> UserError:
+def no_valid_checkpoint_error(checkpoints: Path, corrupt: Mapping[Path, str]) -> UserError:
     """Return the error for a run with only corrupt checkpoints, with their faults."""
     lines = [f"no checkpoint in {checkpoints} is valid:"]
     lines += [f"  {path}: {fault}" for path, fault in corrupt.items()]
     return UserError("\n".join([*lines, "restore one from a backup, or remove them all to start from step 0"]))
 
 
-def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
+def load_node_state(checkpoint: Path, node: str) -> dict[str, Any]:
     """
     Return one node's saved state; for a local state, rank 0's.
 
@@ -105,20 +111,20 @@ class Reader:
     _trees: dict[int, dict[str, Tree]] = attrs.field(init=False, factory=dict)
     _files: dict[int, dict[str, list[str]]] = attrs.field(init=False, factory=dict)
 
-    def tree(self, rank: int) -> dict[str, Tree]:
+    def read_trees_by_node(self, rank: int) -> dict[str, Tree]:
         """Return a rank's trees, by node. Raises CorruptCheckpointError."""
         if rank not in self._trees:
-            name = tree_file(rank)
+            name = tree_file_name(rank)
             with self._open_file(name) as file:
                 if file.size > MAX_TREE_SIZE:
                     raise OSError(0, f"it has {file.size} bytes, and more than {MAX_TREE_SIZE} are not read")
                 text = file.read(0, file.size)
             try:
-                content = parse(text, most=len(text))
+                content = parse_strictly(text, most=len(text))
                 self._files[rank] = _parse_names_by_file(content["tensors"])
-                self._trees[rank] = entries(content["state"])
+                self._trees[rank] = list_dict_entries(content["state"])
                 for part in self._trees[rank].values():
-                    entries(part)  # the state of each node is a dict
+                    list_dict_entries(part)  # the state of each node is a dict
             except (ValueError, KeyError, TypeError) as error:
                 raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
         return self._trees[rank]
@@ -130,39 +136,42 @@ class Reader:
         """
         pieces: dict[str, dict[str, list[Any]]] = {}
         for rank in ranks:
-            for node, state in self.states(rank, pick).items():
+            for node, state in self.read_states_by_node(rank, pick).items():
                 entries_of_node = pieces.setdefault(node, {})
                 for entry, piece in state.items():
                     entries_of_node.setdefault(entry, []).append(piece)
         try:
             return {
-                node: {entry: assemble(parts, _slice_to_read(pick, 0, node, entry)) for entry, parts in state.items()}
+                node: {
+                    entry: assemble_pieces(parts, _slice_to_read_or_none(pick, 0, node, entry))
+                    for entry, parts in state.items()
+                }
                 for node, state in pieces.items()
             }
         except ValueError as error:
             raise CorruptCheckpointError(str(error)) from error
 
-    def states(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
+    def read_states_by_node(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
         """
         Return the picked states from one rank, by node. Raises CorruptCheckpointError.
 
         Reads only the necessary rows from tensors that are, or may be, cut for the picked entries.
         """
-        tree = self.tree(rank)
+        tree = self.read_trees_by_node(rank)
         try:
             picked: dict[str, Tree] = {}
             uses: Uses = {}
             for node, part in tree.items():
-                if (wanted := _pick_entries(part, pick(rank, node))) is not None:
+                if (wanted := _pick_from_tree(part, pick(rank, node))) is not None:
                     picked[node] = wanted
-                    for entry, subtree in entries(wanted).items():
-                        for name, saved in leaves(subtree):
-                            uses.setdefault(name, []).append((saved, _slice_to_read(pick, rank, node, entry)))
+                    for entry, subtree in list_dict_entries(wanted).items():
+                        for name, saved in iterate_tensor_leaves(subtree):
+                            uses.setdefault(name, []).append((saved, _slice_to_read_or_none(pick, rank, node, entry)))
             read = self._read_tensors(rank, uses)
             cut = narrow_tree({"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None})
-            states: dict[str, dict[str, Any]] = unpack(cut, {name: tensor for name, (tensor, _) in read.items()})
+            states: dict[str, dict[str, Any]] = unpack_state(cut, {name: tensor for name, (tensor, _) in read.items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{tree_file(rank)} does not match its tensors: {error}") from error
+            raise CorruptCheckpointError(f"{tree_file_name(rank)} does not match its tensors: {error}") from error
         return states
 
     def _read_tensors(self, rank: int, uses: Uses) -> Parts:
@@ -178,7 +187,7 @@ class Reader:
             begin, header = read_verified_header(file)
             # in file order, so that a block with parts of two tensors is read once
             for name in sorted(names, key=lambda name: (header[name].start, header[name].end)):
-                part = needed_rows(header[name].spec.shape, uses[name])
+                part = rows_to_read(header[name].spec.shape, uses[name])
                 rows = None if part is None else range(part.offsets[0], part.offsets[0] + part.size[0])
                 parts[name] = read_tensor(file, begin, header[name], rows), part
         return parts
@@ -209,19 +218,19 @@ def _parse_names_by_file(content: Any) -> dict[str, list[str]]:
     return content
 
 
-def _pick_entries(tree: Tree, wanted: Slices | bool) -> Tree | None:
+def _pick_from_tree(tree: Tree, wanted: Slices | bool) -> Tree | None:
     """Return the wanted part from a node's tree, or None if nothing is wanted."""
     if isinstance(wanted, bool):
         return tree if wanted else None
-    picked = {name: part for name, part in entries(tree).items() if name in wanted}
-    return {"dict": {name: part for name, part in picked.items() if is_needed(_list_slices(part), wanted[name])}}
+    picked = {name: part for name, part in list_dict_entries(tree).items() if name in wanted}
+    return {"dict": {name: part for name, part in picked.items() if is_piece_needed(_list_slices(part), wanted[name])}}
 
 
 def _list_slices(tree: Tree) -> list[TensorSlice]:
-    return [tensor_slice for _, tensor_slice in leaves(tree) if tensor_slice is not None]
+    return [tensor_slice for _, tensor_slice in iterate_tensor_leaves(tree) if tensor_slice is not None]
 
 
-def _slice_to_read(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:
+def _slice_to_read_or_none(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:
     """Return an entry's wanted slice, or None for the whole entry."""
     wanted = pick(rank, node)
     return None if isinstance(wanted, bool) else wanted.get(entry)

@@ -11,9 +11,9 @@ from drawloom.components.checkpoint.manifest import (
     STEP,
     CorruptCheckpointError,
     list_checkpoints,
-    quick_check,
-    step_of,
-    verify,
+    read_manifest_if_sizes_match,
+    step_of_checkpoint,
+    verify_checkpoint,
 )
 from drawloom.components.storage.object_store import ObjectStore, StoreError
 from drawloom.graph import UserError
@@ -29,7 +29,7 @@ Stamp = tuple[int, int]
 
 @attrs.define
 class RemoteCopy:
-    """Copy of one run folder; `update` brings it up to date, and `fetch` reads it."""
+    """Copy of one run folder; `copy_changes` brings it up to date, and `fetch_checkpoint` reads it."""
 
     store: ObjectStore
     _stamps: dict[str, Stamp] = attrs.field(factory=dict)
@@ -39,15 +39,17 @@ class RemoteCopy:
         """Return whether a checkpoint of the run is not copied; reads no file and asks no store."""
         return any(path.name not in self._copied for path in list_checkpoints(run / FOLDER))
 
-    def update(self, run: Path) -> None:
+    def copy_changes(self, run: Path) -> None:
         """
         Copy new checkpoints and changed files, and remove checkpoints no longer in the run.
 
         A checkpoint's manifest is written last and removed first, so a checkpoint with a manifest is whole. Raises
         StoreError if the store fails; a later call goes on.
         """
-        remote = {name for name in self.store.names(FOLDER) if STEP.fullmatch(name)}
-        whole = {name for name in remote if name in self._copied or MANIFEST in self.store.names(f"{FOLDER}/{name}")}
+        remote = {name for name in self.store.list_names(FOLDER) if STEP.fullmatch(name)}
+        whole = {
+            name for name in remote if name in self._copied or MANIFEST in self.store.list_names(f"{FOLDER}/{name}")
+        }
         self._copied = whole
         for checkpoint in list_checkpoints(run / FOLDER):
             if checkpoint.name not in whole:
@@ -60,22 +62,24 @@ class RemoteCopy:
             self.store.remove(f"{FOLDER}/{name}")
             self._copied.discard(name)
 
-    def fetch(self, run: Path, step: int | None = None) -> int:
+    def fetch_checkpoint(self, run: Path, step: int | None = None) -> int:
         """
         Copy the newest whole checkpoint, or that of a step, into a run folder, and return its step; 0 without one.
 
         The copy is verified by the digests of its manifest; a damaged one is skipped. Raises StoreError if the store
         fails, and UserError if all checkpoints are damaged.
         """
-        names = sorted(filter(STEP.fullmatch, self.store.names(FOLDER)), key=lambda name: step_of(Path(name)))
+        names = sorted(
+            filter(STEP.fullmatch, self.store.list_names(FOLDER)), key=lambda name: step_of_checkpoint(Path(name))
+        )
         faults: Mapping[str, str] = {}
         for name in reversed(names):
-            if step in (None, step_of(Path(name))) and MANIFEST in self.store.names(f"{FOLDER}/{name}"):
+            if step in (None, step_of_checkpoint(Path(name))) and MANIFEST in self.store.list_names(f"{FOLDER}/{name}"):
                 if not (fault := self._get_checkpoint(run, name)):
                     for file in NEEDED_FILES:
-                        if file in self.store.names():
-                            self.store.get(file, run / file)
-                    return step_of(Path(name))
+                        if file in self.store.list_names():
+                            self.store.download(file, run / file)
+                    return step_of_checkpoint(Path(name))
                 faults = {**faults, name: fault}
         if faults:
             listed = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
@@ -83,12 +87,12 @@ class RemoteCopy:
         return 0
 
     def _put_checkpoint(self, checkpoint: Path) -> None:
-        manifest = quick_check(checkpoint)
+        manifest = read_manifest_if_sizes_match(checkpoint)
         if manifest is None:
             return  # corrupt, or just removed
         try:
             for name in (*manifest.files, MANIFEST):
-                self.store.put(checkpoint / name, f"{FOLDER}/{checkpoint.name}/{name}")
+                self.store.upload(checkpoint / name, f"{FOLDER}/{checkpoint.name}/{name}")
         except FileNotFoundError:  # the run has removed the checkpoint meanwhile
             self.store.remove(f"{FOLDER}/{checkpoint.name}")
             return
@@ -99,7 +103,7 @@ class RemoteCopy:
             status = file.stat()
             stamp = status.st_mtime_ns, status.st_size
             if self._stamps.get(name) != stamp:
-                self.store.put(file, name)
+                self.store.upload(file, name)
                 self._stamps[name] = stamp
         except FileNotFoundError:
             return
@@ -107,10 +111,10 @@ class RemoteCopy:
     def _get_checkpoint(self, run: Path, name: str) -> str:
         """Copy and verify a checkpoint, and return its fault; a damaged copy is removed."""
         temporary = run / FOLDER / f".tmp-{name}" / name  # the run removes leftovers of this name
-        for file in self.store.names(f"{FOLDER}/{name}"):
-            self.store.get(f"{FOLDER}/{name}/{file}", temporary / file)
+        for file in self.store.list_names(f"{FOLDER}/{name}"):
+            self.store.download(f"{FOLDER}/{name}/{file}", temporary / file)
         try:
-            verify(temporary)
+            verify_checkpoint(temporary)
         except CorruptCheckpointError as error:
             return str(error)
         temporary.rename(run / FOLDER / name)
@@ -121,7 +125,7 @@ class RemoteCopy:
 def fetch_run(url: str, folder: Path, step: int | None = None) -> None:
     """Copy a run from a store into an empty folder. Raises UserError if the store fails or has no such checkpoint."""
     try:
-        fetched_step = RemoteCopy(ObjectStore.open(url)).fetch(folder, step)
+        fetched_step = RemoteCopy(ObjectStore.open(url)).fetch_checkpoint(folder, step)
     except StoreError as error:
         raise UserError(f"{error}; check the URL and the credentials of the store", 2) from error
     if not fetched_step:

@@ -10,9 +10,9 @@ import attrs
 from drawloom.components.checkpoint.manifest import (
     CorruptCheckpointError,
     list_checkpoints,
-    quick_check,
-    step_of,
-    verify,
+    read_manifest_if_sizes_match,
+    step_of_checkpoint,
+    verify_checkpoint,
 )
 
 log = logging.getLogger("drawloom.checkpoint")
@@ -32,7 +32,7 @@ class RetentionPolicy:
     best: str | None = None
     best_is: Literal["lowest", "highest"] = "lowest"
 
-    def temporary(self, candidates: Mapping[int, Values]) -> set[int]:
+    def steps_to_keep_for_now(self, candidates: Mapping[int, Values]) -> set[int]:
         """
         Return the steps to keep until better or newer ones exist: the newest, the best, and the newest with a
         finite loss.
@@ -43,7 +43,7 @@ class RetentionPolicy:
         finite = [step for step in steps if candidates[step].get("loss", 0.0) is not None]
         return {*steps[-self.keep :], *finite[-1:], *self._find_best_step(candidates)}
 
-    def permanent(self, candidates: Mapping[int, Values]) -> set[int]:
+    def steps_to_keep_forever(self, candidates: Mapping[int, Values]) -> set[int]:
         """Return the steps that never expire."""
         return {step for step in candidates if self.every is not None and step % self.every == 0}
 
@@ -82,8 +82,8 @@ class Retention:
         """Return the expired checkpoints up to the newest save, oldest first."""
         while True:
             values = self._list_candidates(checkpoints, saved)
-            temporary = self._policy.temporary(values)
-            kept = temporary | self._policy.permanent(values)
+            temporary = self._policy.steps_to_keep_for_now(values)
+            kept = temporary | self._policy.steps_to_keep_forever(values)
             expired = [checkpoints / f"step-{step}" for step in values if step not in kept]
             replacements = [checkpoints / f"step-{step}" for step in values if step in temporary]
             unverified = [path for path in replacements if path not in self._valid]
@@ -98,15 +98,15 @@ class Retention:
         candidates: dict[int, Values] = {}
         for path in list_checkpoints(checkpoints):
             if path in self._valid:
-                candidates[step_of(path)] = self._valid[path]
-            elif path not in self._corrupt and (manifest := quick_check(path)):
-                candidates[step_of(path)] = manifest.values
-        return {step: values for step, values in candidates.items() if step <= step_of(saved)}
+                candidates[step_of_checkpoint(path)] = self._valid[path]
+            elif path not in self._corrupt and (manifest := read_manifest_if_sizes_match(path)):
+                candidates[step_of_checkpoint(path)] = manifest.values
+        return {step: values for step, values in candidates.items() if step <= step_of_checkpoint(saved)}
 
     def _verify_and_mark(self, path: Path) -> None:
         """Verify a checkpoint's files, and record the outcome; log a warning if it is corrupt."""
         try:
-            self.mark_valid(path, verify(path).values)
+            self.mark_valid(path, verify_checkpoint(path).values)
         except CorruptCheckpointError as error:
             log.warning("%s is corrupt, and not counted among those that are kept: %s", path, error)
             self.mark_invalid(path)

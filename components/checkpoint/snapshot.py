@@ -18,16 +18,16 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import GrowingState, LocalState, SlicedState, Stateful, Step
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
-from drawloom.components.state.trees import transform, transform_with_path
-from drawloom.components.storage.state_tree import Packed, Tree, pack
+from drawloom.components.state.trees import map_leaves, map_leaves_with_path
+from drawloom.components.storage.state_tree import Packed, Tree, pack_state
 
 
-def is_local(node: Stateful) -> bool:
+def is_rank_local(node: Stateful) -> bool:
     """Return whether ranks have separate states."""
     return isinstance(node, LocalState) and node.state_is_local
 
 
-def slices_of(node: Stateful) -> Mapping[str, TensorSlice | None] | None:
+def slices_by_sharded_entry(node: Stateful) -> Mapping[str, TensorSlice | None] | None:
     """Return a sharded state's entries on this rank with their slices; None if the state is not sharded."""
     return node.state_slices() if isinstance(node, SlicedState) else None
 
@@ -41,7 +41,7 @@ class Snapshot:
     bytes: int
     values: dict[str, float | None]
 
-    def ready(self) -> dict[str, Tensor]:
+    def wait_for_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, any shape and dtype, after waiting for all copies."""
         return self.tensors.result() if isinstance(self.tensors, Future) else self.tensors
 
@@ -63,17 +63,19 @@ class ShardPlan:
     @classmethod
     def of(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
         """Compare all ranks' nodes. A collective over all ranks."""
-        slices = {name: entries for name, node in states.items() if (entries := slices_of(node)) is not None}
+        slices = {
+            name: entries for name, node in states.items() if (entries := slices_by_sharded_entry(node)) is not None
+        }
         own = {
             name: {entry: _slice_to_json(part) for entry, part in entries.items()} for name, entries in slices.items()
         }
-        local = [name for name, node in states.items() if is_local(node)]
+        local = [name for name, node in states.items() if is_rank_local(node)]
         earlier = group.gather_json(own)[: group.rank]
         sharded = {
             name: {
                 entry: part
                 for entry, part in entries.items()
-                if not any(_has_same_slice(name, entry, own[name][entry], others) for others in earlier)
+                if not any(_has_entry_with_same_slice(name, entry, own[name][entry], others) for others in earlier)
             }
             for name, entries in slices.items()
         }
@@ -106,14 +108,14 @@ class ShardPlan:
                 }
             elif self.rank == 0 or name in self.local:
                 own_part[name] = source()
-        return pack(own_part)
+        return pack_state(own_part)
 
 
 def _slice_to_json(tensor_slice: TensorSlice | None) -> list[list[int]] | None:
     return None if tensor_slice is None else [[*tensor_slice.offsets], [*tensor_slice.size]]
 
 
-def _has_same_slice(node: str, entry: str, part: list[list[int]] | None, other: Mapping[str, Any]) -> bool:
+def _has_entry_with_same_slice(node: str, entry: str, part: list[list[int]] | None, other: Mapping[str, Any]) -> bool:
     """Return whether another rank's description has this node's entry with the same slice."""
     return entry in other.get(node, {}) and other[node][entry] == part
 
@@ -131,10 +133,10 @@ def mark_slices(state: Any, tensor_slice: TensorSlice | None) -> Any:
     """
     if tensor_slice is None:
         return state
-    return transform(lambda leaf: SlicedTensor(leaf, tensor_slice) if _is_sliced(leaf, tensor_slice) else leaf, state)
+    return map_leaves(lambda leaf: SlicedTensor(leaf, tensor_slice) if _is_sliced(leaf, tensor_slice) else leaf, state)
 
 
-def assemble(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
+def assemble_pieces(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
     """
     Assemble an entry's state from the pieces saved by ranks: its tensors cover `tensor_slice`, or are whole.
 
@@ -151,20 +153,20 @@ def assemble(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
             return leaf[tensor_slice.index()].clone()
         return leaf
 
-    return transform_with_path(assemble_leaf, pieces[0])
+    return map_leaves_with_path(assemble_leaf, pieces[0])
 
 
-def is_needed(saved: Sequence[TensorSlice], tensor_slice: TensorSlice | None) -> bool:
+def is_piece_needed(saved_slices: Sequence[TensorSlice], tensor_slice: TensorSlice | None) -> bool:
     """
     Return whether a piece saved with these slices overlaps `tensor_slice`; a piece without slices is always needed, for
     its structure.
     """
-    if not saved or tensor_slice is None or not tensor_slice.numel:
+    if not saved_slices or tensor_slice is None or not tensor_slice.numel:
         return True
-    return any(part.shape != tensor_slice.shape or part.overlap(tensor_slice) for part in saved)
+    return any(part.shape != tensor_slice.shape or part.overlap(tensor_slice) for part in saved_slices)
 
 
-def needed_rows(
+def rows_to_read(
     shape: tuple[int, ...], uses: Iterable[tuple[TensorSlice | None, TensorSlice | None]]
 ) -> TensorSlice | None:
     """
@@ -213,5 +215,5 @@ def _join_slices(parts: Sequence[SlicedTensor], tensor_slice: TensorSlice | None
 def _list_leaves(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Return a nested state's leaves as (path, leaf)."""
     leaves: list[tuple[tuple[Any, ...], Any]] = []
-    transform_with_path(lambda path, leaf: leaves.append((path, leaf)), state)
+    map_leaves_with_path(lambda path, leaf: leaves.append((path, leaf)), state)
     return leaves

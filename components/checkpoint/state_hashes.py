@@ -8,10 +8,10 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
-from drawloom.components.storage.regular_file import make_folder
-from drawloom.components.storage.state_tree import entries, pack
+from drawloom.components.storage.regular_file import create_folder
+from drawloom.components.storage.state_tree import list_dict_entries, pack_state
 from drawloom.components.storage.step_log import RestartedLog, StepLog
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import Every, component
 
 FOLDER = "digests"
@@ -37,7 +37,7 @@ class StateHashes:
 
     def run_phase(self, step: Step) -> None:
         """Append a step's hashes. Removes later lines from a process that was killed or went back."""
-        hashes = state_hashes({name: node.state_dict() for name, node in self.states.items()})
+        hashes = hash_states({name: node.state_dict() for name, node in self.states.items()})
         self._log.append({"step": step.index, "digests": hashes})
 
     def flush(self) -> None:
@@ -50,21 +50,23 @@ class StateHashes:
 
     def _open_log(self, step: int) -> StepLog:
         """Open this rank's log, without lines from `step` on."""
-        step_log = StepLog.open(make_folder(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl")
+        step_log = StepLog.open(create_folder(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl")
         step_log.rewind(step - 1)
         return step_log
 
 
-def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
+def hash_states(states: dict[str, dict[str, object]]) -> dict[str, str]:
     """Return tensor digests by path, and digests for the nodes' other values by node name."""
-    tree, tensors = pack(states)
+    tree, tensors = pack_state(states)
     tensor_hashes = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
-    return tensor_hashes | {node: _hash_bytes(json.dumps(part).encode()) for node, part in entries(tree).items()}
+    return tensor_hashes | {
+        node: _hash_bytes(json.dumps(part).encode()) for node, part in list_dict_entries(tree).items()
+    }
 
 
 def hash_tensor(tensor: Tensor) -> str:
     """Return the digest of a tensor's bytes, any shape and dtype."""
-    return _hash_bytes(bytes_of(tensor))
+    return _hash_bytes(view_bytes(tensor))
 
 
 def _hash_bytes(data: memoryview | bytes) -> str:

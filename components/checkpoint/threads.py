@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def submit(name: str, work: Callable[[], T]) -> Future[T]:
+def submit_in_new_thread(name: str, work: Callable[[], T]) -> Future[T]:
     """Run work in a new daemon thread."""
     future: Future[T] = Future()
     # not a ThreadPoolExecutor, because Python joins its threads at exit: a hanging one would keep the process alive
@@ -17,20 +17,23 @@ def submit(name: str, work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def map_parallel(name: str, works: Sequence[Callable[[], T]], most: int) -> list[T]:
+def map_parallel(name: str, works: Sequence[Callable[[], T]], max_threads: int) -> list[T]:
     """
-    Return all works' results, in order, from up to `most` threads; raise the first error after all have
+    Return all works' results, in order, from up to `max_threads` threads; raise the first error after all have
     ended.
     """
     if len(works) < 2:
         return [work() for work in works]
-    shares = [submit(name, partial(_run_all, works[start::most])) for start in range(min(most, len(works)))]
+    shares = [
+        submit_in_new_thread(name, partial(_run_all, works[start::max_threads]))
+        for start in range(min(max_threads, len(works)))
+    ]
     wait(shares)
     results = [share.result() for share in shares]
     return [results[index % len(results)][index // len(results)] for index in range(len(works))]
 
 
-def run_now(name: str, work: Callable[[], T]) -> Future[T]:
+def run_in_current_thread(name: str, work: Callable[[], T]) -> Future[T]:
     """Run work in the current thread, and return a completed future."""
     future: Future[T] = Future()
     _complete_future(future, [work])

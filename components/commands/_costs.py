@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
-from drawloom.components.planning.calibrate import at_hand
+from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.cost_sources import CostSource, Planned, Traced, Units
 from drawloom.components.planning.traces import TracedStep, read_traced_step
 from drawloom.graph import UserError
@@ -23,7 +23,7 @@ Given = dict[str, float] | Literal["plan"] | Path
 """Costs by setting, or the source of the costs: a plan, or a run folder with traces."""
 
 
-def parse(text: str) -> Given:
+def parse_costs(text: str) -> Given:
     """Parse costs: `plan`, a run folder's path, or values such as F=1,I=1. Raises ArgumentTypeError for argparse."""
     if text == "plan":
         return "plan"
@@ -43,31 +43,31 @@ def parse(text: str) -> Given:
     return costs
 
 
-def source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
+def make_cost_source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
     """Return the cost source selected by `--costs`. Raises UserError if it is `plan` and there is no recipe."""
     if isinstance(options.costs, dict):
         return Units(Costs(**options.costs))
     if isinstance(options.costs, Path):
-        return Traced(read_run(options.costs, project))
+        return Traced(read_run_trace(options.costs, project))
     if recipe is None:
         raise UserError("--costs plan needs a recipe to plan; write a recipe, or costs such as F=1,I=1,W=1", 2)
-    return Planned(recipe, device_model(options.device) if options.device else at_hand())
+    return Planned(recipe, find_device_model(options.device) if options.device else load_local_device_model())
 
 
-def read_run(folder: Path, project: Project) -> TracedStep:
-    """Read a run's traced step, matched with its recipe's program."""
+def read_run_trace(folder: Path, project: Project) -> TracedStep:
+    """Read the last traced step of a run folder, matched with the program of the run's recipe."""
     pipeline = Pipeline.of(Recipe.load(folder, project=project))
     return read_traced_step(
         folder, pipeline.schedule.program(pipeline.ranks, require_microbatches(pipeline.microbatches))
     )
 
 
-def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
+def schedule_cost_settings(setting_names: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
     """Return a schedule's cost settings: `slices` for `auto`, otherwise `comm`, a message's cost in forward passes."""
-    if "slices" in fields:
-        return source.slices(ranks)
-    if "comm" in fields:
-        costs = source.costs(ranks, 2)
+    if "slices" in setting_names:
+        return source.auto_schedule_settings(ranks)
+    if "comm" in setting_names:
+        costs = source.stage_costs(ranks, 2)
         forward = costs.lengths[:, 0].mean() if isinstance(costs, CostTable) else costs.forward
         return {"comm": float(costs.comm / forward)}
     return {}

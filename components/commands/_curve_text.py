@@ -10,9 +10,9 @@ HEIGHT = 12
 """Lines of a picture."""
 
 
-def draw_curves(title: str, curves: Mapping[str, MetricCurve], width: int) -> str:
+def draw_curves(title: str, curves: Mapping[str, MetricCurve], width_in_characters: int) -> str:
     """
-    Draw a metric's curves, one letter per curve, `width` characters wide; `*` marks a cell with several curves.
+    Draw a metric's curves, one letter per curve, `width_in_characters` wide; `*` marks a cell with several curves.
 
     The picture begins at the steps' first tenth if the curve falls steeply, as a loss does, so that its end is visible.
     """
@@ -23,7 +23,7 @@ def draw_curves(title: str, curves: Mapping[str, MetricCurve], width: int) -> st
     low, high = min(values), max(values)
     labels = [f"{high:.4g}", f"{low:.4g}"]
     margin = max(map(len, labels))
-    columns = max(10, width - margin - 2)
+    columns = max(10, width_in_characters - margin - 2)
     cells = [[" "] * columns for _ in range(HEIGHT)]
     first = min(x for points in shown for x, _ in points)
     for letter, points in zip(LETTERS, shown, strict=False):
@@ -38,6 +38,6 @@ def draw_curves(title: str, curves: Mapping[str, MetricCurve], width: int) -> st
     return "\n".join([*head, *lines, f"{'':>{margin}} └{'─' * columns}", axis])
 
 
-def _axis_label(labels: Sequence[str], line: int) -> str:
+def _axis_label(top_and_bottom: Sequence[str], line_number: int) -> str:
     """Return the label at the left of a picture's line: the first label at the top, the second at the bottom."""
-    return labels[0] if line == 0 else labels[1] if line == HEIGHT - 1 else ""
+    return top_and_bottom[0] if line_number == 0 else top_and_bottom[1] if line_number == HEIGHT - 1 else ""

@@ -7,8 +7,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from drawloom.components.data.mixture import document_sources
-from drawloom.components.data.order.stream import row_shares, row_sources
+from drawloom.components.data.mixture import list_document_sources
+from drawloom.components.data.order.stream import compute_row_shares, list_row_sources
 from drawloom.components.ports.corpus import ChatTokenizer, Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, RowsOfTokens, TracedRows, token_batch
 from drawloom.graph.cli.result import output, output_class
@@ -20,19 +20,17 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 VISIBLE = {"\n": "⏎\n", "\t": "⇥"}
 
 
-def statistics(rows: PackedDataset) -> str:
+def format_statistics(rows: PackedDataset) -> str:
     """
     Return a table with one line per split: rows, fill rate, documents, tokens, and document lengths.
 
     Mixtures add a line per source; training lines include the source's share of tokens and rows.
     """
     head = f"{'split':<12} {'rows':<11} {'fill rate':<11} {'documents':<11} {'tokens':<15} {LENGTHS:<33}"
-    mixed = any(source.name for source in row_sources(rows))
+    mixed = any(source.name for source in list_row_sources(rows))
     lines = [head + (" share of tokens, of rows" if mixed else "")]
     for split in SPLITS:
-        lines.append(
-            _format_statistics_line(split, rows.count(split), rows.fill_rate(split), _document_lengths(rows, split))
-        )
+        lines.append(_format_rows_line(split, rows.count(split), rows.fill_rate(split), _document_lengths(rows, split)))
         if mixed:
             lines += _format_source_lines(rows, split)
     return "\n".join(line.rstrip() for line in lines)
@@ -62,7 +60,7 @@ class RowData:
     sources: Sequence[str] = output("sources of the documents, if the data has them")
 
 
-def read_splits(rows: PackedDataset) -> list[SplitData]:
+def summarize_splits(rows: PackedDataset) -> list[SplitData]:
     """Return the statistics of all splits."""
     lengths = {split: _document_lengths(rows, split) for split in SPLITS}
     return [
@@ -88,7 +86,7 @@ def read_row(rows: PackedDataset, split: Split, row: int) -> RowData:
     )
 
 
-def _format_statistics_line(name: str, rows: int, fill_rate: float, lengths: np.ndarray | None) -> str:
+def _format_rows_line(name: str, rows: int, fill_rate: float, lengths: np.ndarray | None) -> str:
     """Return a line for a split or source: rows, fill rate in %, document count, tokens and document lengths."""
     start = f"{name:<12} {rows:<11,} {100 * fill_rate:<11.3f}"
     if lengths is None or not len(lengths):
@@ -105,11 +103,11 @@ def _document_lengths(rows: PackedDataset, split: Split) -> np.ndarray | None:
 def _format_source_lines(rows: Any, split: Split) -> Iterator[str]:
     """Yield a mixture's lines, one per source."""
     weights = sum(source.weight for source in rows.row_sources(split))
-    shares = row_shares(rows.row_sources("train"))
-    documents = document_sources(rows.tokens.documents(split))
+    shares = compute_row_shares(rows.row_sources("train"))
+    documents = list_document_sources(rows.tokens.documents(split))
     for source, own in zip(rows.row_sources(split), documents, strict=True):
         rate = source.tokens / (source.rows * rows.length) if source.rows else 1.0
-        line = _format_statistics_line(f"  {source.name}", source.rows, rate, own.documents.lengths)
+        line = _format_rows_line(f"  {source.name}", source.rows, rate, own.documents.lengths)
         if split == "train":
             row_share = shares.get(source.name, 0) / sum(shares.values())
             line = f"{line:<97} {100 * source.weight / weights:.2f} %, {100 * row_share:.2f} %"

@@ -8,7 +8,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from drawloom.components.distributed.rng import generator
+from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import TokenContext
@@ -74,32 +74,33 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             scores |= zip(numbers, self._score_batch([texts[number] for number in numbers]), strict=True)
         return [scores[number] for number in range(len(texts))]
 
-    def _score_batch(self, texts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+    def _score_batch(self, ids_and_target_counts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """Score the last `number` tokens of every text: log-likelihood, and whether all are the likeliest tokens."""
-        length = max(len(ids) for ids, _ in texts) - 1
-        seen = torch.full((len(texts), length), self.eot_token_id)
-        for row, (ids, _) in enumerate(texts):
+        length = max(len(ids) for ids, _ in ids_and_target_counts) - 1
+        seen = torch.full((len(ids_and_target_counts), length), self.eot_token_id)
+        for row, (ids, _) in enumerate(ids_and_target_counts):
             seen[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-        positions = torch.arange(length).repeat(len(texts), 1)
+        positions = torch.arange(length).repeat(len(ids_and_target_counts), 1)
         logits = self.predictor.infer(seen, TokenContext(positions, torch.zeros_like(seen)))
         if logits is None:
             raise ValueError(
                 "the output is on another rank, because this process does not contain the last pipeline stage"
             )
         return [
-            _score_targets(logits[row, : len(ids) - 1][-count:], ids[-count:]) for row, (ids, count) in enumerate(texts)
+            _score_targets(logits[row, : len(ids) - 1][-count:], ids[-count:])
+            for row, (ids, count) in enumerate(ids_and_target_counts)
         ]
 
-    def _continue_text(self, text: str, options: dict[str, Any]) -> str:
+    def _continue_text(self, text: str, generation_options: dict[str, Any]) -> str:
         """Sample a continuation with a task's options. Raises UserError for unknown options, or for too many tokens."""
-        if unknown := sorted(options.keys() - OPTIONS):
+        if unknown := sorted(generation_options.keys() - OPTIONS):
             known = ", ".join(sorted(OPTIONS))
             raise UserError(
                 f"a task sets {', '.join(unknown)} for generation, and only {known} are supported; leave the task out"
             )
-        until = options.get("until") or []
+        until = generation_options.get("until") or []
         ends = [until] if isinstance(until, str) else until
-        max_tokens = options.get("max_gen_toks", 256)
+        max_tokens = generation_options.get("max_gen_toks", 256)
         if max_tokens >= self.context:
             raise UserError(
                 f"the context has no room for a task's {max_tokens} tokens; write --context {max_tokens + 1} or more"
@@ -108,14 +109,14 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         sampler = Sampler(
             model=self.predictor,
             pipeline=self.pipeline,
-            generator=generator(self.seed, "sample"),
+            generator=create_generator(self.seed, "sample"),
             end=self.eot_token_id,
             context=self.context,
-            temperature=options.get("temperature", 1.0) if options.get("do_sample") else 0.0,
-            top_k=options.get("top_k"),
+            temperature=generation_options.get("temperature", 1.0) if generation_options.get("do_sample") else 0.0,
+            top_k=generation_options.get("top_k"),
         )
         ids: list[int] = []
-        for token in sampler.continuation(prompt, max_tokens):
+        for token in sampler.sample_continuation(prompt, max_tokens):
             ids.append(token)
             added = self.tokens.decode(ids)
             if any(end in added for end in ends if end):
@@ -130,6 +131,6 @@ def _score_targets(logits: Tensor, targets: Sequence[int]) -> tuple[float, bool]
     return float(logps.sum()), bool((logits.argmax(-1) == ids).all())
 
 
-def _cut_at_stop_string(text: str, ends: Sequence[str]) -> str:
+def _cut_at_stop_string(text: str, stop_strings: Sequence[str]) -> str:
     """Return the text before the first stop string."""
-    return text[: min((index for end in ends if end and (index := text.find(end)) >= 0), default=len(text))]
+    return text[: min((index for end in stop_strings if end and (index := text.find(end)) >= 0), default=len(text))]

@@ -23,13 +23,13 @@ MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "logits_scaling")
 HIDDEN = ["*_proj.weight"]
 
 
-def scale(graph: Graph, multiple: int, parametrization: str) -> Values:
+def scale_width(graph: Graph, multiple: int, parametrization: str) -> Values:
     """
     Return overlay values for a model `multiple` times as wide; "mup" also scales multipliers and learning rates.
 
     Raises UserError for a model without the multipliers, sizes from a file, or an optimizer with groups of its own.
     """
-    model, optimizer = _find_model(graph), _find_optimizer(graph)
+    model, optimizer = _find_scalable_model(graph), _find_adamw(graph)
     settings = graph.nodes[model].settings
     if missing := [name for name in (*WIDTHS, "head_dim") if not settings[name]]:
         raise UserError(f"[{model}] has no {missing[0]}; write all sizes of the narrowest model in the recipe", 2)
@@ -50,15 +50,15 @@ def scale(graph: Graph, multiple: int, parametrization: str) -> Values:
     return {model: wide, optimizer: {"groups": groups}}
 
 
-def overlay(values: Mapping[str, Mapping[str, Any]], head: str) -> str:
-    """Return values as a TOML overlay, below a comment with the text `head`."""
-    lines = [f"# {head}"]
+def format_overlay(values: Mapping[str, Mapping[str, Any]], comment: str) -> str:
+    """Return values as a TOML overlay, below a comment with the text `comment`."""
+    lines = [f"# {comment}"]
     for node, settings in values.items():
         lines += ["", f"[{node}]", *(f"{key} = {dumps(value)}" for key, value in settings.items())]
     return "\n".join(lines) + "\n"
 
 
-def _find_model(graph: Graph) -> str:
+def _find_scalable_model(graph: Graph) -> str:
     """Return the name of the only model node with widths and multipliers. Raises UserError."""
     names = [name for name, node in graph.nodes.items() if {*WIDTHS, *MULTIPLIERS} <= node.settings.keys()]
     if len(names) != 1:
@@ -66,7 +66,7 @@ def _find_model(graph: Graph) -> str:
     return names[0]
 
 
-def _find_optimizer(graph: Graph) -> str:
+def _find_adamw(graph: Graph) -> str:
     """Return the name of the only optimizer node like AdamW. Raises UserError if there is none, or if it has groups."""
     names = [name for name, node in graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1 or graph.nodes[names[0]].settings["groups"]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from drawloom.graph import UserError
 
 
-def integer(minimum: int = 1) -> Callable[[str], int]:
+def integer_parser(minimum: int = 1) -> Callable[[str], int]:
     """Return an integer parser that raises ArgumentTypeError for values below `minimum`."""
 
     def parse(text: str) -> int:
@@ -22,12 +22,12 @@ def integer(minimum: int = 1) -> Callable[[str], int]:
     return parse
 
 
-def integers(text: str) -> list[int]:
+def parse_positive_integers(text: str) -> list[int]:
     """Parse positive integers separated by commas. Raises ArgumentTypeError."""
-    return [integer()(part) for part in text.split(",")]
+    return [integer_parser()(part) for part in text.split(",")]
 
 
-def positive_number(text: str) -> float:
+def parse_positive_number(text: str) -> float:
     """Parse a finite number above 0. Raises ArgumentTypeError."""
     try:
         number = float(text)
@@ -38,7 +38,7 @@ def positive_number(text: str) -> float:
     return number
 
 
-def temperature(text: str) -> float:
+def parse_temperature(text: str) -> float:
     """Parse a sampling temperature, finite and not negative. Raises ArgumentTypeError."""
     try:
         number = float(text)
@@ -49,7 +49,7 @@ def temperature(text: str) -> float:
     return number
 
 
-def output_file(text: str) -> Path:
+def parse_output_path(text: str) -> Path:
     """Parse a file path, and check that the file is writable. Raises ArgumentTypeError."""
     path = Path(text)
     if path.is_dir():
@@ -63,7 +63,7 @@ def output_file(text: str) -> Path:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def report_write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError, such as a full disk, into a UserError that names `--to`."""
     try:
         yield

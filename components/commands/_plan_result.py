@@ -8,8 +8,8 @@ import attrs
 
 from drawloom.components.planning.checkpoint_interval import Interval
 from drawloom.components.planning.plan import Plan
-from drawloom.components.planning.remedies import Remedy, remedies_text, remedy_data
-from drawloom.components.planning.search import PlanChoice, search_text
+from drawloom.components.planning.remedies import Remedy, describe_remedy_for_json, format_remedies
+from drawloom.components.planning.search import PlanChoice, format_search_table
 from drawloom.components.planning.text import as_data, format_plan
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, internal, output, output_class
@@ -98,16 +98,20 @@ class PlanResult(PlanData, Result):
 
     @classmethod
     def of(cls, plan: Plan, remedies: Sequence[Remedy], saves: Interval | None) -> "PlanResult":
-        """Describe a plan."""
+        """Make the result for a plan, its remedies, and the proposed checkpoint interval."""
         parts = [
             format_plan(plan),
-            *([] if plan.fits else [remedies_text(remedies)]),
+            *([] if plan.fits else [format_remedies(remedies)]),
             *([] if saves is None else [str(saves)]),
         ]
-        checkpoint = None if saves is None else SavesData(**attrs.asdict(saves), toml=saves.toml, lost=saves.lost)
+        checkpoint = (
+            None
+            if saves is None
+            else SavesData(**attrs.asdict(saves), toml=saves.toml_line, lost=saves.lost_time_fraction)
+        )
         return cls(
-            **_plan_fields(plan),
-            remedies=[RemedyData(**remedy_data(remedy)) for remedy in remedies],
+            **_plan_data_fields(plan),
+            remedies=[RemedyData(**describe_remedy_for_json(remedy)) for remedy in remedies],
             checkpoint=checkpoint,
             text="\n\n".join(parts),
         )
@@ -139,10 +143,13 @@ class SearchResult(Result):
 
     @classmethod
     def of(cls, choices: Sequence[PlanChoice], overlay: Path | None) -> "SearchResult":
-        """Describe the plans of a search."""
-        plans = [SearchedPlan(**_plan_fields(choice.plan), toml=choice.overlay.splitlines()) for choice in choices]
+        """Make the result for the plans of a search, and the written overlay file."""
+        plans = [
+            SearchedPlan(**_plan_data_fields(choice.plan), toml=choice.format_overlay.splitlines())
+            for choice in choices
+        ]
         written = [] if overlay is None else [f"the first one is an overlay in {overlay}"]
-        return cls(plans, overlay, "\n".join([search_text(choices), *written]))
+        return cls(plans, overlay, "\n".join([format_search_table(choices), *written]))
 
     @property
     def exit_code(self) -> int:
@@ -166,7 +173,7 @@ class CalibrationResult(Result):
         return f"{self.toml}\nkept in {self.path}"
 
 
-def _plan_fields(plan: Plan) -> dict[str, Any]:
+def _plan_data_fields(plan: Plan) -> dict[str, Any]:
     """Return a plan's fields for `PlanData`."""
     data = as_data(plan)
     memory = [RankData(**rank) for rank in data.pop("memory")]

@@ -10,7 +10,7 @@ from types import FrameType
 
 import attrs
 
-from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
+from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.graph.cli.exit_codes import FAILED
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
@@ -25,7 +25,7 @@ class ProcessPool:
     received: int = 0
     _running: dict[int, "subprocess.Popen[bytes]"] = attrs.field(factory=dict)
 
-    def run(self, commands: Sequence[Sequence[str]], started: Callable[[int], None]) -> Iterator[tuple[int, int]]:
+    def run(self, commands: Sequence[Sequence[str]], on_start: Callable[[int], None]) -> Iterator[tuple[int, int]]:
         """
         Run all commands, and yield index and exit code when one ends. `started(index)` is called before a start.
 
@@ -35,7 +35,7 @@ class ProcessPool:
         while self._running or (waiting and not self.received):
             while waiting and len(self._running) < self.size and not self.received:
                 index, command = waiting.pop(0)
-                started(index)
+                on_start(index)
                 self._running[index] = self._start_process(command)
             for index, code in [(index, process.poll()) for index, process in self._running.items()]:
                 if code is not None:
@@ -47,10 +47,10 @@ class ProcessPool:
         """Start a command; with several at a time, limit its threads and discard its stdout."""
         if self.size == 1:
             return subprocess.Popen(command)
-        environment = {THREADS: str(threads_of_process(self.size)), **os.environ}
+        environment = {THREADS: str(count_threads_per_process(self.size)), **os.environ}
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
-    def handle(self, number: int, _frame: FrameType | None) -> None:
+    def forward_signal(self, number: int, _frame: FrameType | None) -> None:
         """Forward a signal; the processes save a checkpoint, and end."""
         self.received = number
         for process in self._running.values():
@@ -59,10 +59,10 @@ class ProcessPool:
 
 
 @contextmanager
-def forward_signals(size: int) -> Iterator[ProcessPool]:
+def pool_with_signal_forwarding(size: int) -> Iterator[ProcessPool]:
     """Yield a pool. Until the context ends, SIGINT and SIGTERM go to its processes instead of ending this one."""
     pool = ProcessPool(size)
-    before = {number: signal.signal(number, pool.handle) for number in FORWARDED}
+    before = {number: signal.signal(number, pool.forward_signal) for number in FORWARDED}
     try:
         yield pool
     finally:

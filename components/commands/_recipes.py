@@ -24,20 +24,20 @@ class Pipeline:
     def of(cls, recipe: Recipe) -> "Pipeline":
         """Return a recipe's pipeline. Raises UserError unless it has exactly one schedule and one mesh."""
         graph = recipe.graph
-        name = only(graph, Schedule)
-        ranks = mesh_sizes(graph).pipeline
+        name = find_only_node(graph, Schedule)
+        ranks = read_mesh_sizes(graph).pipeline
         with recipe.open(name) as opened:
-            return cls(graph.nodes[name].spec.use, opened.get(Schedule), ranks, microbatches_of(graph))
+            return cls(graph.nodes[name].spec.use, opened.get(Schedule), ranks, count_microbatches(graph))
 
 
-def add_overlays(parser: argparse.ArgumentParser) -> None:
+def add_overlay_option(parser: argparse.ArgumentParser) -> None:
     """Add the option `--overlay`, and describe single values in the epilog."""
     help = "merge this recipe over RECIPE; may be repeated"
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help=help)
     parser.epilog = "Set single values with node.key=value."
 
 
-def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
+def find_only_node(graph: Graph, port: type, holder: str = "the recipe") -> str:
     """
     Return the name of the only node that implements a port.
 
@@ -55,14 +55,14 @@ def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
     return names[0]
 
 
-def mesh_sizes(graph: Graph) -> PerDimension:
+def read_mesh_sizes(graph: Graph) -> PerDimension:
     """Return the recipe's mesh sizes, with 1 for "auto"."""
-    return PerDimension.of_settings(graph.nodes[only(graph, Mesh)].settings)
+    return PerDimension.from_settings(graph.nodes[find_only_node(graph, Mesh)].settings)
 
 
-def microbatches_of(graph: Graph) -> int | None:
+def count_microbatches(graph: Graph) -> int | None:
     """Return the gradient accumulation count (microbatches per step and replica), with 1 for "auto" mesh sizes."""
-    sizes = mesh_sizes(graph)
+    sizes = read_mesh_sizes(graph)
     replicas = sizes.data_replicate * sizes.data_shard
     for node in graph.nodes.values():
         if {"global_size", "micro_size"} <= node.settings.keys():

@@ -14,13 +14,13 @@ import attrs
 import tomli
 
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
+from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.phase_hashes import INITIAL, hash_file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
-from drawloom.components.commands._recipes import mesh_sizes
+from drawloom.components.commands._recipes import read_mesh_sizes
 from drawloom.components.commands.verify_resume import MACHINE_METRICS
 from drawloom.components.ports.run import Stateful
-from drawloom.components.report.metrics import METRICS, lines_of
+from drawloom.components.report.metrics import METRICS, read_lines
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
@@ -50,24 +50,24 @@ class TraceDifference:
     names: Sequence[str]
 
 
-def read_nodes(run: Path) -> Nodes:
+def read_recipe_nodes(run: Path) -> Nodes:
     """Return a run's recipe. Raises UserError if the folder has none."""
     path = run / LOCK
     try:
-        return tomli.loads(b"".join(lines_of(path)).decode("utf-8")) if path.exists() else _raise_no_recipe(run)
+        return tomli.loads(b"".join(read_lines(path)).decode("utf-8")) if path.exists() else _raise_missing_recipe(run)
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read: {error}; give another run folder", 2) from error
 
 
-def _raise_no_recipe(run: Path) -> Nodes:
+def _raise_missing_recipe(run: Path) -> Nodes:
     """Raise the UserError for a folder without a recipe."""
     raise UserError(f"{run} is not a run folder with a recipe; give one, such as runs/first_run", 2)
 
 
-def read_trace(run: Path) -> list[PhaseDigests]:
+def read_recorded_hashes(run: Path) -> list[PhaseDigests]:
     """Return a run's recorded hashes in the order of steps and phases; for a repeated phase, the newest."""
     rows: dict[tuple[int, str], PhaseDigests] = {}
-    for line in lines_of(run / DIGESTS / hash_file_name(0)):
+    for line in read_lines(run / DIGESTS / hash_file_name(0)):
         try:
             row = json.loads(line)
             rows[row["step"], row["phase"]] = PhaseDigests(row["step"], row["phase"], row["digests"])
@@ -81,10 +81,10 @@ def find_differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any]) -> 
     return [name for name in {**one, **other} if repr(one.get(name)) != repr(other.get(name))]  # repr: nan equals nan
 
 
-def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
+def read_comparable_metrics(run: Path) -> dict[int, dict[str, Any]]:
     """Return a run's metrics by step, without machine metrics, such as speeds."""
     rows: dict[int, dict[str, Any]] = {}
-    for line in lines_of(run / METRICS):
+    for line in read_lines(run / METRICS):
         try:
             row = json.loads(line)
         except ValueError:  # a kill left the line incomplete
@@ -95,7 +95,7 @@ def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> TraceDifference | None:
+def find_first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> TraceDifference | None:
     """
     Return the first phase in both traces after which their hashes differ, or None.
 
@@ -120,13 +120,13 @@ class Replayer:
     folder: Path
     _count: list[int] = attrs.field(init=False, factory=lambda: [0])
 
-    def replay(self, nodes: Nodes, checkpoint: Path | None, last: int) -> list[PhaseDigests]:
+    def replay_and_read_hashes(self, nodes: Nodes, checkpoint: Path | None, last_step: int) -> list[PhaseDigests]:
         """Repeat a run from a checkpoint, or from the start, to a step, and return the hashes."""
-        with self.repeat(nodes, checkpoint, last) as folder:
-            return read_trace(folder)
+        with self.replay_into_temporary_folder(nodes, checkpoint, last_step) as folder:
+            return read_recorded_hashes(folder)
 
     @contextmanager
-    def repeat(self, nodes: Nodes, checkpoint: Path | None, last: int) -> Iterator[Path]:
+    def replay_into_temporary_folder(self, nodes: Nodes, checkpoint: Path | None, last_step: int) -> Iterator[Path]:
         """
         Repeat a run from a checkpoint, or from the start, to a step, and yield its folder, removed afterwards.
 
@@ -140,9 +140,9 @@ class Replayer:
         recipe.check()
         with redirect_stdout(io.StringIO()), recipe.open(accept_changes=True) as run:
             for step in run.steps():
-                if step.index >= last:
+                if step.index >= last_step:
                     break
-        if not read_trace(target):
+        if not read_recorded_hashes(target):
             raise UserError("the replay has no hashes; its log shows why the listener checkpoint.phase_hashes failed")
         yield target
         shutil.rmtree(target)
@@ -159,26 +159,28 @@ class Replayer:
         data[root]["listeners"] = [*listeners, f"@{TRACE}"]
         data[TRACE] = {"use": "checkpoint.phase_hashes"}
         recipe = Recipe.of(data, "replay", project=self.project)
-        if (ranks := math.prod(mesh_sizes(recipe.graph).dense().values())) > 1:
+        if (ranks := math.prod(read_mesh_sizes(recipe.graph).without_expert_dimensions().values())) > 1:
             hint = "record both runs with the listener checkpoint.phase_hashes"
             raise UserError(f"a run on {ranks} ranks can't be replayed in one process; {hint}", 2)
         return recipe
 
 
-def common_checkpoints(one: Path, other: Path, before: int) -> list[tuple[Path, Path]]:
+def list_common_checkpoints(one: Path, other: Path, before_step: int) -> list[tuple[Path, Path]]:
     """Return the checkpoints of both runs at equal steps before a step, the newest first."""
-    checkpoints = [{step_of(path): path for path in list_checkpoints(run / CHECKPOINTS)} for run in (one, other)]
-    steps = sorted((step for step in checkpoints[0].keys() & checkpoints[1].keys() if step < before), reverse=True)
+    checkpoints = [
+        {step_of_checkpoint(path): path for path in list_checkpoints(run / CHECKPOINTS)} for run in (one, other)
+    ]
+    steps = sorted((step for step in checkpoints[0].keys() & checkpoints[1].keys() if step < before_step), reverse=True)
     return [(checkpoints[0][step], checkpoints[1][step]) for step in steps]
 
 
-def start_differs(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> bool:
+def initial_states_differ(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> bool:
     """Return whether the initial states differ, before the first phase."""
-    difference = first_difference(one[:1], other[:1])
+    difference = find_first_difference(one[:1], other[:1])
     return difference is not None and difference.phase == INITIAL
 
 
-def single_edits(nodes: Nodes, keys: Sequence[str], others: Nodes) -> Iterator[tuple[str, Nodes]]:
+def apply_single_edits(nodes: Nodes, keys: Sequence[str], others: Nodes) -> Iterator[tuple[str, Nodes]]:
     """
     Yield copies of `nodes` with one edit, and the edit's key: a value from `others`, or a node's whole table.
 
@@ -186,18 +188,18 @@ def single_edits(nodes: Nodes, keys: Sequence[str], others: Nodes) -> Iterator[t
     """
     nodes = {**{name: table for name, table in others.items() if name not in nodes}, **nodes}
     for node in dict.fromkeys(key.rpartition(".")[0] for key in keys):
-        mine, theirs = table_of(nodes, node), table_of(others, node)
+        mine, theirs = find_node_table(nodes, node), find_node_table(others, node)
         own = [key for key in keys if key.rpartition(".")[0] == node]
         if mine is None or theirs is None or mine.get("use") != theirs.get("use"):
-            yield node, with_table(nodes, node, theirs)
+            yield node, replace_node_table(nodes, node, theirs)
             continue
         for key in own:
             name = key.rpartition(".")[2]
             table = {**mine, name: theirs[name]} if name in theirs else {k: v for k, v in mine.items() if k != name}
-            yield key, with_table(nodes, node, table)
+            yield key, replace_node_table(nodes, node, table)
 
 
-def table_of(nodes: Nodes, node: str) -> Nodes | None:
+def find_node_table(nodes: Nodes, node: str) -> Nodes | None:
     """Return the table of a node, whose name may contain groups, or None."""
     part: Any = nodes
     for name in node.split("."):
@@ -205,7 +207,7 @@ def table_of(nodes: Nodes, node: str) -> Nodes | None:
     return part if isinstance(part, dict) else None
 
 
-def with_table(nodes: Nodes, node: str, table: Nodes | None) -> Nodes:
+def replace_node_table(nodes: Nodes, node: str, table: Nodes | None) -> Nodes:
     """Return a copy of a recipe in which a node has this table, or is missing if the table is None."""
     data = copy.deepcopy(nodes)
     *groups, last = node.split(".")

@@ -29,14 +29,19 @@ exit $code
 """
 
 
-def array_script(
-    name: str, commands: Sequence[Sequence[str]], folder: Path, *, at_a_time: int | None, options: Sequence[str]
+def format_array_script(
+    name: str,
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    *,
+    max_parallel_tasks: int | None,
+    options: Sequence[str],
 ) -> str:
-    """Return a script for `sbatch` that runs a command per array task, `at_a_time` of them together."""
+    """Return a script for `sbatch` with a command per array task, `max_parallel_tasks` of them together."""
     return SCRIPT.format(
         name=name.replace(" ", "_"),
         last=len(commands) - 1,
-        limit=f"%{at_a_time}" if at_a_time else "",
+        limit=f"%{max_parallel_tasks}" if max_parallel_tasks else "",
         folder=folder.absolute(),
         options="".join(f"#SBATCH {option}\n" for option in options),
         count=len(commands),

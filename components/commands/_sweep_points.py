@@ -37,7 +37,7 @@ class AxisInterval:
     high: float
     scale: str
 
-    def draw(self, generator: random.Random) -> str:
+    def draw_value_text(self, generator: random.Random) -> str:
         """Draw a number, and return it as text with four significant digits."""
         if self.scale == "uniform":
             return f"{generator.uniform(self.low, self.high):.4g}"
@@ -53,7 +53,7 @@ class Axis:
     interval: AxisInterval | None = None
 
     @property
-    def varies(self) -> bool:
+    def has_several_values(self) -> bool:
         """Whether the axis has several values."""
         return self.interval is not None or len(self.values) > 1
 
@@ -66,7 +66,9 @@ class Point:
     words: list[str]
 
 
-def points_of(words: Sequence[str], file: Path | None = None, count: int | None = None, seed: int = 0) -> list[Point]:
+def make_sweep_points(
+    words: Sequence[str], file: Path | None = None, count: int | None = None, seed: int = 0
+) -> list[Point]:
     """
     Return the grid over all axes, the last one varying first, or `count` random points, or the points of a file.
 
@@ -75,7 +77,10 @@ def points_of(words: Sequence[str], file: Path | None = None, count: int | None 
     """
     table = {} if file is None else _read_axes_file(file)
     given = [*(axis for axis in _read_axes(table.get("axes", {}), str(file))), *map(_parse_axis, words)]
-    axes, common = [axis for axis in given if axis.varies], [axis for axis in given if not axis.varies]
+    axes, common = (
+        [axis for axis in given if axis.has_several_values],
+        [axis for axis in given if not axis.has_several_values],
+    )
     keys = [axis.key for axis in axes]
     if repeated := [key for key in keys if keys.count(key) > 1]:
         raise UserError(f"{repeated[0]} is given twice; write all of its values in one word", 2)
@@ -87,14 +92,14 @@ def points_of(words: Sequence[str], file: Path | None = None, count: int | None 
     elif count is not None:
         return _draw_points(axes, common_words, count, seed)
     else:
-        points = [_make_point(keys, values, common_words) for values in _grid_values(axes)]
+        points = [_make_point(keys, values, common_words) for values in _combine_values(axes)]
     names = [point.name for point in points]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two points of the sweep are named {repeated[0]}; write every value once", 2)
     return points
 
 
-def _grid_values(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
+def _combine_values(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
     """Return all combinations of the axes' values. Raises UserError for an interval, or for too many points."""
     for axis in axes:
         if axis.interval is not None:
@@ -118,7 +123,10 @@ def _draw_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: 
     _check_point_count(count)
     generator, points = random.Random(seed), dict[str, Point]()
     for _ in range(count * MAX_DRAWS):
-        values = [axis.interval.draw(generator) if axis.interval else generator.choice(axis.values) for axis in axes]
+        values = [
+            axis.interval.draw_value_text(generator) if axis.interval else generator.choice(axis.values)
+            for axis in axes
+        ]
         point = _make_point([axis.key for axis in axes], values, common)
         points.setdefault(point.name, point)
         if len(points) == count:
@@ -236,7 +244,7 @@ def _make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str
     short = [key.rpartition(".")[2] for key in keys]
     labels = [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
     words = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-    name = ",".join(f"{label}={_format_for_name(word)}" for label, word in zip(labels, words, strict=True))
+    name = ",".join(f"{label}={_shorten_for_file_name(word)}" for label, word in zip(labels, words, strict=True))
     if len(name) > MAX_NAME_LENGTH:
         raise UserError(
             f"the name of the point {name[:40]}... is too long for a folder; write overlays with --overlay", 2
@@ -244,7 +252,7 @@ def _make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str
     return Point(name, [*common, *words])
 
 
-def _format_for_name(word: str) -> str:
+def _shorten_for_file_name(word: str) -> str:
     """Return the value in `key=value` for a file name; equal values, like 1e-3 and 0.001, give the same text."""
     value = read_overrides([word])
     while isinstance(value, dict) and len(value) == 1:

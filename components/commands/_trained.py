@@ -10,37 +10,42 @@ from typing import Any
 
 import tomli
 
-from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, quick_check, step_of
-from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.checkpoint.manifest import (
+    FOLDER,
+    list_checkpoints,
+    read_manifest_if_sizes_match,
+    step_of_checkpoint,
+)
+from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.checkpoint.remote import fetch_run
-from drawloom.components.commands._recipes import only
+from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the run folder and its checkpoint."""
     help = "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run"
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=run_folder, help=help)
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=parse_run_location, help=help)
     parser.add_argument("--average", action="store_true", help="use the averaged weights of phases.ema")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="use the checkpoint after this step (default: newest)")
     which.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
 
 
-def run_folder(text: str) -> Path | str:
+def parse_run_location(text: str) -> Path | str:
     """Return the path of a run folder, or the URL of a mirror."""
     return text if "://" in text else Path(text)
 
 
 @contextmanager
-def local_run(options: argparse.Namespace) -> Iterator[None]:
+def fetch_run_if_remote(options: argparse.Namespace) -> Iterator[None]:
     """
     Set `options.run_folder` to a local folder: a mirror's URL is replaced by a temporary folder.
 
@@ -66,8 +71,8 @@ def open_trained(
     Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe. The run folder
     is only read, and the run may continue meanwhile.
     """
-    with local_run(options):
-        step, recipe, names, weights = _read_run(project, options, (Stages, *ports), change)
+    with fetch_run_if_remote(options):
+        step, recipe, names, weights = _load_checkpoint_and_recipe(project, options, (Stages, *ports), change)
         # A teacher or reference model is needed for a loss alone.
         unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
         with recipe.open(names, dict.fromkeys(unused)) as run:
@@ -76,7 +81,7 @@ def open_trained(
             yield run, step
 
 
-def _read_run(
+def _load_checkpoint_and_recipe(
     project: Project,
     options: argparse.Namespace,
     ports: Sequence[type],
@@ -86,21 +91,21 @@ def _read_run(
     folder = options.run_folder
     while (checkpoint := _choose_checkpoint(options)) is not None:
         try:
-            recipe = _load_run_recipe(project, checkpoint / LOCK, folder / FILES)
+            recipe = _load_recipe_for_one_process(project, checkpoint / LOCK, folder / FILES)
             recipe = change(recipe) if change else recipe
-            names = [only(recipe.graph, port, str(checkpoint)) for port in ports]
-            weights = load_node(checkpoint, names[0])
+            names = [find_only_node(recipe.graph, port, str(checkpoint)) for port in ports]
+            weights = load_node_state(checkpoint, names[0])
             if options.average:
-                weights |= _read_averages(recipe, checkpoint)
-            return step_of(checkpoint), recipe, names, weights
+                weights |= _load_averaged_weights(recipe, checkpoint)
+            return step_of_checkpoint(checkpoint), recipe, names, weights
         except (UserError, OSError):
             if os.path.lexists(checkpoint):
                 raise
             # The run has removed the checkpoint since, so that there is a newer one.
-    raise no_checkpoint(folder)
+    raise missing_checkpoint_error(folder)
 
 
-def no_checkpoint(folder: Path) -> UserError:
+def missing_checkpoint_error(folder: Path) -> UserError:
     """Return the error for a folder without a finished checkpoint; it suggests a likely run folder."""
     fault = "holds no finished checkpoint" if folder.is_dir() else "is not a folder"
     # Users write the name of a run instead of its folder, which is in `runs` by default.
@@ -111,11 +116,11 @@ def no_checkpoint(folder: Path) -> UserError:
     return UserError(f"{folder} {fault}; {hint}", 2)
 
 
-def _read_averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
+def _load_averaged_weights(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
     """Return averaged weights (phases.ema) by parameter name. Raises UserError if the checkpoint has none."""
     if not recipe.graph.implementers(AveragedWeights):
         raise UserError(f"{checkpoint} has no average of its weights; leave --average out, or train with phases.ema", 2)
-    state = load_node(checkpoint, only(recipe.graph, AveragedWeights, str(checkpoint)))
+    state = load_node_state(checkpoint, find_only_node(recipe.graph, AveragedWeights, str(checkpoint)))
     if not any(state.values()):
         raise UserError(f"--average: {checkpoint} has no averages yet; leave --average out, or train longer", 2)
     return {name: parts["average"] for name, parts in state.items()}
@@ -125,25 +130,27 @@ def _choose_checkpoint(options: argparse.Namespace) -> Path | None:
     """Return the requested checkpoint, or None if the run has none. Raises UserError if no checkpoint matches."""
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if options.step is not None and checkpoints:
-        matching = [path for path in checkpoints if step_of(path) == options.step]
+        matching = [path for path in checkpoints if step_of_checkpoint(path) == options.step]
         if not matching:
-            steps = f"step{'s' * (len(checkpoints) > 1)} {', '.join(str(step_of(path)) for path in checkpoints)}"
+            steps = (
+                f"step{'s' * (len(checkpoints) > 1)} {', '.join(str(step_of_checkpoint(path)) for path in checkpoints)}"
+            )
             raise UserError(
                 f"--step {options.step}: {options.run_folder} has checkpoints of {steps}; write one of these", 2
             )
         return matching[0]
     if options.best and checkpoints:
-        manifests = {path: manifest for path in checkpoints if (manifest := quick_check(path))}
+        manifests = {path: manifest for path in checkpoints if (manifest := read_manifest_if_sizes_match(path))}
         losses = {path: manifest.values.get("validation_loss") for path, manifest in manifests.items()}
         known = {path: loss for path, loss in losses.items() if loss is not None}
         if not known:
             hint = "let checkpoint.every be a multiple of evaluate.every"
             raise UserError(f"--best: no checkpoint in {options.run_folder} has a validation loss; {hint}", 2)
         return min(known, key=lambda path: known[path])
-    return newest(options.run_folder)
+    return find_newest_valid_checkpoint(options.run_folder)
 
 
-def _load_run_recipe(project: Project, lock: Path, files: Path) -> Recipe:
+def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> Recipe:
     """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
     data: dict[str, Any] = tomli.loads(_read_text(lock))
     for name, node in data.items():
@@ -163,7 +170,7 @@ def _load_run_recipe(project: Project, lock: Path, files: Path) -> Recipe:
 
 def _read_text(path: Path) -> str:
     """Return a regular file's text."""
-    with open_regular_file(path) as file:
+    with open_untrusted_file(path) as file:
         return file.read(0, file.size).decode("utf-8")
 
 

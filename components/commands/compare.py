@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from drawloom.components.commands._curve_text import draw_curves
-from drawloom.components.commands._options import output_file, writing
+from drawloom.components.commands._options import parse_output_path, report_write_errors
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import Drawings, RunRecord, names_of, read_run
-from drawloom.components.report.run_table import find_runs
-from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, group_seeds, last_common_step
+from drawloom.components.report.run_record import Drawings, RunRecord, read_run_record, unique_run_names
+from drawloom.components.report.run_table import find_run_folders
+from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, group_runs_by_settings, last_common_step
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, internal, output, output_class
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help=help)
     help = "metric to compare; may be repeated (default: loss and validation_loss)"
     parser.add_argument("--metric", action="append", metavar="NAME", help=help)
-    parser.add_argument("--to", type=output_file, metavar="FILE", help="also write an HTML page with all curves")
+    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help="also write an HTML page with all curves")
 
 
 @output_class
@@ -87,7 +87,7 @@ class CompareResult(Result):
             rows.append((group.name, str(len(group.runs)), *cells))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        curves = {group.name: curve for group in self.groups_of_runs if (curve := group.curves().get(name))}
+        curves = {group.name: curve for group in self.groups_of_runs if (curve := group.curves_over_seeds().get(name))}
         width = min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH)
         return "\n".join([*lines, "", draw_curves(name, curves, width)])
 
@@ -95,17 +95,17 @@ class CompareResult(Result):
 def main(options: argparse.Namespace, project: Project) -> CompareResult:
     """Read and group the runs, and write the page if asked for."""
     runs = _read_runs(options.folders)
-    groups = group_seeds(runs)
+    groups = group_runs_by_settings(runs)
     asked = options.metric or METRICS
     ends = {name: step for name in asked if (step := last_common_step(groups, name)) is not None}
     if unknown := [name for name in options.metric or () if name not in ends]:
         known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
         raise UserError(f"--metric {unknown[0]}: no step has this metric in all runs; they have {', '.join(known)}", 2)
     if options.to is not None:
-        with writing(options.to):
+        with report_write_errors(options.to):
             replace_file(options.to, render_page(runs).encode())
     return CompareResult(
-        groups=[_summarize_group(group, ends) for group in groups],
+        groups=[_compare_at_last_steps(group, ends) for group in groups],
         last_steps=ends,
         path=options.to,
         groups_of_runs=groups,
@@ -117,18 +117,20 @@ def _read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}; give run folders, such as runs/first_run", 2)
-    paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
+    paths = list(dict.fromkeys(path for folder in folders for path in find_run_folders(folder)))
     if len(paths) < 2:
         raise UserError(f"{' '.join(map(str, folders))}: {len(paths)} runs; give two runs or more to compare", 2)
-    return [read_run(path, name, Drawings()) for path, name in zip(paths, names_of(paths), strict=True)]
+    return [read_run_record(path, name, Drawings()) for path, name in zip(paths, unique_run_names(paths), strict=True)]
 
 
-def _summarize_group(group: SeedGroup, ends: Mapping[str, int]) -> ComparedGroup:
-    """Return a group with its metrics at their last common steps, `ends`, and its curves."""
-    curves = group.curves()
+def _compare_at_last_steps(group: SeedGroup, last_common_steps: Mapping[str, int]) -> ComparedGroup:
+    """Return a group with its metrics at the metrics' `last_common_steps`, and its curves."""
+    curves = group.curves_over_seeds()
     metrics = {
-        name: ComparedMetric(group.at(name, step), group.best(name), curves[name].x, curves[name].y)
-        for name, step in ends.items()
+        name: ComparedMetric(
+            group.spread_at_step(name, step), group.spread_of_best_values(name), curves[name].x, curves[name].y
+        )
+        for name, step in last_common_steps.items()
         if name in curves
     }
     return ComparedGroup(group.name, [run.name for run in group.runs], group.settings, metrics)

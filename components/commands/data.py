@@ -4,10 +4,17 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.commands._data_audit import audit
-from drawloom.components.commands._data_show import RowData, SplitData, print_row, read_row, read_splits, statistics
-from drawloom.components.commands._options import integer
-from drawloom.components.commands._recipes import add_overlays, only
+from drawloom.components.commands._data_audit import audit_recorded_rows
+from drawloom.components.commands._data_show import (
+    RowData,
+    SplitData,
+    format_statistics,
+    print_row,
+    read_row,
+    summarize_splits,
+)
+from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._recipes import add_overlay_option, find_only_node
 from drawloom.components.data.store.store import Store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import PackedDataset
@@ -28,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE|RUN|STORE",
         help="a recipe to show, a run folder to audit, or a token store to verify",
     )
-    add_overlays(parser)
+    add_overlay_option(parser)
     parser.add_argument(
         "--row",
-        type=integer(0),
+        type=integer_parser(0),
         action="append",
         default=[],
         metavar="N",
@@ -79,15 +86,17 @@ def main(options: argparse.Namespace, project: Project) -> RowsResult | FaultsRe
         return _verify_store(Path(options.subject))
     if options.action == "audit":
         check_is_run(Path(options.subject))
-        faults, summary = audit(project, Path(options.subject))
+        faults, summary = audit_recorded_rows(project, Path(options.subject))
         return FaultsResult(options.subject, faults, summary)
-    return _show_rows(options, Recipe.load(options.subject, *options.words, overlays=options.overlay, project=project))
+    return _print_rows_or_summarize(
+        options, Recipe.load(options.subject, *options.words, overlays=options.overlay, project=project)
+    )
 
 
-def _show_rows(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
+def _print_rows_or_summarize(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
     """Print the requested rows; without any, return the statistics. Raises UserError for a missing row."""
     graph = recipe.graph.require_valid()
-    name, tokenizers = only(graph, PackedDataset), graph.implementers(Tokenizer)[:1]
+    name, tokenizers = find_only_node(graph, PackedDataset), graph.implementers(Tokenizer)[:1]
     with recipe.open([name, *tokenizers]) as objects:
         rows = objects[name]
         tokenizer = objects[tokenizers[0]] if tokenizers else None
@@ -97,7 +106,7 @@ def _show_rows(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
                 raise UserError(f"--row {row}: {options.split} has {known}", 2)
             print_row(rows, options.split, row, tokenizer)
         shown = [read_row(rows, options.split, row) for row in options.row]
-        return RowsResult(read_splits(rows), shown, "" if shown else statistics(rows))
+        return RowsResult(summarize_splits(rows), shown, "" if shown else format_statistics(rows))
 
 
 def _verify_store(folder: Path) -> FaultsResult:

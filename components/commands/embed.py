@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._trained import add_run, open_trained
-from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.parts import parts_of
+from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._trained import add_run_arguments, open_trained
+from drawloom.components.data.sources.files import find_files
+from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import HiddenStates, Model, TokenContext
-from drawloom.components.storage.safetensors.writer import write_tensors
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
@@ -31,10 +31,14 @@ POOLS: dict[str, Callable[[int], slice]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run(parser)
+    add_run_arguments(parser)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: text, JSON lines, Parquet, Arrow")
     parser.add_argument(
-        "--to", type=output_file, metavar="FILE", required=True, help="safetensors file to write; it must not exist"
+        "--to",
+        type=parse_output_path,
+        metavar="FILE",
+        required=True,
+        help="safetensors file to write; it must not exist",
     )
     parser.add_argument(
         "--layers",
@@ -52,9 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
     parser.add_argument(
-        "--context", type=integer(), default=1024, metavar="N", help="first tokens of a document (default: 1024)"
+        "--context", type=integer_parser(), default=1024, metavar="N", help="first tokens of a document (default: 1024)"
     )
-    parser.add_argument("--rows", type=integer(), default=8, metavar="N", help="documents per batch (default: 8)")
+    parser.add_argument(
+        "--rows", type=integer_parser(), default=8, metavar="N", help="documents per batch (default: 8)"
+    )
 
 
 @output_class
@@ -76,9 +82,13 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
     """Write `hidden_states`, float32 (documents, layers, hidden_size), in document order."""
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
-    texts = (document.text for part in parts_of(find(options.paths), options.field) for document in part.documents())
+    texts = (
+        document.text
+        for part in split_files_into_parts(find_files(options.paths), options.field)
+        for document in part.documents()
+    )
     with open_trained(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
-        request = HiddenStates(_resolve_layer_numbers(options.layers, run.get(Model).num_hidden_layers), documents=1)
+        request = HiddenStates(_resolve_negative_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
         pooled, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
             ids = [[int(token) for token in run.get(Tokenizer).encode(text)][: options.context] for text in batch]
@@ -89,16 +99,18 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
     if empty:
         print_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
     states = torch.cat(pooled)
-    with writing(options.to):
-        write_tensors(options.to, {"hidden_states": states})
+    with report_write_errors(options.to):
+        write_safetensors_file(options.to, {"hidden_states": states})
     return EmbedResult(options.run_folder, step, options.to, list(states.shape), empty)
 
 
-def _resolve_layer_numbers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Turn layer numbers from -count - 1 to `count` into numbers from 0. Raises UserError for others."""
-    if unknown := [number for number in numbers if not -count - 1 <= number <= count]:
-        raise UserError(f"--layers: there is no layer {unknown[0]}; the model has 0 to {count}, and -1 is the last", 2)
-    return tuple(number % (count + 1) for number in numbers)
+def _resolve_negative_layers(numbers: Sequence[int], layer_count: int) -> tuple[int, ...]:
+    """Turn layer numbers from -`layer_count` - 1 to `layer_count` into numbers from 0. Raises UserError for others."""
+    if unknown := [number for number in numbers if not -layer_count - 1 <= number <= layer_count]:
+        raise UserError(
+            f"--layers: there is no layer {unknown[0]}; the model has 0 to {layer_count}, and -1 is the last", 2
+        )
+    return tuple(number % (layer_count + 1) for number in numbers)
 
 
 def _pool_hidden_states(

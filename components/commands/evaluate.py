@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from drawloom.components.commands._options import integer
-from drawloom.components.commands._trained import add_run, open_trained
+from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._trained import add_run_arguments, open_trained
 from drawloom.components.data.packing.windows import Windows
-from drawloom.components.data.sources.files import find
+from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
-from drawloom.components.ports.data import PackedDataset, TokenBatch, has_pairs, target_bytes, token_batch
-from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, state_of_batches, sum_losses
+from drawloom.components.ports.data import PackedDataset, TokenBatch, count_target_bytes, has_pairs, token_batch
+from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, make_state_of_batches, sum_losses
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
@@ -30,11 +30,11 @@ MAX_LOADED = 16  # microbatches that are in memory together
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run(parser)
+    add_run_arguments(parser)
     help = "measure the documents in these text, JSON-lines, Parquet or Arrow files (default: the validation rows)"
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
     help = "with --corpus: tokens by which the window moves over documents longer than a row (default: half a row)"
-    parser.add_argument("--stride", type=integer(), metavar="N", help=help)
+    parser.add_argument("--stride", type=integer_parser(), metavar="N", help=help)
 
 
 @output_class
@@ -65,7 +65,7 @@ def main(options: argparse.Namespace, project: Project) -> EvaluateResult:
         raise UserError("--stride moves windows over the documents in --corpus; add --corpus, or leave --stride out", 2)
     split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
     corpus = _make_corpus_node(options.corpus) if options.corpus else None
-    change = partial(_with_corpus, corpus=corpus, stride=options.stride) if corpus else None
+    change = partial(_replace_data_by_corpus, corpus=corpus, stride=options.stride) if corpus else None
     ports = (Executor, PackedDataset, Batching, Tokenizer, *([TokenCorpus] if corpus else []))
     with open_trained(project, options, *ports, change=change) as (run, step):
         rows = run.get(PackedDataset)
@@ -80,14 +80,14 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
     """Evaluate all rows of a split, and return the mean loss per token, or per pair with preference data."""
     rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
-    for batches in _read_microbatches(rows, split, run.get(Batching).micro_size):
-        state = state_of_batches(batches)
+    for batches in _load_microbatch_lists(rows, split, run.get(Batching).micro_size):
+        state = make_state_of_batches(batches)
         run.get(Executor).evaluate(state)
         sums = [float(number) for number in sum_losses(state)]
         total, weight = total + sums[0], weight + sums[1]
         named = state[LOSSES]["sums"]
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
-        text_bytes += sum(float(target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
+        text_bytes += sum(float(count_target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
     unit = "pairs" if has_pairs(type(rows)) else "tokens"
     has_nats = not math.isnan(nats)  # other losses have no cross entropy
     # Tokens at the end of a document stand for no byte, and are part of the loss.
@@ -106,7 +106,7 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
 def _make_corpus_node(globs: list[str]) -> dict[str, Any]:
     """Return a corpus node for the files. Raises UserError for no files, or for several formats."""
     try:
-        files = {READERS[FORMATS.get(file.suffix, "text")]: file.path for file in find(globs)}
+        files = {READERS[FORMATS.get(file.suffix, "text")]: file.path for file in find_files(globs)}
     except UserError as error:
         raise UserError(f"--corpus: {str(error).removeprefix('paths: ')}", 2) from error
     if len(files) > 1:
@@ -114,7 +114,7 @@ def _make_corpus_node(globs: list[str]) -> dict[str, Any]:
     return {"use": next(iter(files)), "paths": globs, "validation_fraction": 0.0}
 
 
-def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = None) -> Recipe:
+def _replace_data_by_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = None) -> Recipe:
     """Replace a recipe's data (a store, conversations or pairs) by a corpus packed into rows of whole documents."""
     graph = recipe.graph
     # nodes with an owner are sources of a mixture, which is replaced as a whole
@@ -144,10 +144,12 @@ def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str
     lengths = run.get(TokenCorpus).documents(split).lengths
     long, count = int((lengths > rows.length + 1).sum()), len(lengths)
     whole = f"{count:,} document{'s' * (count != 1)}, each on its own"
-    return f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.step:,}"
+    return (
+        f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.window_stride:,}"
+    )
 
 
-def _read_microbatches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
+def _load_microbatch_lists(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
     """Yield a split's rows as lists of at most MAX_LOADED microbatches with `size` rows."""
     starts = range(0, rows.count(split), size)
     indices = [range(start, min(start + size, rows.count(split))) for start in starts]

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.commands._trained import add_run, open_trained
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.commands._trained import add_run_arguments, open_trained
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.stages import Stages
@@ -14,7 +14,7 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run(parser)
+    add_run_arguments(parser)
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to write; it must not exist")
 
 
@@ -33,5 +33,5 @@ class ExportResult(Result):
 def main(options: argparse.Namespace, project: Project) -> ExportResult:
     """Export the weights."""
     with open_trained(project, options, LanguageModel, Stages, Tokenizer) as (run, step):
-        write_folder(options.to, run.get(LanguageModel), run.get(Stages), run.get(Tokenizer), step=step)
+        write_hugging_face_folder(options.to, run.get(LanguageModel), run.get(Stages), run.get(Tokenizer), step=step)
     return ExportResult(options.to, step)

@@ -2,9 +2,9 @@
 
 import argparse
 
-from drawloom.components.commands._options import integer, temperature
-from drawloom.components.commands._trained import add_run, open_trained
-from drawloom.components.distributed.rng import generator
+from drawloom.components.commands._options import integer_parser, parse_temperature
+from drawloom.components.commands._trained import add_run_arguments, open_trained
+from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
@@ -15,23 +15,23 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run(parser)
+    add_run_arguments(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="text to continue")
     parser.add_argument(
-        "--tokens", type=integer(), default=200, metavar="N", help="most tokens to sample (default: 200)"
+        "--tokens", type=integer_parser(), default=200, metavar="N", help="most tokens to sample (default: 200)"
     )
     parser.add_argument(
-        "--context", type=integer(), default=256, metavar="N", help="most tokens the model sees (default: 256)"
+        "--context", type=integer_parser(), default=256, metavar="N", help="most tokens the model sees (default: 256)"
     )
     parser.add_argument(
         "--temperature",
-        type=temperature,
+        type=parse_temperature,
         default=0.8,
         metavar="T",
         help="sampling temperature; 0 is greedy (default: 0.8)",
     )
     parser.add_argument(
-        "--top-k", type=integer(), metavar="K", help="sample only from the K most likely tokens (default: all)"
+        "--top-k", type=integer_parser(), metavar="K", help="sample only from the K most likely tokens (default: all)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for sampling (default: 0)")
 
@@ -56,7 +56,7 @@ def main(options: argparse.Namespace, project: Project) -> GenerateResult:
         sampler = Sampler(
             model=run.get(Predictor),
             pipeline=run.get(Mesh).pipeline_group,
-            generator=generator(options.seed, "sample"),
+            generator=create_generator(options.seed, "sample"),
             end=tokenizer.eos_id,
             context=options.context,
             temperature=options.temperature,
@@ -64,5 +64,5 @@ def main(options: argparse.Namespace, project: Project) -> GenerateResult:
         )
         # An empty prompt starts like a document: after the end of the previous one.
         prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.eos_id]
-        text = tokenizer.decode(list(sampler.continuation(prompt, options.tokens)))
+        text = tokenizer.decode(list(sampler.sample_continuation(prompt, options.tokens)))
     return GenerateResult(step, options.prompt, text)

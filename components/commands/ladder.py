@@ -13,8 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.commands._mup import Values, overlay, scale
-from drawloom.components.commands._options import integer, integers, positive_number, writing
+from drawloom.components.commands._mup import Values, format_overlay, scale_width
+from drawloom.components.commands._options import (
+    integer_parser,
+    parse_positive_integers,
+    parse_positive_number,
+    report_write_errors,
+)
 from drawloom.components.report.metrics import Column, read_metrics
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
@@ -33,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="the narrowest model, of model.granite, with optim.adamw")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     help = "widths as multiples of the recipe's (default 1,2,4,8)"
-    parser.add_argument("--multiples", type=integers, default=[1, 2, 4, 8], metavar="N,N", help=help)
+    parser.add_argument("--multiples", type=parse_positive_integers, default=[1, 2, 4, 8], metavar="N,N", help=help)
     parser.add_argument("--parametrization", choices=("mup", "standard"), default="mup", help="default: mup")
-    parser.add_argument("--steps", type=integer(), default=8, metavar="N", help="steps of every width (default 8)")
+    parser.add_argument(
+        "--steps", type=integer_parser(), default=8, metavar="N", help="steps of every width (default 8)"
+    )
     parser.add_argument("--lr", type=_parse_rates, default=[], metavar="X,X", help="also compare these learning rates")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="write an overlay per width, such as x4.toml")
     parser.epilog = "Set single values with node.key=value."
@@ -43,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _parse_rates(text: str) -> list[float]:
     """Parse learning rates separated by commas."""
-    return [positive_number(part) for part in text.split(",")]
+    return [parse_positive_number(part) for part in text.split(",")]
 
 
 @output_class
@@ -84,12 +91,12 @@ class LadderResult(Result):
         if self.rungs[0].losses:
             rates = list(self.rungs[0].losses)
             rows = [["lr", *widths]]
-            rows += [[rate, *(_format_loss(rung.losses, rate) for rung in self.rungs)] for rate in rates]
+            rows += [[rate, *(_format_and_mark_loss(rung.losses, rate) for rung in self.rungs)] for rate in rates]
             parts += ["", "loss by learning rate, * is the lowest of its width", _format_table(rows)]
         return "\n".join(parts)
 
 
-def _format_loss(losses: Mapping[str, float], rate: str) -> str:
+def _format_and_mark_loss(losses: Mapping[str, float], rate: str) -> str:
     """Return a learning rate's loss as text, with * if it is the smallest."""
     return f"{losses[rate]:.4f}{'*' if losses[rate] == min(losses.values()) else ' '}"
 
@@ -107,23 +114,23 @@ def main(options: argparse.Namespace, project: Project) -> LadderResult:
     multiples = sorted(set(options.multiples))
     if len(multiples) < 2:
         raise UserError("--multiples: one width has no slope; write two or more, such as 1,2,4", 2)
-    ladder = {multiple: scale(recipe.graph, multiple, options.parametrization) for multiple in multiples}
+    ladder = {multiple: scale_width(recipe.graph, multiple, options.parametrization) for multiple in multiples}
     rungs = []
     for multiple, values in ladder.items():
         wide = recipe.with_values(values)
-        columns = _train_briefly(wide, options.steps)
+        columns = _train_and_read_metrics(wide, options.steps)
         losses = {f"{rate:g}": _measure_final_loss(wide, options.steps, rate) for rate in options.lr}
-        text = overlay(values, f"{multiple} times the width of {options.recipe}, {options.parametrization}.")
+        text = format_overlay(values, f"{multiple} times the width of {options.recipe}, {options.parametrization}.")
         measured = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
         rungs.append(LadderRung(multiple, measured, losses, text))
     if options.to is not None:
         _write_overlays(options.to, rungs)
-    slopes = {layer: _fit_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms}
+    slopes = {layer: _fit_log_log_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms}
     flat = all(abs(slope) <= FLAT for slope in slopes.values())
     return LadderResult(options.parametrization, options.steps, rungs, slopes, flat)
 
 
-def _train_briefly(recipe: Recipe, steps: int, values: Values | None = None) -> dict[str, Column]:
+def _train_and_read_metrics(recipe: Recipe, steps: int, values: Values | None = None) -> dict[str, Column]:
     """Train for some steps in this process, and return the metrics."""
     root = recipe.project.root
     with tempfile.TemporaryDirectory(prefix="ladder-") as folder:
@@ -141,11 +148,11 @@ def _train_briefly(recipe: Recipe, steps: int, values: Values | None = None) -> 
 def _measure_final_loss(recipe: Recipe, steps: int, rate: float) -> float:
     """Train with a learning rate, and return the mean loss over the last quarter of the steps."""
     [name] = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
-    losses = _train_briefly(recipe, steps, {name: {"lr": rate}})["loss"].values
+    losses = _train_and_read_metrics(recipe, steps, {name: {"lr": rate}})["loss"].values
     return statistics.fmean(losses[-max(1, steps // 4) :])
 
 
-def _fit_slope(points: Sequence[tuple[int, float]]) -> float:
+def _fit_log_log_slope(points: Sequence[tuple[int, float]]) -> float:
     """Return the slope of a least-squares line through the logarithms."""
     return statistics.linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points]).slope
 
@@ -154,5 +161,5 @@ def _write_overlays(folder: Path, rungs: Sequence[LadderRung]) -> None:
     """Write the overlay for every width, x<multiple>.toml."""
     folder.mkdir(parents=True, exist_ok=True)
     for rung in rungs:
-        with writing(folder / f"x{rung.multiple}.toml"):
+        with report_write_errors(folder / f"x{rung.multiple}.toml"):
             replace_file(folder / f"x{rung.multiple}.toml", rung.overlay.encode())

@@ -2,14 +2,16 @@
 run a command in several processes on one or more machines
 
 torchrun's agent starts the processes. Unlike torchrun, this command prints nothing if a process has already reported
-its error, exits with that process's code, and waits until a stopped run has saved its checkpoint. It lets the other
-processes continue after a loss if the run does (`processes.on_failure`).
+its error, exits with that process's code, and waits until a stopped run has saved its checkpoint. If the run survives
+losses (`processes.on_failure`), the other processes continue, and `--max-restarts` is the number of lost processes that
+are started again, one by one.
 """
 
 import argparse
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,9 +24,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from drawloom.components.commands._options import integer
-from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
-from drawloom.components.distributed.launch_store import call_with_timeout, connect
+from drawloom.components.commands._options import integer_parser
+from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
+from drawloom.components.distributed.generations import CURRENT, Generation
+from drawloom.components.distributed.launch_store import call_store_with_timeout, connect_to_launch_store
 from drawloom.components.distributed.torchrun import CONTINUES
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import OK, STOPPED
@@ -43,11 +46,17 @@ SHUTDOWN_SECONDS = 30 * 24 * 3600
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("--nproc-per-node", type=integer(), required=True, metavar="N", help="processes per machine")
-    parser.add_argument("--nnodes", type=integer(), default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument(
+        "--nproc-per-node", type=integer_parser(), required=True, metavar="N", help="processes per machine"
+    )
+    parser.add_argument("--nnodes", type=integer_parser(), default=1, metavar="N", help="machines (default: 1)")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address for all machines to meet, on one of them")
     parser.add_argument(
-        "--max-restarts", type=integer(0), default=0, metavar="N", help="restarts after failures (default: 0)"
+        "--max-restarts",
+        type=integer_parser(0),
+        default=0,
+        metavar="N",
+        help="restarts after failures, of all processes, or of lost ones if the run survives losses (default: 0)",
     )
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, such as: run first_run"
@@ -64,7 +73,7 @@ class LaunchResult(Result):
 
     @property
     def exit_code(self) -> int:
-        """The code of the command."""
+        """The first failed process's exit code, or 0."""
         return self.code
 
     def render(self, format: str) -> str:
@@ -73,16 +82,18 @@ class LaunchResult(Result):
 
 
 class _Agent(LocalElasticAgent):
-    """Agent of torchrun that keeps workers running after a loss if they have declared that they survive it."""
+    """Agent of torchrun that replaces lost workers one by one if the workers have declared that they survive losses."""
 
     _surviving = ""  # the attempt whose workers survive losses
+    _replaced = 0  # lost workers that were started again
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the workers' state; a loss that they survive counts as healthy while one of them runs."""
         workers: Any = self._pcontext  # torch's SubprocessContext, because the entry point is a command
         codes = [handler.proc.poll() for handler in workers.subprocess_handlers.values()]
-        if any(codes) and self._can_continue(worker_group):
+        if any(codes) and self._workers_survive_loss(worker_group):
             if None in codes:
+                self._replace_lost(worker_group)
                 return RunResult(state=WorkerState.HEALTHY)
             if OK in codes:  # of a worker that has completed the run without the lost ones
                 values = {worker.global_rank: None for worker in worker_group.workers}
@@ -90,16 +101,39 @@ class _Agent(LocalElasticAgent):
         outcome: RunResult = super()._monitor_workers(worker_group)
         return outcome
 
-    def _can_continue(self, worker_group: WorkerGroup) -> bool:
+    def _replace_lost(self, worker_group: WorkerGroup) -> None:
+        """Start lost workers again, as often as restarts are allowed. The run admits them at the end of a step."""
+        workers: Any = self._pcontext
+        for local_rank, handler in workers.subprocess_handlers.items():
+            allowed = self._replaced < worker_group.spec.max_restarts
+            if handler.proc.poll() and allowed and not self._has_failed(worker_group):
+                self._replaced += 1
+                environment = {**os.environ, **workers.envs[local_rank]}
+                handler.proc = subprocess.Popen(handler.proc.args, env=environment, start_new_session=True)
+                worker_group.workers[local_rank].id = handler.proc.pid
+
+    def _has_failed(self, worker_group: WorkerGroup) -> bool:
+        """Return whether the run ends because of a failure, or its store does not answer."""
+
+        def ask() -> bool:
+            generation = Generation.from_json(self._connect(worker_group, self._surviving).get(CURRENT).decode())
+            return bool(self._connect(worker_group, generation.name).check(["failure"]))
+
+        return call_store_with_timeout(STORE_SECONDS, ask) is not False
+
+    def _connect(self, worker_group: WorkerGroup, name: str) -> Any:
+        group: Any = worker_group  # torch declares the address as None
+        return connect_to_launch_store(group.master_addr, group.master_port, name, STORE_SECONDS)
+
+    def _workers_survive_loss(self, worker_group: WorkerGroup) -> bool:
         """Return whether the workers have declared, with CONTINUES in the store, that they survive a loss."""
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         attempt = f"{worker_group.spec.rdzv_handler.get_run_id()}{restarts}"
 
         def ask() -> bool:
-            group: Any = worker_group  # torch declares the address as None
-            return bool(connect(group.master_addr, group.master_port, attempt, STORE_SECONDS).check([CONTINUES]))
+            return bool(self._connect(worker_group, attempt).check([CONTINUES]))
 
-        if self._surviving != attempt and call_with_timeout(STORE_SECONDS, ask):
+        if self._surviving != attempt and call_store_with_timeout(STORE_SECONDS, ask):
             self._surviving = attempt
         return self._surviving == attempt
 
@@ -110,7 +144,7 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
         raise UserError("there is no command to launch; write it last, such as: run first_run", 2)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         raise UserError("--nnodes: several machines need --rdzv-endpoint HOST:PORT, the same on each of them", 2)
-    os.environ.setdefault(THREADS, str(threads_of_process(options.nproc_per_node)))
+    os.environ.setdefault(THREADS, str(count_threads_per_process(options.nproc_per_node)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     for name in AGENT_LOGS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
@@ -122,7 +156,7 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
         start = elastic_launch(_make_launch_config(options), sys.executable)
         start("-u", "-m", package, *command)
     except ChildFailedError as error:
-        return LaunchResult(command, report_failure(error))
+        return LaunchResult(command, print_failure_and_get_exit_code(error))
     except SignalException as stopped:
         return LaunchResult(command, STOPPED + stopped.sigval)
     return LaunchResult(command, OK)
@@ -146,16 +180,16 @@ STOPPED_CODES = {STOPPED + signal.Signals[name] for name in ("SIGINT", "SIGTERM"
 """Exit codes after stop signals, which processes log themselves."""
 
 
-def report_failure(error: ChildFailedError) -> int:
+def print_failure_and_get_exit_code(error: ChildFailedError) -> int:
     """Return the first failed process's exit code, and print the failure unless a process has reported it."""
     rank, first = error.get_first_failure()
     failures = error.failures.values()
-    if not any(_has_reported(failure) or failure.exitcode in STOPPED_CODES for failure in failures):
+    if not any(_has_written_error_file(failure) or failure.exitcode in STOPPED_CODES for failure in failures):
         signalled = f"was ended by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else ""
         print_text(f"rank {rank} (process {first.pid}) {signalled or f'ended with code {first.exitcode}'}", "stderr")
     return STOPPED - first.exitcode if first.exitcode < 0 else first.exitcode
 
 
-def _has_reported(failure: ProcessFailure) -> bool:
+def _has_written_error_file(failure: ProcessFailure) -> bool:
     """Return whether a process has written its error file, as ranks do when they report a failure."""
     return isinstance(failure.message, dict)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._trained import add_run, open_trained
-from drawloom.components.data.sources.files import package
+from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._trained import add_run_arguments, open_trained
+from drawloom.components.data.sources.files import import_package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
@@ -20,7 +20,7 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run(parser)
+    add_run_arguments(parser)
     parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True, help="tasks, or groups of tasks, by name")
     parser.add_argument(
         "--include",
@@ -30,14 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also use the tasks in this folder, in YAML; may be repeated",
     )
     parser.add_argument(
-        "--fewshot", type=integer(0), metavar="N", help="examples before each question (default: the task's)"
+        "--fewshot", type=integer_parser(0), metavar="N", help="examples before each question (default: the task's)"
     )
-    parser.add_argument("--limit", type=integer(), metavar="N", help="ask only the first N questions of each task")
     parser.add_argument(
-        "--context", type=integer(), default=1024, metavar="N", help="most tokens the model sees (default: 1024)"
+        "--limit", type=integer_parser(), metavar="N", help="ask only the first N questions of each task"
     )
-    parser.add_argument("--rows", type=integer(), default=8, metavar="N", help="texts per batch (default: 8)")
-    parser.add_argument("--to", type=output_file, metavar="FILE", help="write all results to this file, as JSON")
+    parser.add_argument(
+        "--context", type=integer_parser(), default=1024, metavar="N", help="most tokens the model sees (default: 1024)"
+    )
+    parser.add_argument("--rows", type=integer_parser(), default=8, metavar="N", help="texts per batch (default: 8)")
+    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help="write all results to this file, as JSON")
 
 
 @output_class
@@ -52,12 +54,12 @@ class LmEvalResult(Result):
 
     def render(self, format: str) -> str:
         """Return a line per task and metric."""
-        return "\n".join([f"{self.run_folder}, step {self.step}:", *_format_metrics(self.results)])
+        return "\n".join([f"{self.run_folder}, step {self.step}:", *_format_metric_lines(self.results)])
 
 
 def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
     """Evaluate the run on every task."""
-    harness = package("lm_eval", "pip install 'drawloom[lm-eval]'")
+    harness = import_package("lm_eval", "pip install 'drawloom[lm-eval]'")
     from lm_eval.tasks import TaskManager
 
     from drawloom.components.commands._lm_eval_model import RunModel
@@ -77,12 +79,12 @@ def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
             raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
     if options.to is not None:
         summary = {name: value for name, value in results.items() if name != "samples"}
-        with writing(options.to):
+        with report_write_errors(options.to):
             replace_file(options.to, json.dumps({"step": step, **summary}, indent=2, default=str).encode() + b"\n")
     return LmEvalResult(options.run_folder, step, results["results"])
 
 
-def _format_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _format_metric_lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line per task and metric from results with keys such as acc,none (name and filter)."""
     for task, values in results.items():
         for key, value in values.items():

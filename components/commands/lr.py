@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 import attrs
 
-from drawloom.components.commands._recipes import add_overlays
+from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.ports.run import Batching, Phase, Step
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import JSON, Result, output, output_class
@@ -30,26 +30,26 @@ class ScheduleCurve:
     points: Sequence[tuple[int, float]]
 
     @property
-    def highest(self) -> float:
+    def highest_value(self) -> float:
         """The largest value."""
         return max(value for _, value in self.points)
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The last step."""
         return self.points[-1][0]
 
-    def at(self, step: float) -> float:
+    def value_at_step(self, step: float) -> float:
         """Return the value at the last point up to this step."""
         return next((value for known, value in reversed(self.points) if known <= step), self.points[0][1])
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """Format a number with few characters."""
     return f"{value:,.0f}" if value == int(value) and abs(value) >= 1 else f"{value:.3g}"
 
 
-def draw_text(curves: Sequence[ScheduleCurve], width: int) -> str:
+def draw_text_columns(curves: Sequence[ScheduleCurve], width: int) -> str:
     """Draw curves as block-character columns, `width` characters wide."""
     return "\n\n".join("\n".join(_draw_text_lines(curve, width)) for curve in curves)
 
@@ -57,15 +57,15 @@ def draw_text(curves: Sequence[ScheduleCurve], width: int) -> str:
 def _draw_text_lines(curve: ScheduleCurve, width: int) -> Iterator[str]:
     """Yield a curve's name, and its picture from block characters with labels."""
     yield curve.name
-    labels = [short(curve.highest), "0"]
+    labels = [format_short(curve.highest_value), "0"]
     margin = max(map(len, labels))
     columns = max(10, width - margin - 2)
-    steps = [1 + (curve.last - 1) * column / max(columns - 1, 1) for column in range(columns)]
-    eighths = [round(curve.at(step) / (curve.highest or 1) * HEIGHT * 8) for step in steps]
+    steps = [1 + (curve.last_step - 1) * column / max(columns - 1, 1) for column in range(columns)]
+    eighths = [round(curve.value_at_step(step) / (curve.highest_value or 1) * HEIGHT * 8) for step in steps]
     for line in range(HEIGHT - 1, -1, -1):
         label = labels[0] if line == HEIGHT - 1 else labels[1] if line == 0 else ""
         yield f"{label:>{margin}} │{''.join(BLOCKS[min(max(level - 8 * line, 0), 8)] for level in eighths)}".rstrip()
-    last = f"step {curve.last:,}"
+    last = f"step {curve.last_step:,}"
     yield f"{'':>{margin}} └{'─' * columns}"
     yield f"{'':>{margin}}  {'1':<{columns - len(last)}}{last}"
 
@@ -78,7 +78,7 @@ def draw_svg(title: str, curves: Sequence[ScheduleCurve]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _svg_text(LEFT, 26, title, 16, INK),
+        _format_svg_text(LEFT, 26, title, 16, INK),
     ]
     for number, curve in enumerate(curves):
         parts += _draw_svg_panel(curve, TOP + number * (HIGH + GAP))
@@ -87,25 +87,25 @@ def draw_svg(title: str, curves: Sequence[ScheduleCurve]) -> str:
 
 def _draw_svg_panel(curve: ScheduleCurve, top: float) -> Iterator[str]:
     """Yield the SVG elements for one curve, with axis labels and lines, below `top`."""
-    bottom, span = top + 20 + HIGH, max(curve.last - 1, 1)
+    bottom, span = top + 20 + HIGH, max(curve.last_step - 1, 1)
 
     def point(step: int, value: float) -> str:
         x = LEFT + WIDE * (step - 1) / span
-        return f"{x:.1f},{bottom - HIGH * value / (curve.highest or 1):.1f}"
+        return f"{x:.1f},{bottom - HIGH * value / (curve.highest_value or 1):.1f}"
 
-    yield _svg_text(LEFT, top + 10, curve.name, 13, INK)
+    yield _format_svg_text(LEFT, top + 10, curve.name, 13, INK)
     for share in (0.0, 0.5, 1.0):
         y = bottom - HIGH * share
         yield f'<line x1="{LEFT}" x2="{LEFT + WIDE}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ececec"/>'
-        yield _svg_text(LEFT - 8, y + 4, short(curve.highest * share), 12, PALE, "end")
+        yield _format_svg_text(LEFT - 8, y + 4, format_short(curve.highest_value * share), 12, PALE, "end")
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         step = round(1 + span * share)
-        yield _svg_text(LEFT + WIDE * share, bottom + 18, f"{step:,}", 12, PALE, "middle")
+        yield _format_svg_text(LEFT + WIDE * share, bottom + 18, f"{step:,}", 12, PALE, "middle")
     points = " ".join(point(step, value) for step, value in curve.points)
     yield f'<polyline points="{points}" fill="none" stroke="{LINE}" stroke-width="2"/>'
 
 
-def _svg_text(x: float, y: float, text: str, size: int, colour: str, anchor: str = "start") -> str:
+def _format_svg_text(x: float, y: float, text: str, size: int, colour: str, anchor: str = "start") -> str:
     """Return an SVG text element."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}">{escape(text)}</text>'
@@ -118,7 +118,7 @@ MAX_POINTS = 2000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder")
-    add_overlays(parser)
+    add_overlay_option(parser)
 
 
 @output_class
@@ -134,27 +134,27 @@ class LrResult(Result):
         """Return block characters or an SVG document."""
         curves = [ScheduleCurve(name, points) for name, points in self.curves.items()]
         if format == "svg":
-            return draw_svg(f"{self.recipe}, {curves[0].last:,} steps", curves).removesuffix("\n")
-        return draw_text(curves, min(shutil.get_terminal_size((120, 0)).columns, 120))
+            return draw_svg(f"{self.recipe}, {curves[0].last_step:,} steps", curves).removesuffix("\n")
+        return draw_text_columns(curves, min(shutil.get_terminal_size((120, 0)).columns, 120))
 
 
 def main(options: argparse.Namespace, project: Project) -> LrResult:
     """Return the curves."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    return LrResult(options.recipe, {curve.name: curve.points for curve in _compute_curves(recipe)})
+    return LrResult(options.recipe, {curve.name: curve.points for curve in _compute_schedule_curves(recipe)})
 
 
-def _compute_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
+def _compute_schedule_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
     """Yield one learning-rate curve per optimizer, and the batch size in rows if it changes."""
     graph, root = recipe.graph, recipe.project.root
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:
         graph.require_valid()
         raise UserError(f"[{root}] has no steps and phases to draw", 2)
     total, phases = graph.nodes[root].settings["steps"], graph.nodes[root].edges["phases"].targets
-    steps = _select_steps(total)
-    factors = [name for name in phases if "lr_factor" in _values_written_by(graph.nodes[name])]
+    steps = _select_plotted_steps(total)
+    factors = [name for name in phases if "lr_factor" in _step_values_written_by(graph.nodes[name])]
     sizes = graph.implementers(Batching)
-    writers = [name for name in phases if "lr" in _values_written_by(graph.nodes[name])]
+    writers = [name for name in phases if "lr" in _step_values_written_by(graph.nodes[name])]
     optimizers = [name for name in writers if "lr" in graph.nodes[name].settings]
     if not optimizers:
         graph.restrict_to(writers).require_valid()  # an invalid rate is missing from the settings
@@ -162,19 +162,21 @@ def _compute_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
     # The nodes are built but not opened, because opening requires the devices and data of the run.
     built = recipe.open([*factors, *sizes, *optimizers])
     built.build()
-    values = _compute_factors([built[name] for name in factors], steps, total)
+    values = _compute_learning_rate_factors([built[name] for name in factors], steps, total)
     for name in optimizers:
         rate = graph.nodes[name].settings["lr"]
         yield ScheduleCurve(
             f"lr of [{name}]", [(step, rate * factor) for step, factor in zip(steps, values, strict=True)]
         )
     for name in sizes:
-        rows = [(step, float(built[name].start(step + 1) - built[name].start(step))) for step in steps]
+        rows = [
+            (step, float(built[name].first_position(step + 1) - built[name].first_position(step))) for step in steps
+        ]
         if len({size for _, size in rows}) > 1:
             yield ScheduleCurve(f"rows in a step of [{name}]", rows)
 
 
-def _compute_factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[float]:
+def _compute_learning_rate_factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[float]:
     """Return the learning-rate factor at every step. Raises UserError if it depends on a run's values."""
     factors = []
     for index in steps:
@@ -190,13 +192,13 @@ def _compute_factors(phases: Sequence[Phase], steps: Sequence[int], total: int) 
     return factors
 
 
-def _select_steps(total: int) -> list[int]:
+def _select_plotted_steps(total: int) -> list[int]:
     """Return all steps, or at most MAX_POINTS, including the first and the last."""
     if total <= MAX_POINTS:
         return list(range(1, total + 1))
     return sorted({1 + (total - 1) * number // (MAX_POINTS - 1) for number in range(MAX_POINTS)})
 
 
-def _values_written_by(node: Node) -> Sequence[str]:
+def _step_values_written_by(phase: Node) -> Sequence[str]:
     """Return the step values written by a phase, as it declares."""
-    return node.spec.traits.flow.writes
+    return phase.spec.traits.flow.writes

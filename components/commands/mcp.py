@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from drawloom.components.data.sources.files import package
-from drawloom.graph.cli.main import command_help, read_result_schema
+from drawloom.components.data.sources.files import import_package
+from drawloom.graph.cli.main import format_command_help, read_result_schema
 from drawloom.graph.project import Project
 
 TOOLS = {
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, project: Project) -> None:
     """Serve until stdin is closed."""
-    package("mcp", "pip install 'drawloom[mcp]'")
+    import_package("mcp", "pip install 'drawloom[mcp]'")
     asyncio.run(_serve(project, options.imports))
 
 
@@ -81,7 +81,7 @@ def _describe_tool(types: Any, project: Project, name: str) -> Any:
     words = {"type": "array", "items": {"type": "string"}, "description": "words as on the command line"}
     return types.Tool(
         name=name,
-        description=f"{TOOLS[name]}\n\n{command_help(project, name)}",
+        description=f"{TOOLS[name]}\n\n{format_command_help(project, name)}",
         input_schema={"type": "object", "properties": {"arguments": words}, "additionalProperties": False},
         output_schema=read_result_schema(project, name),
         annotations=types.ToolAnnotations(read_only_hint=name in READ_ONLY),

@@ -4,16 +4,20 @@ import argparse
 import math
 import re
 
-from drawloom.components.commands._options import output_file, writing
+from drawloom.components.commands._options import parse_output_path, report_write_errors
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
-from drawloom.components.commands._recipes import add_overlays
-from drawloom.components.distributed.device_model import DeviceModel, device_model
-from drawloom.components.planning.calibrate import at_hand, calibrate, local_device
+from drawloom.components.commands._recipes import add_overlay_option
+from drawloom.components.distributed.device_model import DeviceModel, find_device_model
+from drawloom.components.planning.calibrate import (
+    choose_local_device,
+    load_local_device_model,
+    measure_and_save_calibration,
+)
 from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import find_remedies
-from drawloom.components.planning.search import search, search_text
+from drawloom.components.planning.search import format_search_table, search_fastest_plans
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -25,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder"
     )
-    add_overlays(parser)
+    add_overlay_option(parser)
     parser.add_argument(
         "--ranks", type=_parse_count, metavar="N", help="processes (default: the fewest the mesh allows)"
     )
@@ -40,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "with --mtbf: seconds by which a save delays the run (default: estimated from its bytes)"
     parser.add_argument("--save-seconds", type=_parse_positive_number, metavar="SECONDS", help=help)
     help = "with --search: write the fastest as an overlay to this file"
-    parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
+    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help=help)
 
 
 def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchResult | CalibrationResult:
@@ -54,23 +58,23 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
         print_text(calibration.render("text"))
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
-    device = device_model(options.device) if options.device else at_hand()
+    device = find_device_model(options.device) if options.device else load_local_device_model()
     if options.search:
         return _search_plans(options, recipe, device)
     if options.to is not None:
         raise UserError("--to writes the best plan that --search finds; add --search", 2)
     planned = plan(recipe, device, options.ranks)
     helpful = [] if planned.fits else find_remedies(recipe, planned)
-    return PlanResult.of(planned, helpful, _propose_saves(options, recipe, planned))
+    return PlanResult.of(planned, helpful, _propose_checkpoint_interval(options, recipe, planned))
 
 
 def _calibrate_device() -> CalibrationResult:
     """Measure this machine's device, and return the calibration."""
-    path = calibrate(local_device())
+    path = measure_and_save_calibration(choose_local_device())
     return CalibrationResult(path, path.read_text("utf-8"))
 
 
-def _propose_saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
+def _propose_checkpoint_interval(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
     """Return the checkpoint interval, or None without --mtbf."""
     if options.mtbf is None:
         if options.save_seconds is not None:
@@ -83,15 +87,15 @@ def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceMod
     """Find the best plans, and write the best plan's settings as an overlay."""
     if options.ranks is None:
         raise UserError("--search needs a number of ranks; write --ranks 8", 2)
-    choices = search(recipe, device, options.ranks)
+    choices = search_fastest_plans(recipe, device, options.ranks)
     overlay = options.to if choices else None
     if overlay is not None:
         head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
         try:
-            with writing(overlay):
-                replace_file(overlay, f"{head}\n{choices[0].overlay}\n".encode())
+            with report_write_errors(overlay):
+                replace_file(overlay, f"{head}\n{choices[0].format_overlay}\n".encode())
         except UserError:
-            print_text(search_text(choices))
+            print_text(format_search_table(choices))
             raise
     return SearchResult.of(choices, overlay)
 

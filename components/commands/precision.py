@@ -10,12 +10,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer, output_file, positive_number, writing
-from drawloom.components.commands._recipes import add_overlays, only
-from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.commands._options import (
+    integer_parser,
+    parse_output_path,
+    parse_positive_number,
+    report_write_errors,
+)
+from drawloom.components.commands._recipes import add_overlay_option, find_only_node
+from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import LinearLayer
-from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
+from drawloom.components.ports.model import Float8Layer
+from drawloom.components.ports.pipeline import Executor, make_state_of_batches, sum_losses
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
@@ -31,18 +36,18 @@ MIN_MEDIAN = 1e-12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe for one device: a path, or a shipped name")
-    add_overlays(parser)
+    add_overlay_option(parser)
     parser.add_argument(
-        "--steps", type=integer(0), default=20, metavar="N", help="training steps before measuring (default: 20)"
+        "--steps", type=integer_parser(0), default=20, metavar="N", help="training steps before measuring (default: 20)"
     )
     parser.add_argument(
         "--tolerance",
-        type=positive_number,
+        type=parse_positive_number,
         default=3.0,
         metavar="X",
         help="exclude layers whose error exceeds X times the median (default: 3)",
     )
-    parser.add_argument("--to", type=output_file, metavar="FILE", help="overlay to write (default: print it)")
+    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help="overlay to write (default: print it)")
 
 
 @output_class
@@ -62,12 +67,12 @@ def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
     if options.to is not None and options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    node = only(recipe.graph, Precision)
+    node = find_only_node(recipe.graph, Precision)
     float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
-    evidence = _measure_effects(recipe.with_values({node: float8}), options.steps)
-    text = write_overlay(evidence, node, options.recipe, options.steps, options.tolerance)
+    evidence = _measure_float8_effects(recipe.with_values({node: float8}), options.steps)
+    text = format_evidence_overlay(evidence, node, options.recipe, options.steps, options.tolerance)
     if options.to is not None:
-        with writing(options.to):
+        with report_write_errors(options.to):
             replace_file(options.to, text.encode())
     return PrecisionResult(text, options.to)
 
@@ -94,20 +99,20 @@ class Evidence:
     loss: float
     seconds: float
 
-    def find_excluded(self, tolerance: float) -> list[str]:
+    def find_layers_to_exclude(self, tolerance: float) -> list[str]:
         """Return the layers whose gradient error alone exceeds `tolerance` times the median over layers."""
         median = max(statistics.median(effect.error for effect in self.alone.values()), MIN_MEDIAN)
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
 
 
-def write_overlay(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> str:
+def format_evidence_overlay(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> str:
     """Return an overlay for a precision's node, with the evidence as comments."""
     return "\n".join([*_overlay_lines(evidence, node, recipe, steps, tolerance), ""])
 
 
 def _overlay_lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
     """Yield the overlay: comments with the evidence, and the node's table with the excluded layers."""
-    together, excluded = evidence.together, evidence.find_excluded(tolerance)
+    together, excluded = evidence.together, evidence.find_layers_to_exclude(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
     yield f"# All layers: error of the gradient {together.error:.2%}, loss {evidence.loss:.4f} {together.loss:+.5f},"
     yield f"# forward and backward {together.seconds:.3g} s instead of {evidence.seconds:.3g} s."
@@ -128,29 +133,29 @@ def _overlay_lines(evidence: Evidence, node: str, recipe: str, steps: int, toler
         yield "]"
 
 
-def _measure_effects(recipe: Recipe, steps: int) -> Evidence:
+def _measure_float8_effects(recipe: Recipe, steps: int) -> Evidence:
     """Train for some steps in the compute dtype, and measure the effects on the next step's gradients."""
-    phases = _training_phases(recipe)
-    names = [only(recipe.graph, port) for port in (Stages, Parameters, Executor)]
+    phases = _phases_up_to_update(recipe)
+    names = [find_only_node(recipe.graph, port) for port in (Stages, Parameters, Executor)]
     with recipe.open([*names, *phases]) as objects:
         stages, parameters, executor = (objects[name] for name in names)
         layers = {
             name: layer
             for stage in stages.local
-            for name, layer in linear_layers(stage.module).items()
+            for name, layer in find_float8_candidates(stage.module).items()
             if layer.uses_float8
         }
         if not layers:
-            raise UserError(f"no linear layer of {recipe} can use float8", 2)
-        _set_float8([*layers.values()], False)
+            raise UserError(f"no layer of {recipe} can use float8", 2)
+        _switch_float8([*layers.values()], False)
         for index in range(1, steps + 2):
             step = Step(index, steps + 1)
             for name in phases if index <= steps else phases[:1]:
                 objects[name].run_phase(step)
-        return _Probe(parameters, executor, step.state["batches"], layers).evidence()
+        return _Probe(parameters, executor, step.state["batches"], layers).measure_evidence()
 
 
-def _training_phases(recipe: Recipe) -> list[str]:
+def _phases_up_to_update(recipe: Recipe) -> list[str]:
     """Return the names of the trainer's phases up to the update of the weights."""
     graph = recipe.graph
     graph.require_valid()
@@ -162,8 +167,8 @@ def _training_phases(recipe: Recipe) -> list[str]:
     return list(targets[: updates[-1] + 1])
 
 
-def _set_float8(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
-    """Turn float8 on or off in linear layers."""
+def _switch_float8(layers: Sequence[Float8Layer], uses_float8: bool) -> None:
+    """Turn float8 on or off in layers."""
     for layer in layers:
         layer.uses_float8 = uses_float8
 
@@ -175,45 +180,52 @@ class _Probe:
     parameters: Parameters
     executor: Executor
     batches: Sequence[Batch]
-    layers: Mapping[str, LinearLayer]
+    layers: Mapping[str, Float8Layer]
 
-    def evidence(self) -> Evidence:
+    def measure_evidence(self) -> Evidence:
         """Measure no layer, all layers, and each layer alone."""
-        self._run_pass([])  # compiles and allocates
-        loss, gradients, seconds = self._run_pass([])
+        self._run_pass_in_float8([])  # compiles and allocates
+        loss, gradients, seconds = self._run_pass_in_float8([])
 
-        def effect(layers: Sequence[LinearLayer]) -> Effect:
-            other_loss, others, time_of_pass = self._run_pass(layers)
+        def effect(layers: Sequence[Float8Layer]) -> Effect:
+            other_loss, others, time_of_pass = self._run_pass_in_float8(layers)
             return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
 
         effect([*self.layers.values()])
-        for layer in {layer.weight.shape: layer for layer in self.layers.values()}.values():
+        for layer in {_get_weight_shapes(layer): layer for layer in self.layers.values()}.values():
             effect([layer])  # compiles the casts of its shape
         together = effect([*self.layers.values()])
         return Evidence({name: effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
 
-    def _run_pass(self, layers: Sequence[LinearLayer]) -> tuple[float, list[Tensor], float]:
+    def _run_pass_in_float8(self, float8_layers: Sequence[Float8Layer]) -> tuple[float, list[Tensor], float]:
         """Return the mean loss, the gradients and the seconds of a pass with float8 in these layers."""
         parameters = [parameter for _, parameter in self.parameters.named_parameters()]
         for parameter in parameters:
             parameter.grad = None
-        _set_float8(layers, True)
+        _switch_float8(float8_layers, True)
         begin = time.monotonic()
-        state = state_of_batches(self.batches)
+        state = make_state_of_batches(self.batches)
         self.executor.train(state)
         loss, weight = sum_losses(state).tolist()  # waits for the device
         seconds = time.monotonic() - begin
-        _set_float8(layers, False)
+        _switch_float8(float8_layers, False)
         gradients = [torch.zeros_like(part) if part.grad is None else part.grad.detach() for part in parameters]
         for parameter in parameters:
             parameter.grad = None
         return loss / weight, gradients, seconds
 
 
-def relative_error(gradients: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the norm of the gradients' difference (any shapes), divided by `exact`'s norm."""
-    difference = sum(_sum_squares(gradient.double() - other) for gradient, other in zip(gradients, exact, strict=True))
-    return float((difference / sum(map(_sum_squares, exact))) ** 0.5)
+def _get_weight_shapes(layer: Float8Layer) -> tuple[torch.Size, ...]:
+    """Return the shapes of a layer's weights."""
+    return tuple(weight.shape for weight in layer.float8_weights().values())
+
+
+def relative_error(gradients: Sequence[Tensor], exact_gradients: Sequence[Tensor]) -> float:
+    """Return the norm of the gradients' difference (any shapes), divided by the norm of `exact_gradients`."""
+    difference = sum(
+        _sum_squares(gradient.double() - other) for gradient, other in zip(gradients, exact_gradients, strict=True)
+    )
+    return float((difference / sum(map(_sum_squares, exact_gradients))) ** 0.5)
 
 
 def _sum_squares(tensor: Tensor) -> Tensor:

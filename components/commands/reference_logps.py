@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._recipes import add_overlays
+from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.data.chat.encode import Encoded
-from drawloom.components.data.packing.rows import RowPiece, batch_of
+from drawloom.components.data.packing.rows import RowPiece, build_batch
 from drawloom.components.data.preferences import REFERENCES, Preferences
-from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.storage.durable_files import replace_file
@@ -27,10 +27,10 @@ from drawloom.graph.project import Project, Recipe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe with loss.dpo: a path, or a shipped name")
-    add_overlays(parser)
-    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="JSON-lines file to write")
+    add_overlay_option(parser)
+    parser.add_argument("--to", type=parse_output_path, metavar="FILE", required=True, help="JSON-lines file to write")
     parser.add_argument(
-        "--pairs", type=integer(), default=8, metavar="N", help="preference pairs per batch (default: 8)"
+        "--pairs", type=integer_parser(), default=8, metavar="N", help="preference pairs per batch (default: 8)"
     )
 
 
@@ -52,16 +52,16 @@ def main(options: argparse.Namespace, project: Project) -> ReferenceResult:
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    names = [_find_only_node(recipe, port) for port in (ProgramExecutor, Preferences)]
+    names = [_find_only_node_of_class(recipe, port) for port in (ProgramExecutor, Preferences)]
     with recipe.open(names) as run:
-        rows = _add_references(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
+        rows = _add_reference_logps(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
-    with writing(options.to):
+    with report_write_errors(options.to):
         replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
     return ReferenceResult(options.to, len(lines))
 
 
-def _find_only_node(recipe: Recipe, kind: type) -> str:
+def _find_only_node_of_class(recipe: Recipe, kind: type) -> str:
     """Return the name of the only node whose component is a subclass of `kind`. Raises UserError."""
     graph = recipe.graph.require_valid()
     names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
@@ -71,23 +71,25 @@ def _find_only_node(recipe: Recipe, kind: type) -> str:
     return names[0]
 
 
-def _add_references(data: Preferences, executor: ProgramExecutor, count: int) -> Iterator[dict[str, Any]]:
-    """Yield all data lines in order; pairs have log-probabilities added, computed `count` lines at a time."""
-    lines = data.lines()
-    while batch := [*islice(lines, count)]:
+def _add_reference_logps(
+    data: Preferences, executor: ProgramExecutor, lines_at_a_time: int
+) -> Iterator[dict[str, Any]]:
+    """Yield all data lines in order; pairs with added log-probabilities, computed for `lines_at_a_time` lines."""
+    lines = data.encode_lines()
+    while batch := [*islice(lines, lines_at_a_time)]:
         pairs = [pair for _, pair in batch if pair]
-        sums = iter(_sum_logps(data, executor, pairs).tolist() if pairs else [])
+        sums = iter(_sum_logps_by_answer(data, executor, pairs).tolist() if pairs else [])
         for line, pair in batch:
             yield line.row | (dict(zip(REFERENCES, next(sums), strict=True)) if pair else {})
 
 
-def _sum_logps(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
+def _sum_logps_by_answer(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
     """Return the log-probability of either answer (chosen, rejected), summed over its tokens: float64 (pairs, 2)."""
     answers = [answer for pair in pairs for answer in pair]
     ids, weights = [answer.ids for answer in answers], [answer.weights for answer in answers]
-    documents = TokenArrays.of(ids, id_dtype(data.vocab_size), weights)
+    documents = TokenArrays.concatenate(ids, choose_id_dtype(data.vocab_size), weights)
     rows = [[RowPiece(number, 0, len(answer_ids))] for number, answer_ids in enumerate(ids)]
-    batch = batch_of(documents, rows, max(map(len, ids)), data.eos_id)
+    batch = build_batch(documents, rows, max(map(len, ids)), data.eos_id)
     if (logps := executor.token_logps(batch)) is None:
         raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
     return logps.sum(1, dtype=torch.float64).view(-1, 2).cpu()

@@ -4,12 +4,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.commands._options import output_file, writing
+from drawloom.components.commands._options import parse_output_path, report_write_errors
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
-from drawloom.components.report.drawings import draw_schedule
+from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, read_run_record, unique_run_names
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.exit_codes import format_problems
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="a run folder, such as runs/first_run"
     )
     help = f"file to write (default: {REPORT} in the run folder, or in the current folder for several runs)"
-    parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
+    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help=help)
 
 
 @output_class
@@ -38,28 +38,28 @@ class ReportResult(Result):
 
     def render(self, format: str) -> str:
         """Return one line with size and path."""
-        return f"report of {byte_size(self.bytes)} in {self.path}"
+        return f"report of {format_byte_size(self.bytes)} in {self.path}"
 
 
 def main(options: argparse.Namespace, project: Project) -> ReportResult:
     """Write the report."""
     folders: list[Path] = list(dict.fromkeys(options.run_folders))
     if len(folders) > 1:
-        folders = [folder for folder in folders if _is_run(folder)] or folders
+        folders = [folder for folder in folders if _is_run_or_note_skip(folder)] or folders
     for folder in folders:
         check_is_run(folder)
     runs = [
-        read_run(folder, name, _draw_recipe(project, folder))
-        for folder, name in zip(folders, names_of(folders), strict=True)
+        read_run_record(folder, name, _draw_recipe(project, folder))
+        for folder, name in zip(folders, unique_run_names(folders), strict=True)
     ]
     target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
     content = render_page(runs).encode()
-    with writing(target):
+    with report_write_errors(target):
         replace_file(target, content)
     return ReportResult(target, len(content), [run.name for run in runs])
 
 
-def _is_run(folder: Path) -> bool:
+def _is_run_or_note_skip(folder: Path) -> bool:
     """Return whether a folder holds a run; if not, as after a failed start, print a note about the folder."""
     try:
         check_is_run(folder)
@@ -85,4 +85,6 @@ def _draw_recipe(project: Project, folder: Path) -> Drawings:
 def _draw_recipe_schedule(recipe: Recipe) -> str:
     """Draw the recipe's pipeline schedule. Raises UserError if it has none, or an unknown microbatch count."""
     pipeline = Pipeline.of(recipe)
-    return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches))
+    return draw_schedule_svg(
+        pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches)
+    )

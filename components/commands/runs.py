@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, get_args
 
-from drawloom.components.report.run_table import COLUMNS, RunRow, State, difference_keys, read_rows, sort_rows
+from drawloom.components.report.run_table import (
+    COLUMNS,
+    RunRow,
+    State,
+    differing_setting_keys,
+    read_run_rows,
+    sort_run_rows,
+)
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import JSON, Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
@@ -38,14 +45,14 @@ class RunsResult(Result):
 
     def render(self, format: str) -> str:
         """Return a table for a terminal, or CSV."""
-        return as_csv(self.runs) if format == "csv" else as_text(self.runs)
+        return format_run_csv(self.runs) if format == "csv" else format_run_table(self.runs)
 
 
 def main(options: argparse.Namespace, project: Project) -> RunsResult:
     """Read the runs."""
     if not options.folder.is_dir():
         raise UserError(f"there is no folder {options.folder}; give one with runs, such as runs", 2)
-    rows = sort_rows(read_rows(options.folder), options.sort, reverse=options.reverse)
+    rows = sort_run_rows(read_run_rows(options.folder), options.sort, reverse=options.reverse)
     shown = [row for row in rows if options.state in (None, row.state)]
     for row in shown:
         if row.problem:
@@ -53,18 +60,18 @@ def main(options: argparse.Namespace, project: Project) -> RunsResult:
     return RunsResult(shown)
 
 
-def as_text(rows: Sequence[RunRow]) -> str:
+def format_run_table(rows: Sequence[RunRow]) -> str:
     """Return the table for a terminal, with a line per run."""
     if not rows:
         return "no runs"
-    lines = [("run", "state", "step", "loss", "best", "tokens/s", "differs in"), *map(_format_cells, rows)]
+    lines = [("run", "state", "step", "loss", "best", "tokens/s", "differs in"), *map(_make_table_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_align_cells(line, widths) for line in lines)
 
 
-def as_csv(rows: Sequence[RunRow]) -> str:
+def format_run_csv(rows: Sequence[RunRow]) -> str:
     """Return CSV with a column per differing setting."""
-    keys = difference_keys(rows)
+    keys = differing_setting_keys(rows)
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*COLUMNS, *keys])
@@ -73,7 +80,7 @@ def as_csv(rows: Sequence[RunRow]) -> str:
     return file.getvalue().rstrip("\n")
 
 
-def _format_cells(row: RunRow) -> tuple[str, ...]:
+def _make_table_cells(row: RunRow) -> tuple[str, ...]:
     """Return a run's cells: name, state, step, last and best loss, speed, and settings."""
     step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else str(row.step)
     numbers = ["" if value is None else f"{value:.4f}" for value in (row.loss, row.best)]

@@ -10,17 +10,17 @@ from typing import Any, ClassVar, get_args
 import attrs
 
 from drawloom.components.commands import _costs
-from drawloom.components.commands._options import integer, integers
-from drawloom.components.commands._recipes import Pipeline, add_overlays, mesh_sizes, require_microbatches
+from drawloom.components.commands._options import integer_parser, parse_positive_integers
+from drawloom.components.commands._recipes import Pipeline, add_overlay_option, read_mesh_sizes, require_microbatches
 from drawloom.components.parallel.data_shard import gathers_by_block
-from drawloom.components.pipeline.from_csv import read_file
-from drawloom.components.pipeline.program.builders import forward_only
+from drawloom.components.pipeline.from_csv import read_program_file
+from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import Sharding
-from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.pipeline.program.timing import DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, format_count
+from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, format_comparison, format_count
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.planning.cost_sources import CostSource, Traced, Units
@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     known = "a recipe; with --ranks also the name of a schedule, or a CSV file of torch.distributed.pipelining"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME|FILE", help=known)
-    add_overlays(parser)
+    add_overlay_option(parser)
     help = "pipeline ranks (default: the recipe's); with --compare also several, such as 4,8"
-    parser.add_argument("--ranks", type=integers, metavar="N", help=help)
+    parser.add_argument("--ranks", type=parse_positive_integers, metavar="N", help=help)
     help = "microbatches per step (default: the recipe's); with --compare also several, such as 4,8"
-    parser.add_argument("--microbatches", type=integers, metavar="N", help=help)
+    parser.add_argument("--microbatches", type=parse_positive_integers, metavar="N", help=help)
     parser.add_argument(
-        "--stages-per-rank", type=integer(), metavar="N", help="stages per rank (default: the schedule's)"
+        "--stages-per-rank", type=integer_parser(), metavar="N", help="stages per rank (default: the schedule's)"
     )
     known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0|plan|RUN_FOLDER"
     costs = (
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(B, default I + W), a message (comm), and with mesh.data_shard gathering parameters (unshard) and reducing "
     )
     costs += "gradients (reduce); or seconds: planned (plan), or traced by listeners.profiler in a run (RUN_FOLDER)"
-    parser.add_argument("--costs", type=_costs.parse, metavar=known, help=costs)
+    parser.add_argument("--costs", type=_costs.parse_costs, metavar=known, help=costs)
     devices = "with --costs plan: the device, as for `drawloom plan` (default: this machine's)"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
     help = "draw the simulation of a run's schedule with traced costs, and the traced step below it"
@@ -124,8 +124,8 @@ class ScheduleResult(ScheduleData, Result):
 
     @classmethod
     def of(cls, summary: Summary) -> "ScheduleResult":
-        """Describe a simulation."""
-        return cls(**_schedule_fields(summary), summary=summary)
+        """Make the result for a simulation's summary."""
+        return cls(**_schedule_data_fields(summary), summary=summary)
 
     def render(self, format: str) -> str:
         """Return a timeline with a table, an SVG document, or a CSV file of torch.distributed.pipelining."""
@@ -135,10 +135,10 @@ class ScheduleResult(ScheduleData, Result):
         if format == "svg":
             return draw_svg(summary.simulation, summary.title, summary.caption, summary.measured).removesuffix("\n")
         if format == "csv":
-            return write_csv(summary.simulation.program).removesuffix("\r\n")
+            return format_program_csv(summary.simulation.program).removesuffix("\r\n")
         width = shutil.get_terminal_size((120, 0)).columns
         picture = draw_text(summary.simulation, width, summary.measured).removesuffix("\n")
-        return f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n\n{picture}"
+        return f"{summary.title}\n{summary.caption}\n\n{summary.format_peaks_by_rank()}\n\n{picture}"
 
 
 @output_class
@@ -153,7 +153,7 @@ class ComparisonResult(Result):
         return self.text
 
 
-def _schedule_fields(summary: Summary) -> dict[str, Any]:
+def _schedule_data_fields(summary: Summary) -> dict[str, Any]:
     """Return a simulation's fields for `ScheduleData`."""
     data = summary.as_data()
     return data | {"shard_actions": [[ActionData(**bar) for bar in bars] for bars in data["shard_actions"]]}
@@ -176,7 +176,7 @@ def main(options: argparse.Namespace, project: Project) -> ScheduleResult | Comp
             )
         setattr(options, name, values[0])
     summary = _simulate_requested(options, project)
-    measured = None if options.run is None else _costs.read_run(options.run, project).simulation
+    measured = None if options.run is None else _costs.read_run_trace(options.run, project).simulation
     return ScheduleResult.of(summary if measured is None else attrs.evolve(summary, measured=measured))
 
 
@@ -185,16 +185,18 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
     if not options.recipe:
         raise UserError("schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare", 2)
     if options.recipe.endswith(".csv"):
-        return _simulate_file(options, project)
-    if options.ranks and _is_recipe(options.recipe, project):
+        return _simulate_csv_file(options, project)
+    if options.ranks and _names_a_recipe(options.recipe, project):
         hint = "leave --ranks out, and write mesh.pipeline=N, or name a schedule instead of the recipe"
         raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
-        _find_spec(project, name)  # report a misspelt name before missing options
+        _find_schedule_spec(project, name)  # report a misspelt name before missing options
         size = Size(options.ranks, require_microbatches(options.microbatches))
-        source = _costs.source(options, project, None)
-        return _simulate_schedule(options, name, _open_by_name(options, project, name, source, size), size, source)
+        source = _costs.make_cost_source(options, project, None)
+        return _check_and_simulate_schedule(
+            options, name, _open_schedule_by_name(options, project, name, source, size), size, source
+        )
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
         raise UserError(f"{options.recipe} is a schedule; write --ranks 4 --microbatches 8", 2)
     if near := _suggest_schedule(options.recipe, project):
@@ -204,9 +206,11 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
     pipeline = Pipeline.of(recipe)
     _check_stages_per_rank(options, pipeline.use, pipeline.schedule, pipeline.ranks)
     size = Size(pipeline.ranks, require_microbatches(options.microbatches or pipeline.microbatches))
-    source = _costs.source(options, project, recipe)
-    sharding = _find_sharding(recipe.graph) if isinstance(source, Units) else None
-    return _simulate_schedule(options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding)
+    source = _costs.make_cost_source(options, project, recipe)
+    sharding = _describe_parameter_sharding(recipe.graph) if isinstance(source, Units) else None
+    return _check_and_simulate_schedule(
+        options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding
+    )
 
 
 def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
@@ -216,7 +220,7 @@ def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
     return recipe
 
 
-def _is_recipe(name: str, project: Project) -> bool:
+def _names_a_recipe(name: str, project: Project) -> bool:
     """Return whether a name means a recipe: a TOML file, a run folder, or a shipped recipe."""
     is_run = (Path(name) / LOCK).is_file()
     return is_run or name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
@@ -225,15 +229,15 @@ def _is_recipe(name: str, project: Project) -> bool:
 def _suggest_schedule(name: str, project: Project) -> str | None:
     """Return a schedule with a similar name, or None if the name is, or resembles, a recipe's."""
     folder = RecipeFolder(project.recipes)
-    if Path(name).exists() or _is_recipe(name, project) or find_nearest(name, folder.names):
+    if Path(name).exists() or _names_a_recipe(name, project) or find_nearest(name, folder.names):
         return None
     schedules = [use.removeprefix(FOLDER) for use in project.registry.names() if use.startswith(FOLDER)]
     return find_nearest(name, schedules)
 
 
-def _simulate_file(options: argparse.Namespace, project: Project) -> Summary:
+def _simulate_csv_file(options: argparse.Namespace, project: Project) -> Summary:
     """Simulate a schedule from a CSV file. Raises UserError for options in conflict with the file."""
-    program, path = read_file(Path(options.recipe)), options.recipe
+    program, path = read_program_file(Path(options.recipe)), options.recipe
     for option, requested, actual in (
         ("--ranks", options.ranks, program.ranks),
         ("--microbatches", options.microbatches, program.microbatches),
@@ -241,45 +245,50 @@ def _simulate_file(options: argparse.Namespace, project: Project) -> Summary:
     ):
         if requested not in (None, actual):
             raise UserError(f"{option} {requested}: {path} has {actual}; leave it out", 2)
-    return _simulate_program(options, path, program, _costs.source(options, project, None), None)
+    return _simulate_and_summarize(options, path, program, _costs.make_cost_source(options, project, None), None)
 
 
 def _compare_schedules(options: argparse.Namespace, project: Project) -> ComparisonResult:
     """Simulate the named schedule and all schedules without required settings: one table per size."""
     if options.format in ("svg", "csv"):
         raise UserError(f"--format {options.format} shows only one schedule; leave --compare out", 2)
-    recipe = _load_recipe(options, project) if options.recipe and _is_recipe(options.recipe, project) else None
+    recipe = _load_recipe(options, project) if options.recipe and _names_a_recipe(options.recipe, project) else None
     if recipe is None and not options.ranks:
         raise UserError("--compare takes a recipe, or --ranks and --microbatches", 2)
     pipeline = None if recipe is None else Pipeline.of(recipe)
-    source = _costs.source(options, project, recipe)
+    source = _costs.make_cost_source(options, project, recipe)
     named = [] if recipe or not options.recipe else [options.recipe.removeprefix(FOLDER)]
-    names = list(dict.fromkeys([*_list_complete_schedules(project), *named]))
+    names = list(dict.fromkeys([*_list_schedules_without_required_settings(project), *named]))
     ranks = options.ranks or [pipeline.ranks if pipeline else 1]
     microbatches = options.microbatches or [require_microbatches(pipeline.microbatches if pipeline else None)]
     sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
-    tables = {size: list(_simulate_all(options, project, names, source, size)) for size in sizes}
-    titled = [f"{size}\n{compare(rows)}" if len(tables) > 1 else compare(rows) for size, rows in tables.items()]
-    schedules = [ScheduleData(**_schedule_fields(summary)) for summaries in tables.values() for summary in summaries]
+    tables = {size: list(_simulate_suitable_schedules(options, project, names, source, size)) for size in sizes}
+    titled = [
+        f"{size}\n{format_comparison(rows)}" if len(tables) > 1 else format_comparison(rows)
+        for size, rows in tables.items()
+    ]
+    schedules = [
+        ScheduleData(**_schedule_data_fields(summary)) for summaries in tables.values() for summary in summaries
+    ]
     return ComparisonResult(schedules, "\n\n".join([*titled, LEGEND]))
 
 
-def _simulate_all(
+def _simulate_suitable_schedules(
     options: argparse.Namespace, project: Project, names: Sequence[str], source: CostSource, size: "Size"
 ) -> Iterator[Summary]:
     """Simulate the schedules that suit the model. Raises UserError if no schedule does."""
     unsuitable: list[_UnsuitableError] = []
     for name in names:
         try:
-            schedule = _open_by_name(options, project, name, source, size, anyway=True)
-            yield _simulate_schedule(options, name, schedule, size, source)
+            schedule = _open_schedule_by_name(options, project, name, source, size, accepts_any_stages_per_rank=True)
+            yield _check_and_simulate_schedule(options, name, schedule, size, source)
         except _UnsuitableError as error:
             unsuitable.append(error)
     if len(unsuitable) == len(names):
         raise unsuitable[-1]
 
 
-def _list_complete_schedules(project: Project) -> Iterator[str]:
+def _list_schedules_without_required_settings(project: Project) -> Iterator[str]:
     """Yield the names of schedules without required settings."""
     for name in project.registry.names():
         spec = project.registry.find(name) if name.startswith(FOLDER) else None
@@ -287,7 +296,7 @@ def _list_complete_schedules(project: Project) -> Iterator[str]:
             yield name.removeprefix(FOLDER)
 
 
-def _find_spec(project: Project, name: str) -> tuple[str, Spec]:
+def _find_schedule_spec(project: Project, name: str) -> tuple[str, Spec]:
     """Return a schedule's full name and component. Raises RecipeError for an unknown name."""
     use = name if "." in name else FOLDER + name
     spec = project.registry.find(use)
@@ -296,22 +305,22 @@ def _find_spec(project: Project, name: str) -> tuple[str, Spec]:
     return use, spec
 
 
-def _open_by_name(
+def _open_schedule_by_name(
     options: argparse.Namespace,
     project: Project,
     name: str,
     source: CostSource,
     size: "Size",
     *,
-    anyway: bool = False,
+    accepts_any_stages_per_rank: bool = False,
 ) -> Schedule:
     """Open a schedule by name, with costs, stages per rank and microbatches if it has such settings.
 
-    Raises UserError if the schedule has another number of stages per rank, unless `anyway`.
+    Raises UserError if the schedule has another number of stages per rank, unless `accepts_any_stages_per_rank`.
     """
-    use, spec = _find_spec(project, name)
+    use, spec = _find_schedule_spec(project, name)
     try:
-        data: dict[str, Any] = {"use": use, **_costs.settings_for(spec.fields, source, size.ranks)}
+        data: dict[str, Any] = {"use": use, **_costs.schedule_cost_settings(spec.fields, source, size.ranks)}
     except UserError as error:
         raise _UnsuitableError(str(error), error.exit_code) from error
     if "stages_per_rank" in spec.fields and options.stages_per_rank:
@@ -319,14 +328,14 @@ def _open_by_name(
     if "microbatches" in spec.fields:
         data["microbatches"] = size.microbatches
     # With a recipe, node.key=value words belong to the recipe.
-    words = {} if options.recipe and _is_recipe(options.recipe, project) else read_overrides(options.words)
+    words = {} if options.recipe and _names_a_recipe(options.recipe, project) else read_overrides(options.words)
     nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
     recipe = Recipe.of(nodes, "command line", project=project)
     with recipe.open("schedule") as opened:
         if "schedule" not in recipe.graph.implementers(Schedule):
             raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
         schedule: Schedule = opened["schedule"]
-    if not anyway:
+    if not accepts_any_stages_per_rank:
         _check_stages_per_rank(options, name, schedule, size.ranks)
     return schedule
 
@@ -355,7 +364,7 @@ class _UnsuitableError(UserError):
     """Error for a schedule with more stages than the model has layers, or that does not fit in memory."""
 
 
-def _simulate_schedule(
+def _check_and_simulate_schedule(
     options: argparse.Namespace,
     name: str,
     schedule: Schedule,
@@ -374,10 +383,12 @@ def _simulate_schedule(
         limits = f"{MAX_RANKS} ranks, and {MAX_WORK} microbatches times ranks times stages"
         raise UserError(f"{large} take too long to simulate; write at most {limits}", 2)
     program = schedule.program(ranks, microbatches)
-    return _simulate_program(options, name, program, source, sharding, _count_slices(options, schedule, ranks, source))
+    return _simulate_and_summarize(
+        options, name, program, source, sharding, _count_slices_by_stage(options, schedule, ranks, source)
+    )
 
 
-def _count_slices(
+def _count_slices_by_stage(
     options: argparse.Namespace, schedule: Schedule, ranks: int, source: CostSource
 ) -> Sequence[int] | None:
     """Return the model slice count per stage, or None if the schedule or the costs do not define slices."""
@@ -385,11 +396,11 @@ def _count_slices(
     has_stage_costs = isinstance(source, Traced) and not options.compare and not options.ranks
     if has_stage_costs or not isinstance(schedule, PartitioningSchedule):
         return None
-    slices = source.slices(ranks).get("slices")
+    slices = source.auto_schedule_settings(ranks).get("slices")
     return schedule.layers_by_stage(ranks, len(slices)) if slices else None
 
 
-def _simulate_program(
+def _simulate_and_summarize(
     options: argparse.Namespace,
     name: str,
     program: Program,
@@ -399,23 +410,23 @@ def _simulate_program(
 ) -> Summary:
     """Simulate a program with the source's costs, and return the summary with its memory."""
     if options.forward_only:
-        program, sharding = forward_only(program.stage_to_rank, program.microbatches), None
+        program, sharding = build_forward_only_program(program.stage_to_rank, program.microbatches), None
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
         sharding = Sharding("unshard" in options.costs)  # without a recipe, parameters are gathered once per step
     try:
-        costs = source.costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
+        costs = source.stage_costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
     except UserError as error:
         raise _UnsuitableError(str(error), error.exit_code) from error
     try:
         simulation = simulate(program, costs, options.channels, sharding)
     except DeadlockError as deadlock:
         raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
-    return Summary(name, simulation, None if options.forward_only else source.memory(program, sizes))
+    return Summary(name, simulation, None if options.forward_only else source.peak_activation_bytes(program, sizes))
 
 
-def _find_sharding(graph: Graph) -> Sharding | None:
+def _describe_parameter_sharding(graph: Graph) -> Sharding | None:
     """Return how the recipe's mesh shards or replicates parameters; None without data parallelism."""
-    sizes = mesh_sizes(graph)
+    sizes = read_mesh_sizes(graph)
     shards = sizes.data_shard * sizes.context
     if sizes.data_replicate * shards == 1:
         return None

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._trained import add_run, open_trained
+from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._trained import add_run_arguments, open_trained
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_answer
-from drawloom.components.data.sources.rows import Line, lines_of
+from drawloom.components.data.sources.rows import Line, read_object_lines
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.components.ports.model import Head, TokenContext
@@ -27,11 +27,13 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run(parser)
+    add_run_arguments(parser)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: JSON lines, Parquet, Arrow")
-    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the JSON-lines file to write")
+    parser.add_argument(
+        "--to", type=parse_output_path, metavar="FILE", required=True, help="the JSON-lines file to write"
+    )
     parser.add_argument("--template", type=Path, metavar="FILE", help="a chat template (default: the tokenizer's)")
-    parser.add_argument("--rows", type=integer(), default=8, help="answers that are computed together (default 8)")
+    parser.add_argument("--rows", type=integer_parser(), default=8, help="answers computed together (default 8)")
 
 
 @output_class
@@ -57,16 +59,19 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
         tokenizer = run.get(ChatTokenizer)
         text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
         with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
-            encoded = ((line, _encode_line(tokenizer, line, template)) for line in lines_of(options.paths))
+            encoded = (
+                (line, _encode_prompt_and_completion(tokenizer, line, template))
+                for line in read_object_lines(options.paths)
+            )
             while batch := [*islice(encoded, options.rows)]:
                 scores = _score_answers(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
                 written += [line.row | {"score": score} for (line, _), score in zip(batch, scores, strict=True)]
-    with writing(options.to):
+    with report_write_errors(options.to):
         replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
     return ScoreResult(options.run_folder, step, options.to, len(written))
 
 
-def _encode_line(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
+def _encode_prompt_and_completion(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
     """Return a line's ids, int64 (tokens,). Raises UserError with the line's position if it is malformed."""
     try:
         return torch.from_numpy(encode_answer(tokenizer, line.row, template).ids.astype("int64"))
@@ -85,7 +90,7 @@ def _score_answers(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[
     def finish(hidden: Tensor, head: Head) -> Tensor:
         return scorer.score_tokens(hidden)
 
-    executor.infer_each([(tokens, context)], outputs.__setitem__, finish)
+    executor.infer_microbatches([(tokens, context)], outputs.__setitem__, finish)
     if not outputs:
         raise UserError("the last pipeline stage is on another rank; start the command in one process", 2)
     yield from outputs[0].float().cpu()[torch.arange(len(answers)), lengths - 1].tolist()

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._process_pool import forward_signals
-from drawloom.components.commands._recipes import add_overlays
-from drawloom.components.commands._slurm import array_script
-from drawloom.components.commands._sweep_points import Point, points_of
-from drawloom.components.commands.runs import as_text
-from drawloom.components.distributed.device_model import DeviceModel, device_model
+from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._process_pool import pool_with_signal_forwarding
+from drawloom.components.commands._recipes import add_overlay_option
+from drawloom.components.commands._slurm import format_array_script
+from drawloom.components.commands._sweep_points import Point, make_sweep_points
+from drawloom.components.commands.runs import format_run_table
+from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
-from drawloom.components.report.run_table import RunRow, read_rows, run_state, sort_rows
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
@@ -51,7 +51,7 @@ class SweepRun:
         lock = self.folder / LOCK
         if not lock.is_file():
             return "new"
-        state = run_state(self.folder, read_log(self.folder))
+        state = determine_run_state(self.folder, read_log(self.folder))
         if state != "finished":
             return state
         return "changed" if resolve(self.recipe.graph).changes(lock.read_text("utf-8")) else "finished"
@@ -86,24 +86,24 @@ class SweepResult(Result):
     def render(self, format: str) -> str:
         """Return the table of the runs; with --dry-run, their names and states."""
         if any(point.exit_code is not None for point in self.points) or self.runs:
-            return as_text(self.runs)
+            return format_run_table(self.runs)
         return "\n".join(f"{point.run}  {point.state}" for point in self.points)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    add_overlays(parser)
+    add_overlay_option(parser)
     help = "TOML file with a table [axes] of lists, ranges and intervals, or with [[points]]"
     parser.add_argument("--axes", type=Path, metavar="FILE", help=help)
-    parser.add_argument("--random", type=integer(), metavar="N", help="N random points instead of the grid")
+    parser.add_argument("--random", type=integer_parser(), metavar="N", help="N random points instead of the grid")
     parser.add_argument("--random-seed", type=int, default=0, metavar="S", help="seed of the random points (default 0)")
-    parser.add_argument("--jobs", type=integer(), default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument("--jobs", type=integer_parser(), default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
     devices = "as in `drawloom plan`: plan all runs for this device first, and refuse those that do not fit"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
     help = "write a SLURM array script of the unfinished runs instead of running them"
-    parser.add_argument("--submit", type=output_file, metavar="FILE", help=help)
+    parser.add_argument("--submit", type=parse_output_path, metavar="FILE", help=help)
     help = "with --submit: an option of sbatch, such as --sbatch=--gres=gpu:1; may be repeated"
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=help)
     parser.add_argument("--dry-run", action="store_true", help="check and list the runs without starting them")
@@ -117,17 +117,17 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     """Check and plan all runs, and then run or submit them."""
     if options.sbatch and options.submit is None:
         raise UserError("--sbatch sets an option in the script that --submit writes; add --submit FILE", 2)
-    runs = _load_runs(options, project)
+    runs = _load_and_check_runs(options, project)
     folder = runs[0].folder.parent
     if options.device:
-        _check_runs_fit(runs, device_model(options.device))
+        _check_runs_fit_device(runs, find_device_model(options.device))
     print_text(f"{len(runs)} runs in {folder}")
     points = [SweepPoint(run.point.name, run.words, run.state, None) for run in runs]
     unfinished = [number for number, point in enumerate(points) if point.state != "finished"]
     if options.dry_run or options.submit is not None:
         if options.submit is not None:
             _write_array_script(
-                options, folder, [_make_command(options, project, runs[number]) for number in unfinished]
+                options, folder, [_make_train_command(options, project, runs[number]) for number in unfinished]
             )
         return SweepResult(folder, points, [], 0)
     for number in sorted({*range(len(points))} - {*unfinished}):
@@ -138,8 +138,8 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
         before = "" if point.state == "new" else f" ({point.state} before)"
         print_text(f"run {unfinished[index] + 1} of {len(runs)}: {point.run}{before}")
 
-    with forward_signals(options.jobs) as pool:
-        commands = [_make_command(options, project, runs[number]) for number in unfinished]
+    with pool_with_signal_forwarding(options.jobs) as pool:
+        commands = [_make_train_command(options, project, runs[number]) for number in unfinished]
         for index, code in pool.run(commands, report_start):
             point = points[unfinished[index]]
             points[unfinished[index]] = SweepPoint(point.run, point.words, point.state, code)
@@ -149,15 +149,15 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
         print_text("the sweep is stopped; the same command resumes it", "stderr")
     elif failed := [point.run for point in points if point.exit_code]:
         print_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
-    return SweepResult(folder, points, sort_rows(read_rows(folder), "best"), pool.received)
+    return SweepResult(folder, points, sort_run_rows(read_run_rows(folder), "best"), pool.received)
 
 
-def _check_runs_fit(runs: Sequence[SweepRun], device: DeviceModel) -> None:
+def _check_runs_fit_device(runs: Sequence[SweepRun], device: DeviceModel) -> None:
     """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
     plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
-        lines = [f"  {name}: {byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
-        limit = f"{device.name} has {byte_size(device.memory)}" if device.memory else device.name
+        lines = [f"  {name}: {format_byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
+        limit = f"{device.name} has {format_byte_size(device.memory)}" if device.memory else device.name
         raise UserError("\n".join([f"{len(large)} of {len(runs)} runs do not fit: {limit}", *lines]))
     slowest = max(plans, key=lambda item: (item[1].steps or 0) * item[1].time.seconds)
     seconds = sum((planned.steps or 0) * planned.time.seconds for _, planned in plans)
@@ -170,17 +170,17 @@ def _write_array_script(options: argparse.Namespace, folder: Path, commands: Seq
     if not commands:
         raise UserError("all runs of the sweep are finished; there is nothing to submit")
     limit = options.jobs if options.jobs > 1 else None
-    script = array_script(folder.name, commands, folder, at_a_time=limit, options=options.sbatch)
+    script = format_array_script(folder.name, commands, folder, max_parallel_tasks=limit, options=options.sbatch)
     folder.mkdir(parents=True, exist_ok=True)  # SLURM does not create it for its output
-    with writing(options.submit):
+    with report_write_errors(options.submit):
         replace_file(options.submit, script.encode())
     print_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
 
 
-def _load_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
+def _load_and_check_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
     """Return the runs, with checked recipes. Raises RecipeError with all runs' problems, each problem once."""
-    points = points_of(options.words, options.axes, options.random, options.random_seed)
-    folder = options.to or _default_folder(options, project, points[0])
+    points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
+    folder = options.to or _default_sweep_folder(options, project, points[0])
     problems: dict[str, Problem] = {}
     runs = []
     for point in points:
@@ -193,11 +193,11 @@ def _load_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
         runs.append(SweepRun(point, folder / point.name, words, recipe))
     if errors := [problem for problem in problems.values() if not problem.warning]:
         raise RecipeError(errors)
-    options.console.warn(problems.values())
+    options.console.print_warnings(problems.values())
     return runs
 
 
-def _default_folder(options: argparse.Namespace, project: Project, point: Point) -> Path:
+def _default_sweep_folder(options: argparse.Namespace, project: Project, point: Point) -> Path:
     """Return runs/<name>-sweep, with the name in the recipe. Raises UserError if it has none."""
     recipe = Recipe.load(options.recipe, *point.words, overlays=options.overlay, project=project)
     node = recipe.graph.nodes.get("run")
@@ -207,7 +207,7 @@ def _default_folder(options: argparse.Namespace, project: Project, point: Point)
     return Path("runs") / f"{node.settings['name']}-sweep"
 
 
-def _make_command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
+def _make_train_command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
     """Return the command to start a run of the sweep."""
     package = project.registry.package.partition(".")[0]
     overlays = [word for path in options.overlay for word in ("--overlay", path)]

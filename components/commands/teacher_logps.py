@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._recipes import only
+from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -32,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with the teacher")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--to", type=output_file, metavar="FOLDER", required=True, help="the folder to write")
-    parser.add_argument("--top-k", type=integer(), default=64, metavar="K", help="tokens by position (default 64)")
-    parser.add_argument("--rows", type=integer(), default=8, help="rows that are computed together (default 8)")
+    parser.add_argument("--to", type=parse_output_path, metavar="FOLDER", required=True, help="the folder to write")
+    parser.add_argument(
+        "--top-k", type=integer_parser(), default=64, metavar="K", help="tokens by position (default 64)"
+    )
+    parser.add_argument("--rows", type=integer_parser(), default=8, help="rows computed together (default 8)")
     parser.epilog = "Set single values with node.key=value."
 
 
@@ -58,18 +60,18 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
         raise UserError(f"--to: {options.to} exists; give the name of a new folder", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     graph = recipe.graph.require_valid()
-    names = [only(graph, port, options.recipe) for port in (ProgramExecutor, PackedRows)]
+    names = [find_only_node(graph, port, options.recipe) for port in (ProgramExecutor, PackedRows)]
     with recipe.open(names) as run:
         rows, executor = run.get(PackedRows), run.get(ProgramExecutor)
         counts: dict[str, int] = {split: rows.count(split) for split in SPLITS}
-        with writing(options.to):
+        with report_write_errors(options.to):
             options.to.mkdir(parents=True)
             for split in SPLITS:
                 with (
                     (options.to / f"{split}.ids").open("wb") as ids,
                     (options.to / f"{split}.logps").open("wb") as logps,
                 ):
-                    for row_ids, row_logps in _predict_tokens(executor, rows, split, options.top_k, options.rows):
+                    for row_ids, row_logps in _predict_top_tokens(executor, rows, split, options.top_k, options.rows):
                         ids.write(row_ids.tobytes())
                         logps.write(row_logps.tobytes())
             manifest = {"rows": rows.identity(), "length": rows.length, "top_k": options.top_k}
@@ -77,18 +79,18 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
     return TeacherResult(options.to, counts, options.top_k)
 
 
-def _predict_tokens(
-    executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, count: int
+def _predict_top_tokens(
+    executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, rows_at_a_time: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `count` rows at a time."""
+    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows."""
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
-        return torch.stack([_top_tokens(row, head, top_k) for row in hidden])
+        return torch.stack([_top_tokens_with_logps(row, head, top_k) for row in hidden])
 
-    for first in range(0, rows.count(split), count):
-        batch = rows.batch(split, range(first, min(first + count, rows.count(split))))
+    for first in range(0, rows.count(split), rows_at_a_time):
+        batch = rows.batch(split, range(first, min(first + rows_at_a_time, rows.count(split))))
         outputs: dict[int, Tensor] = {}
-        executor.infer_each(
+        executor.infer_microbatches(
             [(batch.tokens, TokenContext(batch.positions, batch.document_ids))], outputs.__setitem__, finish
         )
         if not outputs:
@@ -97,7 +99,7 @@ def _predict_tokens(
         yield ids.numpy().astype(np.int32), logps.clamp_min(FLOOR).numpy().astype(np.float16)
 
 
-def _top_tokens(hidden: Tensor, head: Head, top_k: int) -> Tensor:
+def _top_tokens_with_logps(hidden: Tensor, head: Head, top_k: int) -> Tensor:
     """Return the k likeliest ids, their logps, and the logp for all other tokens: float64 (length, 2 k + 1)."""
     parts, step = [], max(1, MAX_CHUNK_LOGITS // head.logits(hidden[:1]).shape[-1])
     for chunk in torch.split(hidden, step):

@@ -5,12 +5,12 @@ import os
 import sys
 from pathlib import Path
 
-from drawloom.components.commands._options import integer
+from drawloom.components.commands._options import integer_parser
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, read_eos_token, read_tokenizer
-from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.parts import parts_of
-from drawloom.components.data.store.build import build
+from drawloom.components.data.sources.files import find_files
+from drawloom.components.data.sources.parts import split_files_into_parts
+from drawloom.components.data.store.build import build_store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (default: one token per byte)")
     parser.add_argument("--end-token", metavar="TOKEN", help="end-of-document token (default: the tokenizer's)")
     parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
-    parser.add_argument("--workers", type=integer(), metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--workers", type=integer_parser(), metavar="N", help="processes (default: one per core)")
 
 
 @output_class
@@ -43,21 +43,21 @@ class TokenizeResult(Result):
 
 def main(options: argparse.Namespace, _project: Project) -> TokenizeResult:
     """Make or complete the store."""
-    tokenizer = _load_tokenizer(options)
-    files = find(options.paths)
+    tokenizer = _load_tokenizer_or_bytes(options)
+    files = find_files(options.paths)
     workers = options.workers or len(os.sched_getaffinity(0))
-    store = build(
+    store = build_store(
         options.to,
-        parts_of(files, options.field),
+        split_files_into_parts(files, options.field),
         tokenizer,
         workers=workers,
         say=lambda text: print_text(text, "stderr"),
-        every=1 if sys.stderr.isatty() else 10,
+        report_interval=1 if sys.stderr.isatty() else 10,
     )
     return TokenizeResult(options.to, len(store.lengths), store.token_count)
 
 
-def _load_tokenizer(options: argparse.Namespace) -> Tokenizer:
+def _load_tokenizer_or_bytes(options: argparse.Namespace) -> Tokenizer:
     """Return the tokenizer for the options, or bytes. Raises UserError if its end token is unknown."""
     if options.tokenizer is None:
         if options.end_token is not None:

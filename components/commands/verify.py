@@ -5,9 +5,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify
-from drawloom.components.commands._trained import no_checkpoint
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify_checkpoint
+from drawloom.components.commands._trained import missing_checkpoint_error
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
@@ -30,7 +30,7 @@ class CheckpointVerdict:
     def __str__(self) -> str:
         if self.fault:
             return f"{self.path}: corrupt: {self.fault}"
-        return f"{self.path}: valid, {self.files} files, {byte_size(self.bytes)}"
+        return f"{self.path}: valid, {self.files} files, {format_byte_size(self.bytes)}"
 
 
 @output_class
@@ -53,14 +53,14 @@ def main(options: argparse.Namespace, _project: Project) -> VerifyResult:
     """Verify every checkpoint. The run may continue meanwhile."""
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if not checkpoints:
-        raise no_checkpoint(options.run_folder)
+        raise missing_checkpoint_error(options.run_folder)
     return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _verify_checkpoint(checkpoint))])
 
 
 def _verify_checkpoint(checkpoint: Path) -> CheckpointVerdict | None:
     """Compare a checkpoint's files with its manifest; return None if the run has meanwhile removed it."""
     try:
-        manifest = verify(checkpoint)
+        manifest = verify_checkpoint(checkpoint)
     except CorruptCheckpointError as error:
         return CheckpointVerdict(checkpoint, str(error), 0, 0) if os.path.lexists(checkpoint) else None
-    return CheckpointVerdict(checkpoint, "", len(manifest.files), manifest.bytes)
+    return CheckpointVerdict(checkpoint, "", len(manifest.files), manifest.total_file_bytes)

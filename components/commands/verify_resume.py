@@ -19,8 +19,8 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.commands._options import integer
-from drawloom.components.commands._recipes import add_overlays
+from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness, Tracker
 from drawloom.components.storage.step_log import read_steps
@@ -40,11 +40,11 @@ MAX_TRIES = 3  # a short run may end before it can be killed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    add_overlays(parser)
+    add_overlay_option(parser)
     parser.add_argument(
-        "--steps", type=integer(4), default=20, metavar="N", help="steps to train, at least 4 (default: 20)"
+        "--steps", type=integer_parser(4), default=20, metavar="N", help="steps to train, at least 4 (default: 20)"
     )
-    parser.add_argument("--ranks", type=integer(), default=1, metavar="R", help="processes (default: 1)")
+    parser.add_argument("--ranks", type=integer_parser(), default=1, metavar="R", help="processes (default: 1)")
 
 
 @output_class
@@ -78,28 +78,28 @@ def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph
-    with _record_signals() as signals:
+    with _collect_termination_signals() as signals:
         folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
         try:
-            runs = Runs(folder, _make_command(options, graph), options.steps, signals)
-            runs.run_straight()
+            runs = Runs(folder, _make_train_command(options, graph), options.steps, signals)
+            runs.run_without_interruption()
             killed = runs.kill_and_resume()
         except BaseException:
             shutil.rmtree(folder)
             raise
     half = options.steps // 2
     own = graph.implementers(Tracker)  # trackers keep a series per run
-    difference = next(differences(folder / "straight", folder / "resumed", own), None)
+    difference = next(find_run_differences(folder / "straight", folder / "resumed", own), None)
     if difference is not None:
-        reasons = list(_other_causes(difference.step <= half, _device_varies(graph)))
+        reasons = list(_explain_other_causes(difference.step <= half, _is_device_nondeterministic(graph)))
         return VerifyResumeResult(options.steps, killed, str(difference), reasons, folder, "")
-    summary = _summarize(folder / "straight")
+    summary = _count_compared_steps_and_tensors(folder / "straight")
     shutil.rmtree(folder)
     return VerifyResumeResult(options.steps, killed, "", [], None, summary)
 
 
 @contextmanager
-def _record_signals() -> Iterator[list[int]]:
+def _collect_termination_signals() -> Iterator[list[int]]:
     """
     Record terminating signals in order of arrival.
 
@@ -135,44 +135,47 @@ class Runs:
     steps: int
     signals: Sequence[int] = ()
 
-    def run_straight(self) -> None:
+    def run_without_interruption(self) -> None:
         """Run without interruption."""
         self._run_to_end("straight")
 
     def kill_and_resume(self) -> int:
         """Run, kill the run when half the steps are committed, and resume it; return the last step before the kill."""
         for _ in range(MAX_TRIES):
-            step = self._run_half()
+            step = self._run_half_and_kill()
             if step < self.steps:
                 self._run_to_end("resumed")
                 return step
             shutil.rmtree(self.folder / "resumed")
         raise UserError(f"the run ends before it can be killed; take more steps than {self.steps} (--steps)")
 
-    def _run_half(self) -> int:
+    def _run_half_and_kill(self) -> int:
         """Run until half the steps are committed, kill all processes, and return the last logged step."""
         checkpoints = self.folder / "resumed" / "checkpoints"
         half = checkpoints / f"step-{self.steps // 2}"
-        self._run_until("resumed", until=lambda: half.exists() and self._is_hashed(self.steps // 2))
+        self._run_and_kill_when(
+            "resumed", until=lambda: half.exists() and self._is_step_hashed_by_all_ranks(self.steps // 2)
+        )
         if not half.exists():
-            raise self._run_error("resumed")
+            raise self._make_run_failure_error("resumed")
         if (checkpoints / f"step-{self.steps}").exists():
             return self.steps
         return max(
-            (row["step"] for row in _read_rows(self.folder / "resumed" / "metrics.jsonl")), default=self.steps // 2
+            (row["step"] for row in _read_json_lines(self.folder / "resumed" / "metrics.jsonl")),
+            default=self.steps // 2,
         )
 
-    def _is_hashed(self, step: int) -> bool:
+    def _is_step_hashed_by_all_ranks(self, step: int) -> bool:
         """Return whether all ranks have written a step's state hashes, which may follow its checkpoint's commit."""
         files = (self.folder / "straight" / "digests").glob("rank-*.jsonl")
-        return all(step in _read_digests(self.folder / "resumed" / "digests" / path.name) for path in files)
+        return all(step in _read_state_hashes(self.folder / "resumed" / "digests" / path.name) for path in files)
 
     def _run_to_end(self, name: str) -> None:
         """Run the command until it ends. Raises UserError if it fails."""
-        if self._run_until(name):
-            raise self._run_error(name)
+        if self._run_and_kill_when(name):
+            raise self._make_run_failure_error(name)
 
-    def _run_until(self, name: str, until: Callable[[], bool] = lambda: False) -> int:
+    def _run_and_kill_when(self, name: str, until: Callable[[], bool] = lambda: False) -> int:
         """Run the command, kill all its processes as soon as `until()` is true, and return the exit code."""
         command = [*self.command, f"run.folder={self.folder / name}"]
         with (
@@ -182,12 +185,12 @@ class Runs:
             while process.poll() is None and not self.signals and not until():
                 time.sleep(0.001)  # short, since a step may take a few milliseconds
             if self.signals or until():
-                _kill_all(process.pid)
+                _kill_process_group(process.pid)
         if self.signals:
             raise SystemExit(128 + self.signals[0])
         return process.returncode
 
-    def _run_error(self, name: str) -> UserError:
+    def _make_run_failure_error(self, name: str) -> UserError:
         """Return a UserError with the last lines of a failed run's output."""
         lines = (self.folder / f"{name}.txt").read_text("utf-8", "replace").splitlines()
         before_report = takewhile(lambda line: not TORCHRUN_LOG.match(line) or line.startswith("W"), lines)
@@ -197,7 +200,7 @@ class Runs:
         return UserError("the run failed for a reason other than resuming:\n" + "\n".join(own[-20:]))
 
 
-def _kill_all(group: int) -> None:
+def _kill_process_group(group: int) -> None:
     """Kill a process group, if any process is left."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
@@ -214,12 +217,14 @@ class Difference:
         return f"step {self.step} differs: {self.what}"
 
 
-def differences(straight_run: Path, resumed_run: Path, own: Collection[str] = ()) -> Iterator[Difference]:
-    """Yield differences between two runs by step, metrics before tensors. Nodes in `own` are not compared."""
+def find_run_differences(
+    straight_run: Path, resumed_run: Path, skipped_nodes: Collection[str] = ()
+) -> Iterator[Difference]:
+    """Yield differences between two runs by step, metrics before tensors. Nodes in `skipped_nodes` are not compared."""
     tensors = sorted(path.name for path in (straight_run / "digests").glob("rank-*.jsonl"))
     runs = straight_run, resumed_run
-    metrics, others = ({row["step"]: row for row in _read_rows(run / "metrics.jsonl")} for run in runs)
-    digests = [[_read_digests(run / "digests" / name, own) for run in runs] for name in tensors]
+    metrics, others = ({row["step"]: row for row in _read_json_lines(run / "metrics.jsonl")} for run in runs)
+    digests = [[_read_state_hashes(run / "digests" / name, skipped_nodes) for run in runs] for name in tensors]
     for step in sorted({*metrics, *others, *(step for pair in digests for by_step in pair for step in by_step)}):
         yield from _compare_metrics(step, metrics.get(step, {}), others.get(step, {}))
         for name, (straight, resumed) in zip(tensors, digests, strict=True):
@@ -245,23 +250,23 @@ def _compare_tensors(
         yield Difference(step, f"{names[0]}{more} of {rank.replace('-', ' ')}")
 
 
-def _device_varies(graph: Graph) -> bool:
+def _is_device_nondeterministic(graph: Graph) -> bool:
     """Return whether the runs were on a GPU without deterministic algorithms, where summation order varies."""
     kinds = {graph.nodes[name].settings.get("kind") for name in graph.implementers(Device)}
     deterministic = (graph.nodes[name].settings.get("deterministic") for name in graph.implementers(Randomness))
     return ("cuda" in kinds or ("auto" in kinds and torch.cuda.is_available())) and not any(deterministic)
 
 
-def _other_causes(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
+def _explain_other_causes(differs_before_kill: bool, device_is_nondeterministic: bool) -> Iterator[str]:
     """Yield sentences about causes other than resuming, if any is possible."""
-    if before_the_kill:
+    if differs_before_kill:
         yield "neither run was killed before this step, so resuming is not the cause: two runs of this recipe differ"
-    if device_varies:
-        cause = "the cause may be" if before_the_kill else "resuming need not be the cause, it may be"
+    if device_is_nondeterministic:
+        cause = "the cause may be" if differs_before_kill else "resuming need not be the cause, it may be"
         yield f"{cause} the GPU, with randomness.deterministic off; try again with randomness.deterministic=true"
 
 
-def _make_command(options: argparse.Namespace, graph: Graph) -> list[str]:
+def _make_train_command(options: argparse.Namespace, graph: Graph) -> list[str]:
     """Return the command for both runs, without the run folder."""
     phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
     words = [
@@ -275,19 +280,22 @@ def _make_command(options: argparse.Namespace, graph: Graph) -> list[str]:
     return [sys.executable, "-m", *module, "run", options.recipe, *overlays, *imports, *options.words, *words]
 
 
-def _summarize(run: Path) -> str:
+def _count_compared_steps_and_tensors(run: Path) -> str:
     """Return how many steps and tensors were compared."""
-    steps = sum(row["step"] > 0 for row in _read_rows(run / "metrics.jsonl"))
-    names = {name for path in (run / "digests").iterdir() for row in _read_digests(path).values() for name in row}
+    steps = sum(row["step"] > 0 for row in _read_json_lines(run / "metrics.jsonl"))
+    names = {name for path in (run / "digests").iterdir() for row in _read_state_hashes(path).values() for name in row}
     return f"{steps} steps, {len(names)} tensors and other values of the state after each"
 
 
-def _read_digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, str]]:
-    """Return the state hashes in a file by step and name, without nodes in `own`."""
-    rows = {row["step"]: row["digests"].items() for row in _read_rows(path)}
-    return {step: {name: digest for name, digest in row if name.split("/")[0] not in own} for step, row in rows.items()}
+def _read_state_hashes(path: Path, skipped_nodes: Collection[str] = ()) -> dict[int, dict[str, str]]:
+    """Return the state hashes in a file by step and name, without nodes in `skipped_nodes`."""
+    rows = {row["step"]: row["digests"].items() for row in _read_json_lines(path)}
+    return {
+        step: {name: digest for name, digest in row if name.split("/")[0] not in skipped_nodes}
+        for step, row in rows.items()
+    }
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the rows in a file with one JSON object per step."""
     return [line.row for line in read_steps(path)[0]]

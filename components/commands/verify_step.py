@@ -10,15 +10,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of
-from drawloom.components.commands._options import integer
+from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of_checkpoint
+from drawloom.components.commands._options import integer_parser
 from drawloom.components.commands._replay import (
     Replayer,
     find_differing_metrics,
-    first_difference,
-    read_metrics,
-    read_nodes,
-    read_trace,
+    find_first_difference,
+    read_comparable_metrics,
+    read_recipe_nodes,
+    read_recorded_hashes,
 )
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK
@@ -29,7 +29,7 @@ from drawloom.graph.project import Project
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="a run folder, such as runs/first_run")
-    parser.add_argument("--step", type=integer(), required=True, metavar="N", help="the step to verify, from 1")
+    parser.add_argument("--step", type=integer_parser(), required=True, metavar="N", help="the step to verify, from 1")
 
 
 @output_class
@@ -79,24 +79,30 @@ class VerifyStepResult(Result):
 def main(options: argparse.Namespace, project: Project) -> VerifyStepResult:
     """Replay from the newest checkpoint before the step, and compare every replayed step with the record."""
     run, step = options.run_folder, options.step
-    nodes, recorded, hashes = read_nodes(run), read_metrics(run), read_trace(run)
+    nodes, recorded, hashes = read_recipe_nodes(run), read_comparable_metrics(run), read_recorded_hashes(run)
     if step not in recorded:
         last = f"the last one is step {max(recorded)}" if recorded else "there is none"
         raise UserError(f"--step {step}: {run} has no record of this step; {last}", 2)
-    earlier = {step_of(path): path for path in list_checkpoints(run / FOLDER) if step_of(path) < step}
+    earlier = {
+        step_of_checkpoint(path): path for path in list_checkpoints(run / FOLDER) if step_of_checkpoint(path) < step
+    }
     start = max(earlier, default=0)
     with tempfile.TemporaryDirectory(prefix="verify-step-") as folder:
         replayer = Replayer(project, Path(folder))
-        with replayer.repeat(nodes, earlier.get(start), step) as replayed:
-            metrics, trace = read_metrics(replayed), read_trace(replayed)
+        with replayer.replay_into_temporary_folder(nodes, earlier.get(start), step) as replayed:
+            metrics, trace = read_comparable_metrics(replayed), read_recorded_hashes(replayed)
         steps = [index for index in range(start + 1, step + 1) if index in recorded and index in metrics]
         hashes = [entry for entry in hashes if start < entry.step <= step]
-        difference = first_difference(hashes, trace)
+        difference = find_first_difference(hashes, trace)
         different = [index for index in steps if find_differing_metrics(recorded[index], metrics[index])]
         first = min([*different[:1], *([difference.step] if difference else [])], default=None)
         names = find_differing_metrics(recorded[first], metrics[first]) if first in steps and first is not None else []
         is_first = difference is not None and difference.step == first
-        again = None if first is None else first_difference(trace, replayer.replay(nodes, earlier.get(start), step))
+        again = (
+            None
+            if first is None
+            else find_first_difference(trace, replayer.replay_and_read_hashes(nodes, earlier.get(start), step))
+        )
     return VerifyStepResult(
         step=step,
         start=start,

@@ -16,17 +16,17 @@ from drawloom.components.commands._replay import (
     PhaseDigests,
     Replayer,
     TraceDifference,
-    common_checkpoints,
+    apply_single_edits,
     find_differing_metrics,
-    first_difference,
-    read_metrics,
-    read_nodes,
-    read_trace,
-    single_edits,
-    start_differs,
+    find_first_difference,
+    initial_states_differ,
+    list_common_checkpoints,
+    read_comparable_metrics,
+    read_recipe_nodes,
+    read_recorded_hashes,
 )
-from drawloom.components.report.metrics import lines_of
-from drawloom.components.report.run_record import OWN_SETTINGS, differences
+from drawloom.components.report.metrics import read_lines
+from drawloom.components.report.run_record import OWN_SETTINGS, find_differing_settings
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
@@ -80,15 +80,17 @@ class WhyResult(Result):
             lines.append(f"the runs first differ in step {self.step}{f', {where}' if where else ''} ({self.source})")
             more = f", and {len(self.tensors) - MAX_NAMES_SHOWN} more" if len(self.tensors) > MAX_NAMES_SHOWN else ""
             lines += [f"  {', '.join(self.tensors[:MAX_NAMES_SHOWN])}{more}"] if self.tensors else []
-        lines += _format_section(f"recorded metrics of step {self.metrics_step}", self.metrics)
-        lines += _format_section("caused by", self.causes)
+        lines += _format_settings_section(f"recorded metrics of step {self.metrics_step}", self.metrics)
+        lines += _format_settings_section("caused by", self.causes)
         others = [setting for setting in self.settings if setting not in self.causes]
-        lines += _format_section("also different in the recipes" if self.causes else "different in the recipes", others)
-        lines += _format_section("different in the environment", self.environment)
+        lines += _format_settings_section(
+            "also different in the recipes" if self.causes else "different in the recipes", others
+        )
+        lines += _format_settings_section("different in the environment", self.environment)
         return "\n".join([*lines, *self.notes])
 
 
-def _format_section(title: str, settings: Sequence[WhySetting]) -> list[str]:
+def _format_settings_section(title: str, settings: Sequence[WhySetting]) -> list[str]:
     """Return a title with a line per setting; nothing without settings."""
     rows = [f"  {setting.key}: {setting.one or 'absent'} -> {setting.other or 'absent'}" for setting in settings]
     return [title, *rows] if rows else []
@@ -96,49 +98,53 @@ def _format_section(title: str, settings: Sequence[WhySetting]) -> list[str]:
 
 def main(options: argparse.Namespace, project: Project) -> WhyResult:
     """Compare the records of two runs, and repeat their steps if these do not tell phase and tensor."""
-    pair = Pair(options.one, read_nodes(options.one), options.other, read_nodes(options.other))
-    recorded = [read_trace(run) for run in (pair.one, pair.other)]
-    if all(recorded) and (difference := first_difference(recorded[0], recorded[1])):
-        return pair.result(difference, "recorded hashes")
-    if options.recorded or pair.step is None:
-        return pair.result(None, "metrics", notes=[] if pair.step else [pair.equal_steps()])
+    pair = Pair(options.one, read_recipe_nodes(options.one), options.other, read_recipe_nodes(options.other))
+    recorded = [read_recorded_hashes(run) for run in (pair.one, pair.other)]
+    if all(recorded) and (difference := find_first_difference(recorded[0], recorded[1])):
+        return pair.make_result(difference, "recorded hashes")
+    if options.recorded or pair.first_differing_step is None:
+        return pair.make_result(
+            None, "metrics", notes=[] if pair.first_differing_step else [pair.describe_equal_steps()]
+        )
     with tempfile.TemporaryDirectory(prefix="why-") as folder:
-        return _replay_runs(pair, pair.step, Replayer(project, Path(folder)))
+        return _replay_and_compare(pair, pair.first_differing_step, Replayer(project, Path(folder)))
 
 
-def _replay_runs(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
+def _replay_and_compare(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
     """Repeat both runs from the nearest checkpoint with equal states, and then the first run with single edits."""
-    candidates = [*common_checkpoints(pair.one, pair.other, step), (None, None)]
+    candidates = [*list_common_checkpoints(pair.one, pair.other, step), (None, None)]
     for start, other_start in candidates:
-        one = replayer.replay(pair.nodes, start, step)
-        other = replayer.replay(pair.other_nodes, other_start, step)
-        if start is None or not start_differs(one, other):
+        one = replayer.replay_and_read_hashes(pair.nodes, start, step)
+        other = replayer.replay_and_read_hashes(pair.other_nodes, other_start, step)
+        if start is None or not initial_states_differ(one, other):
             break
-    difference = first_difference(one, other)
+    difference = find_first_difference(one, other)
     if difference is None:
         note = f"repeated on this machine, both runs are equal up to step {step}: the environment made the difference"
-        return pair.result(None, "metrics", notes=[note])
-    again = first_difference(one, replayer.replay(pair.nodes, start, difference.step))
+        return pair.make_result(None, "metrics", notes=[note])
+    again = find_first_difference(one, replayer.replay_and_read_hashes(pair.nodes, start, difference.step))
     if again is not None:
         where = f"a second replay differs in step {again.step}, {again.names[0]}"
         note = f"the first run is not deterministic on this machine: {where}"
-        return pair.result(difference, "replay", notes=[note])
-    causes = list(_find_causes(pair, one, difference, start, replayer))
+        return pair.make_result(difference, "replay", notes=[note])
+    causes = list(_find_causes_by_edits(pair, one, difference, start, replayer))
     several = "no edit alone makes this difference: several together do"
-    return pair.result(difference, "replay", causes, notes=[] if causes or not pair.settings else [several])
+    return pair.make_result(
+        difference, "replay", causes, notes=[] if causes or not pair.differing_settings else [several]
+    )
 
 
-def _find_causes(
+def _find_causes_by_edits(
     pair: "Pair", one: Sequence[PhaseDigests], difference: TraceDifference, start: Path | None, replayer: Replayer
 ) -> Iterator[str]:
     """Yield the keys, or nodes, whose value from the second run makes the first run differ at the same phase."""
-    keys = sorted((setting.key for setting in pair.settings), key=lambda key: key.startswith(OBSERVERS))
-    for key, edited in islice(single_edits(pair.nodes, keys, pair.other_nodes), MAX_EDITS):
+    keys = sorted((setting.key for setting in pair.differing_settings), key=lambda key: key.startswith(OBSERVERS))
+    for key, edited in islice(apply_single_edits(pair.nodes, keys, pair.other_nodes), MAX_EDITS):
         try:
-            trace = replayer.replay(edited, start, difference.step)
+            trace = replayer.replay_and_read_hashes(edited, start, difference.step)
         except (RecipeError, UserError):  # this edit needs others
             continue
-        replayed = first_difference(one, trace)
+        replayed = find_first_difference(one, trace)
         if replayed is not None and (replayed.step, replayed.phase) == (difference.step, difference.phase):
             yield key
 
@@ -153,53 +159,65 @@ class Pair:
     other_nodes: Nodes
 
     @cached_property
-    def settings(self) -> list[WhySetting]:
+    def differing_settings(self) -> list[WhySetting]:
         """Settings with different values in both recipes, without the runs' names and folders."""
-        texts = [b"".join(lines_of(run / LOCK)).decode("utf-8", "replace") for run in (self.one, self.other)]
-        return [WhySetting(key, values[0], values[1]) for key, values in differences(texts) if key not in OWN_SETTINGS]
+        texts = [b"".join(read_lines(run / LOCK)).decode("utf-8", "replace") for run in (self.one, self.other)]
+        return [
+            WhySetting(key, values[0], values[1])
+            for key, values in find_differing_settings(texts)
+            if key not in OWN_SETTINGS
+        ]
 
     @cached_property
-    def rows(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    def metrics_by_step(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         """Recorded metrics of both runs by step."""
-        return read_metrics(self.one), read_metrics(self.other)
+        return read_comparable_metrics(self.one), read_comparable_metrics(self.other)
 
     @cached_property
-    def step(self) -> int | None:
+    def first_differing_step(self) -> int | None:
         """The first common step with a different metric."""
-        one, other = self.rows
+        one, other = self.metrics_by_step
         return next(
             (step for step in sorted(one.keys() & other.keys()) if find_differing_metrics(one[step], other[step])), None
         )
 
-    def equal_steps(self) -> str:
+    def describe_equal_steps(self) -> str:
         """Return a sentence about the steps without a difference."""
-        common = self.rows[0].keys() & self.rows[1].keys()
+        common = self.metrics_by_step[0].keys() & self.metrics_by_step[1].keys()
         if not common:
             return "the runs have no common step"
         return f"all recorded metrics are equal in the {len(common)} common steps, up to step {max(common)}"
 
-    def result(
+    def make_result(
         self, difference: TraceDifference | None, source: str, causes: Sequence[str] = (), notes: Sequence[str] = ()
     ) -> WhyResult:
         """Return the result for a difference, or for the metrics alone."""
-        one, other = self.rows
-        names = find_differing_metrics(one[self.step], other[self.step]) if self.step is not None else []
+        one, other = self.metrics_by_step
+        names = (
+            find_differing_metrics(one[self.first_differing_step], other[self.first_differing_step])
+            if self.first_differing_step is not None
+            else []
+        )
         # a swapped component is a cause as a whole node
-        shown = [s for s in self.settings if s.key in causes or s.key.rpartition(".")[0] in causes]
-        environments = _read_environment(self.one), _read_environment(self.other)
+        shown = [s for s in self.differing_settings if s.key in causes or s.key.rpartition(".")[0] in causes]
+        environments = _read_versions_and_choices(self.one), _read_versions_and_choices(self.other)
         return WhyResult(
-            step=difference.step if difference else self.step,
+            step=difference.step if difference else self.first_differing_step,
             phase=difference.phase if difference else "",
             tensors=list(difference.names) if difference else [],
-            metrics_step=self.step,
+            metrics_step=self.first_differing_step,
             metrics=[
-                WhySetting(name, str(one[self.step].get(name, "")), str(other[self.step].get(name, "")))
+                WhySetting(
+                    name,
+                    str(one[self.first_differing_step].get(name, "")),
+                    str(other[self.first_differing_step].get(name, "")),
+                )
                 for name in names
-                if self.step is not None
+                if self.first_differing_step is not None
             ],
             source=source,
             causes=shown,
-            settings=self.settings,
+            settings=self.differing_settings,
             environment=[
                 WhySetting(key, environments[0].get(key, ""), environments[1].get(key, ""))
                 for key in {**environments[0], **environments[1]}
@@ -209,10 +227,10 @@ class Pair:
         )
 
 
-def _read_environment(run: Path) -> dict[str, str]:
+def _read_versions_and_choices(run: Path) -> dict[str, str]:
     """Return a run's recorded library versions and automatic choices; empty without a record."""
     try:
-        entries = json.loads(b"".join(lines_of(run / "log" / ENVIRONMENT)) or b"{}")
+        entries = json.loads(b"".join(read_lines(run / "log" / ENVIRONMENT)) or b"{}")
     except ValueError:
         return {}
     return {str(key): str(value) for key, value in entries.items()} if isinstance(entries, dict) else {}

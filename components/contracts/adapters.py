@@ -7,7 +7,7 @@ from drawloom.components.ports.adapters import Adapter
 from drawloom.graph.testing import expect
 
 
-def a_module_without_targets_is_left_as_it_is(adapter: Adapter) -> None:
+def a_module_without_targets_is_unchanged(adapter: Adapter) -> None:
     """An adapter matches, adds, renames and trains nothing in a frozen module without its targets."""
     expect(len(adapter.targets) > 0, "the adapter has no targets")
     with torch.device("meta"):

@@ -9,7 +9,7 @@ from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, Token
 from drawloom.graph.testing import expect
 
 
-def documents_are_texts(corpus: Corpus) -> None:
+def documents_are_strings(corpus: Corpus) -> None:
     """The training split has documents, and all are strings; some may be empty."""
     documents = list(corpus.documents("train"))
     expect(documents, "the training split has no document")
@@ -18,7 +18,7 @@ def documents_are_texts(corpus: Corpus) -> None:
     )
 
 
-def the_order_is_stable(one: Corpus, other: Corpus) -> None:
+def reading_twice_yields_documents_in_the_same_order(one: Corpus, other: Corpus) -> None:
     """Reading a split again yields the same documents in the same order."""
     for split in ("train", "validation"):
         first = list(one.documents(split))
@@ -47,7 +47,7 @@ def decoding_returns_the_text(tokenizer: Tokenizer) -> None:
         expect(decoded == text, f"{text!r} comes back as {decoded!r}")
 
 
-def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
+def ids_are_below_vocab_size_and_no_text_has_eos(tokenizer: Tokenizer) -> None:
     """Ids are int32 and, like eos_id, from 0 to vocab_size - 1; no text contains eos_id."""
     expect(0 <= tokenizer.eos_id < tokenizer.vocab_size, f"eos_id = {tokenizer.eos_id} is outside of the vocabulary")
     for text in TEXTS:
@@ -57,7 +57,7 @@ def ids_are_of_the_vocabulary(tokenizer: Tokenizer) -> None:
         expect(tokenizer.eos_id not in ids, f"{text!r} has eos_id among its ids")
 
 
-def ids_stand_for_all_bytes(tokenizer: Tokenizer) -> None:
+def ids_have_as_many_bytes_as_the_text(tokenizer: Tokenizer) -> None:
     """A text's ids have as many bytes as the text, and eos_id has none."""
     table = tokenizer.token_bytes()
     expect(table.dtype == np.int64 and table.shape == (tokenizer.vocab_size,), f"{table.dtype} {table.shape} of bytes")
@@ -73,7 +73,7 @@ def two_tokenizers_return_the_same_ids(one: Tokenizer, other: Tokenizer) -> None
         expect(np.array_equal(one.encode(text), other.encode(text)), f"{text!r} has two encodings")
 
 
-def a_batch_is_encoded_as_its_texts(tokenizer: Tokenizer) -> None:
+def texts_are_encoded_alike_together_or_alone(tokenizer: Tokenizer) -> None:
     """Encoding texts together or alone returns the same ids."""
     encodings = tokenizer.encode_batch(TEXTS)
     expect(len(encodings) == len(TEXTS), f"{len(TEXTS)} texts have {len(encodings)} encodings")
@@ -92,7 +92,7 @@ def saving_writes_files(tokenizer: Tokenizer) -> None:
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
-def ids_are_below_the_vocabulary(corpus: TokenCorpus) -> None:
+def corpus_ids_are_below_vocab_size(corpus: TokenCorpus) -> None:
     """The training split has tokens; all ids and eos_id are from 0 to vocab_size - 1."""
     expect(0 <= corpus.eos_id < corpus.vocab_size, f"eos_id = {corpus.eos_id} is outside of the vocabulary")
     documents = corpus.documents("train")
@@ -105,7 +105,7 @@ def ids_are_below_the_vocabulary(corpus: TokenCorpus) -> None:
         expect(ids.min(initial=0) >= 0 and ids.max(initial=0) < corpus.vocab_size, f"document {number} has other ids")
 
 
-def parts_equal_slices_of_the_document(corpus: TokenCorpus) -> None:
+def part_of_a_document_equals_its_slice(corpus: TokenCorpus) -> None:
     """Reading a part of a document returns the ids and weights of the whole; weights are finite and nonnegative."""
     for split in SPLITS:
         documents = corpus.documents(split)
@@ -121,7 +121,7 @@ def parts_equal_slices_of_the_document(corpus: TokenCorpus) -> None:
                 expect(partial is not None and np.array_equal(weights[first:last], partial), "weights of a part differ")
 
 
-def two_have_the_same_documents(one: TokenCorpus, other: TokenCorpus) -> None:
+def equal_settings_yield_equal_documents_and_fingerprints(one: TokenCorpus, other: TokenCorpus) -> None:
     """Two corpora with the same settings have the same documents and equal fingerprints."""
     for split in SPLITS:
         first, second = one.documents(split), other.documents(split)
@@ -132,14 +132,14 @@ def two_have_the_same_documents(one: TokenCorpus, other: TokenCorpus) -> None:
             expect(is_same, f"document {number} of {split} differs the second time")
 
 
-def each_document_has_a_source(corpus: TokenCorpus) -> None:
+def every_document_has_a_source_and_sources_differ(corpus: TokenCorpus) -> None:
     """Every document has a source, and sources differ."""
     documents = corpus.documents("train")
     sources = [documents.source(number) for number in range(min(20, len(documents.lengths)))]
     expect(all(sources) and len(set(sources)) == len(sources), f"sources are missing or equal: {sources}")
 
 
-def control_tokens_are_the_templates_alone(tokenizer: ChatTokenizer) -> None:
+def only_templates_encode_control_tokens(tokenizer: ChatTokenizer) -> None:
     """A template encodes a control token as one id, and no text can produce that id."""
     for token in tokenizer.control_tokens:
         (number,) = tokenizer.encode_control(token).tolist()

@@ -32,7 +32,7 @@ TENSORS = ("tokens", "targets", "positions", "document_ids", "weights")
 """Names of the tensors in every batch of tokens."""
 
 
-def rows_have_one_length(rows: PackedDataset) -> None:
+def batches_have_the_declared_class_and_sizes(rows: PackedDataset) -> None:
     """
     A batch has the declared class, a row for each index, and leaves with matching sizes.
 
@@ -42,14 +42,14 @@ def rows_have_one_length(rows: PackedDataset) -> None:
     batch = rows.batch("train", [0, rows.count("train") - 1])
     declared = rows.batch_type or Batch
     expect(isinstance(batch, declared), f"a batch is a {type(batch).__name__}, and batch_type is {declared.__name__}")
-    _expect_leaves_fit(batch)
+    _expect_leaves_with_equal_rows_and_tokens(batch)
     expect(batch.row_count == 2, f"a batch of two rows has {batch.row_count}")
     for name in TENSORS if isinstance(batch, TokenBatch) else ():
         tensor, dtype = getattr(batch, name), torch.float32 if name == "weights" else torch.int64
         expect(tensor.dtype == dtype and tensor.shape == (2, rows.length), f"{name} is {tensor.dtype} {tensor.shape}")
 
 
-def rows_do_not_depend_on_the_order(one: PackedDataset, other: PackedDataset) -> None:
+def a_row_does_not_depend_on_other_rows(one: PackedDataset, other: PackedDataset) -> None:
     """A row does not depend on earlier batches or on the other rows in its batch."""
     last = one.count("train") - 1
     expect(
@@ -91,7 +91,7 @@ def targets_are_the_next_tokens(rows: PackedDataset) -> None:
     expect((batch.targets[:, :-1][learned] == batch.tokens[:, 1:][learned]).all(), "a target is not the next token")
 
 
-def tokens_without_a_target_weigh_nothing(rows: PackedDataset) -> None:
+def tokens_without_a_target_have_weight_0(rows: PackedDataset) -> None:
     """Weights are finite and nonnegative, 0 for tokens without a target, and not all 0."""
     batch = rows.batch("train", list(range(min(8, rows.count("train")))))
     expect(
@@ -103,7 +103,7 @@ def tokens_without_a_target_weigh_nothing(rows: PackedDataset) -> None:
     expect(bool(batch.weights.any()), "no token of the first rows has a weight")
 
 
-def _expect_leaves_fit(batch: Batch) -> None:
+def _expect_leaves_with_equal_rows_and_tokens(batch: Batch) -> None:
     """Raise BrokenContractError if a batch's leaves differ in rows or tokens."""
     try:
         batch.check()
@@ -127,7 +127,7 @@ def sources_partition_the_rows(rows: MeasuredRows) -> None:
 SOURCES = [RowSource("one", 0, 7, 56, 1.0), RowSource("other", 7, 5, 40, 2.0)]
 
 
-def each_row_comes_once(order: RowOrder) -> None:
+def an_epoch_has_every_row_once(order: RowOrder) -> None:
     """An epoch of a source contains every row once."""
     for source in SOURCES:
         for epoch in (0, 1, 5):
@@ -151,10 +151,13 @@ def reading_again_yields_the_same_examples(one: Examples, other: Examples) -> No
         first, again, others = (list(data.examples(split)) for data in (one, one, other))
         expect(first or split != "train", "the training split has no example")
         expect(all(isinstance(example, Mapping) for example in first), f"an example of {split} is not a dict")
-        expect(_contents(first) == _contents(again) == _contents(others), f"a second time {split} has other examples")
+        expect(
+            _serialize_examples(first) == _serialize_examples(again) == _serialize_examples(others),
+            f"a second time {split} has other examples",
+        )
 
 
-def _contents(examples: Sequence[Example]) -> str:
+def _serialize_examples(examples: Sequence[Example]) -> str:
     # without sources, because two instances may read copies of a file at different paths
     return str([{key: value for key, value in example.items() if key != "source"} for example in examples])
 
@@ -162,7 +165,7 @@ def _contents(examples: Sequence[Example]) -> str:
 EXAMPLES: list[Example] = [{"input_ids": [3, 4, 5]}, {"input_ids": [6, 7, 8, 9, 10], "weights": [1.0] * 5}]
 
 
-def a_row_is_an_example(collator: Collator) -> None:
+def an_example_becomes_one_row_of_the_length(collator: Collator) -> None:
     """An example becomes one row with the requested length, with its tokens together, independent of other examples."""
     if not issubclass(collator.batch_type, TokenBatch):
         name = collator.batch_type.__name__
@@ -191,11 +194,11 @@ def microbatches_depend_only_on_the_step(one: TrainingData, other: TrainingData)
     for step in range(STEPS):
         first, second = one.next_step(), other.next_step()
         expect(first and len(first) == len(second), f"step {step + 1} has {len(first)} and {len(second)} microbatches")
-        is_same = all(_are_equal(a, b) for a, b in zip(first, second, strict=True))
+        is_same = all(_have_equal_tensors(a, b) for a, b in zip(first, second, strict=True))
         expect(is_same, f"step {step + 1} differs between two loaders with the same settings")
 
 
-def a_move_continues_at_the_position(data: MovableData) -> None:
+def after_a_move_rows_continue_at_the_position(data: MovableData) -> None:
     """After a move to a position, the next step has the rows from this position on, as before."""
     start = data.position
     data.next_step()
@@ -203,21 +206,21 @@ def a_move_continues_at_the_position(data: MovableData) -> None:
     expect(after > start, f"a step leaves the position at {after}")
     second = data.next_step()
     for position in (data.position, after):
-        data.continue_at(position)
+        data.skip_to_position(position)
         expect(data.position == position, f"moved to {position} it is at {data.position}")
     again = data.next_step()
-    is_same = all(_are_equal(a, b) for a, b in zip(second, again, strict=True))
+    is_same = all(_have_equal_tensors(a, b) for a, b in zip(second, again, strict=True))
     expect(is_same, "the rows at a position are others the second time")
 
 
-def steps_differ(data: TrainingData) -> None:
+def consecutive_steps_have_different_data(data: TrainingData) -> None:
     """Two consecutive steps have different data."""
     first, second = data.next_step(), data.next_step()
-    same = len(first) == len(second) and all(_are_equal(a, b) for a, b in zip(first, second, strict=True))
+    same = len(first) == len(second) and all(_have_equal_tensors(a, b) for a, b in zip(first, second, strict=True))
     expect(not same, "the second step has the data of the first")
 
 
-def tokens_of_sources_grow(progress: SourceProgress) -> None:
+def tokens_by_source_never_decrease(progress: SourceProgress) -> None:
     """From step to step, no source's tokens decrease, and the total increases."""
     counts = [progress.tokens_by_source(step) for step in range(1, STEPS + 1)]
     for earlier, later in pairwise(counts):
@@ -225,23 +228,23 @@ def tokens_of_sources_grow(progress: SourceProgress) -> None:
         expect(sum(earlier.values()) < sum(later.values()), f"a step has no tokens: {earlier} and {later}")
 
 
-def microbatches_have_the_counted_rows(data: ValidationData) -> None:
+def microbatches_have_at_most_the_counted_rows(data: ValidationData) -> None:
     """The microbatches have at most the counted rows, and these are at most all the split's rows."""
     used, count = data.row_counts()
     rows = sum(batch.row_count for batch in data.batches())
     expect(0 < rows <= used <= count, f"{rows} rows in microbatches, {used} of {count} by its own count")
 
 
-def passes_are_equal(one: ValidationData, other: ValidationData) -> None:
+def two_passes_yield_equal_microbatches(one: ValidationData, other: ValidationData) -> None:
     """A second pass has the same microbatches in the same order."""
     first = [*one.batches()]
     expect(first, "there are no microbatches")
     for again in ([*one.batches()], [*other.batches()]):
-        same = len(again) == len(first) and all(map(_are_equal, first, again))
+        same = len(again) == len(first) and all(map(_have_equal_tensors, first, again))
         expect(same, "a second pass has other microbatches")
 
 
-def _are_equal(one: Batch, other: Batch) -> bool:
+def _have_equal_tensors(one: Batch, other: Batch) -> bool:
     """Return whether two batches have equal tensors."""
     first, second = one.tensors(), other.tensors()
     return len(first) == len(second) and all(map(torch.equal, first, second))

@@ -4,7 +4,7 @@ from drawloom.components.ports.memory import MEMORY_KINDS, MemoryUser
 from drawloom.graph.testing import expect
 
 
-def memory_has_known_kinds(user: MemoryUser) -> None:
+def memory_bytes_are_nonnegative_and_of_known_kinds(user: MemoryUser) -> None:
     """Kinds are among MEMORY_KINDS, bytes are nonnegative integers, and a second call returns the same."""
     sizes = user.memory_bytes()
     for kind, size in sizes.items():

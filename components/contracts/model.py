@@ -20,35 +20,35 @@ from drawloom.kernels.attention_options import AttentionOptions
 TOLERANCE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
 
 
-def rms_norm(kernels: Kernels) -> None:
+def rms_norm_follows_its_formula(kernels: Kernels) -> None:
     """The result is x / sqrt(mean(x²) + eps) * weight, over the last dimension."""
-    x, weight = _random(3, 5, 16), _random(16)
+    x, weight = _random_tensor(3, 5, 16), _random_tensor(16)
     wanted = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     _expect_close(kernels.rms_norm(x, weight, 1e-6), wanted)
 
 
-def swiglu(kernels: Kernels) -> None:
+def swiglu_follows_its_formula(kernels: Kernels) -> None:
     """The result is gate * sigmoid(gate) * up."""
-    gate, up = _random(3, 5, 16), _random(3, 5, 16)
+    gate, up = _random_tensor(3, 5, 16), _random_tensor(3, 5, 16)
     _expect_close(kernels.swiglu(gate, up), gate.double() * gate.double().sigmoid() * up.double())
 
 
-def rope(kernels: Kernels) -> None:
+def rope_rotates_pairs_of_channels(kernels: Kernels) -> None:
     """Pairs of channels, from the two halves of a head, are rotated by their angles."""
-    x, angles = _random(2, 5, 3, 8), _random(2, 5, 4)
+    x, angles = _random_tensor(2, 5, 3, 8), _random_tensor(2, 5, 4)
     cos, sin = angles.cos().double()[:, :, None], angles.sin().double()[:, :, None]
     first, second = x.double().chunk(2, -1)
     wanted = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     _expect_close(kernels.rope(x, angles.cos(), angles.sin()), wanted)
 
 
-def attention(kernels: Kernels) -> None:
+def attention_is_causal_within_documents(kernels: Kernels) -> None:
     """
     Attention is a softmax over earlier tokens in the same document, and head groups share keys and values.
 
     The mask for rows of one document (`whole_rows`) has the same result.
     """
-    q, k, v = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 8)
+    q, k, v = _random_tensor(2, 6, 4, 8), _random_tensor(2, 6, 2, 8), _random_tensor(2, 6, 2, 8)
     one = torch.zeros(2, 6, dtype=torch.int64)
     known = kernels.attention_mask(one, whole_rows=True)
     _expect_close(kernels.attention(q, k, v, known), kernels.attention(q, k, v, kernels.attention_mask(one)).double())
@@ -61,13 +61,18 @@ def attention(kernels: Kernels) -> None:
     _expect_close(result, torch.einsum("rhij,rjhd->rihd", weights, v64))
 
 
-def attention_options(kernels: Kernels) -> None:
+def attention_supports_scale_softcap_and_sinks(kernels: Kernels) -> None:
     """
     Scores have a scale and a softcap, sinks are scores for keys without values, and values have any width.
 
     Options have the same result for rows of one document.
     """
-    q, k, v, sinks = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 12), _random(4)
+    q, k, v, sinks = (
+        _random_tensor(2, 6, 4, 8),
+        _random_tensor(2, 6, 2, 8),
+        _random_tensor(2, 6, 2, 12),
+        _random_tensor(4),
+    )
     documents = torch.zeros(2, 6, dtype=torch.int64)
     k64, v64 = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
     scores = 2 * torch.tanh(torch.einsum("rihd,rjhd->rhij", q.double(), k64) * 0.3 / 2)
@@ -79,9 +84,14 @@ def attention_options(kernels: Kernels) -> None:
         _expect_close(kernels.attention(q, k, v, mask, AttentionOptions(0.3, 2.0), sinks), wanted)
 
 
-def attention_with_a_cache(kernels: Kernels) -> None:
+def attention_over_cached_parts_equals_attention_over_the_text(kernels: Kernels) -> None:
     """Attention over parts of a text with a key-value cache equals attention over the whole text."""
-    q, k, v, sinks = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 5), _random(4)
+    q, k, v, sinks = (
+        _random_tensor(2, 6, 4, 8),
+        _random_tensor(2, 6, 2, 8),
+        _random_tensor(2, 6, 2, 5),
+        _random_tensor(4),
+    )
     documents, cache = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(9)
     options = AttentionOptions(0.5)
     layers = [(k, None, None), (2 * k, 3, sinks)]  # the second has a window and sinks
@@ -94,16 +104,16 @@ def attention_with_a_cache(kernels: Kernels) -> None:
             mask = kernels.attention_mask(documents[:, part], window, cache=cache)
             actual = kernels.attention(q[:, part], keys[:, part], v[:, part], mask, options, layer_sinks)
             _expect_close(actual, whole[:, part].double())
-        cache.advance(part.stop - part.start)
+        cache.end_pass(part.stop - part.start)
 
 
-def linear_cross_entropy(kernels: Kernels) -> None:
+def linear_cross_entropy_is_weighted_negative_log_softmax(kernels: Kernels) -> None:
     """
     The loss is -log softmax(hidden @ weight.T) at the target, times the token's weight; 0 for ignored targets.
 
     The second result is the logits' log-sum-exp (lse).
     """
-    hidden, weight, targets = _random(3, 4, 8), _random(11, 8), torch.arange(12).reshape(3, 4) % 11
+    hidden, weight, targets = _random_tensor(3, 4, 8), _random_tensor(11, 8), torch.arange(12).reshape(3, 4) % 11
     targets[0, 1] = -100  # IGNORE_INDEX
     logarithms = (hidden.double() @ weight.double().T).log_softmax(-1)
     wanted = -logarithms.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == -100, 0.0)
@@ -114,12 +124,14 @@ def linear_cross_entropy(kernels: Kernels) -> None:
         _expect_close(lse, (hidden.double() @ weight.double().T).logsumexp(-1))
 
 
-def zero_rows_are_fine(kernels: Kernels) -> None:
+def zero_rows_yield_zero_rows(kernels: Kernels) -> None:
     """A kernel accepts zero rows, and returns zero rows."""
-    expect(kernels.swiglu(_random(0, 16), _random(0, 16)).shape == (0, 16), "zero rows give another shape")
+    expect(
+        kernels.swiglu(_random_tensor(0, 16), _random_tensor(0, 16)).shape == (0, 16), "zero rows give another shape"
+    )
 
 
-def _random(*shape: int) -> torch.Tensor:
+def _random_tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -129,21 +141,21 @@ def _expect_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     expect(error < TOLERANCE, f"the largest error is {error:.2g}")
 
 
-def _names(model: Model, span: LayerRange) -> list[str]:
+def _parameter_names_of_layers(model: Model, span: LayerRange) -> list[str]:
     with torch.device("meta"):
         return [name for name, _ in model.build(span).named_parameters()]
 
 
-def parts_make_the_whole(model: Model) -> None:
+def layer_ranges_together_have_all_parameters(model: Model) -> None:
     """However the layers are partitioned, the parts have all the whole model's parameters, under the same names."""
-    whole = set(_names(model, LayerRange(0, model.num_hidden_layers, True, True)))
+    whole = set(_parameter_names_of_layers(model, LayerRange(0, model.num_hidden_layers, True, True)))
     for cut in range(1, model.num_hidden_layers):
-        first = _names(model, LayerRange(0, cut, True, False))
-        last = _names(model, LayerRange(cut, model.num_hidden_layers, False, True))
+        first = _parameter_names_of_layers(model, LayerRange(0, cut, True, False))
+        last = _parameter_names_of_layers(model, LayerRange(cut, model.num_hidden_layers, False, True))
         expect(set(first) | set(last) == whole, f"split before layer {cut}, some parameters have other names")
 
 
-def layers_that_keep_shapes_do(model: LanguageModel) -> None:
+def layers_keep_shape_and_dtype_if_declared(model: LanguageModel) -> None:
     """If a model declares that layers keep the hidden states' shape and dtype, every layer keeps them."""
     if not layers_keep_shapes(model):
         return
@@ -157,7 +169,7 @@ def layers_that_keep_shapes_do(model: LanguageModel) -> None:
             expect(output == accepted, f"layer {number} gives {output}, and takes {accepted}")
 
 
-def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
+def initial_values_depend_only_on_name_shape_and_seed(one: Model, other: Model) -> None:
     """Initial values are equal in all instances and slices, and differ with the seed."""
     with torch.device("meta"):
         shapes = {
@@ -205,7 +217,7 @@ def head_losses_agree_with_its_logits(model: LanguageModel) -> None:
     expect(module(tokens, shared, finish) == "finished", "the module does not give what `finish` does")
 
 
-def a_text_in_parts_is_the_whole_text(model: LanguageModel) -> None:
+def hidden_states_of_cached_parts_equal_the_whole_texts(model: LanguageModel) -> None:
     """Hidden states for parts with a key-value cache, if the model uses it, equal the whole text's."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
@@ -218,5 +230,5 @@ def a_text_in_parts_is_the_whole_text(model: LanguageModel) -> None:
             hidden = module(tokens[:, part], TokenContext(positions[:, part], documents[:, part], cache=cache))
             if not cache.layers:
                 return
-            cache.advance(part.stop - part.start)
+            cache.end_pass(part.stop - part.start)
             _expect_close(hidden, whole[:, part].double())

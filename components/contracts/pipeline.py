@@ -18,8 +18,8 @@ from drawloom.components.ports.pipeline import (
     Predictor,
     Referenced,
     Schedule,
-    module_of,
-    state_of_batches,
+    find_loss_module,
+    make_state_of_batches,
     sum_losses,
 )
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
@@ -29,7 +29,7 @@ from drawloom.graph.testing import BrokenContractError, expect
 LAYOUTS = tuple((ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (1, 2, 4, 8))
 
 
-def every_rank_has_its_stages(schedule: Schedule) -> None:
+def ranks_work_only_on_their_own_stages(schedule: Schedule) -> None:
     """Ranks have equally many stages, and work only on their own stages."""
     for ranks, microbatches in LAYOUTS:
         program = schedule.program(ranks, microbatches)
@@ -45,7 +45,7 @@ def every_rank_has_its_stages(schedule: Schedule) -> None:
             expect(not foreign, f"rank {rank} of {ranks} works on the stages {foreign} of other ranks")
 
 
-def every_stage_recomputes_by_a_policy_or_none_does(schedule: Schedule) -> None:
+def all_stages_or_none_have_a_recompute_policy(schedule: Schedule) -> None:
     """A program has a recompute policy for every stage or for none."""
     for ranks, microbatches in LAYOUTS:
         program = schedule.program(ranks, microbatches)
@@ -53,7 +53,7 @@ def every_stage_recomputes_by_a_policy_or_none_does(schedule: Schedule) -> None:
         expect(len(program.recompute) in (0, program.stages), text)
 
 
-def all_layers_are_assigned(schedule: Schedule) -> None:
+def every_layer_is_assigned_to_a_stage(schedule: Schedule) -> None:
     """A schedule that partitions the layers assigns all the model's layers, and at least one per stage."""
     if not isinstance(schedule, PartitioningSchedule):
         return
@@ -63,14 +63,19 @@ def all_layers_are_assigned(schedule: Schedule) -> None:
         expect(min(sizes) > 0 and sum(sizes) == 16, f"16 layers on {ranks} ranks are cut into {sizes}")
 
 
-def every_microbatch_goes_through_every_stage_once(schedule: Schedule) -> None:
+def every_stage_runs_one_forward_and_backward_per_microbatch(schedule: Schedule) -> None:
     """A stage runs one forward and one backward per microbatch; the backward is whole or in two parts."""
     for ranks, microbatches in LAYOUTS:
         program = schedule.program(ranks, microbatches)
         pairs = {(stage, number) for stage in range(program.stages) for number in range(microbatches)}
         where = f"with {ranks} ranks and {microbatches} microbatches"
-        expect(_pairs_of(program, FORWARD) == sorted(pairs), f"{where} some forward is missing, or there twice")
-        whole, inputs, weights = (_pairs_of(program, op) for op in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+        expect(
+            _stages_and_microbatches_of(program, FORWARD) == sorted(pairs),
+            f"{where} some forward is missing, or there twice",
+        )
+        whole, inputs, weights = (
+            _stages_and_microbatches_of(program, op) for op in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        )
         expect(inputs == weights, f"{where} some backward has one part without the other")
         backward = sorted(whole + inputs)
         expect(backward == sorted(pairs), f"{where} some backward is missing, or there twice")
@@ -86,7 +91,7 @@ def a_second_call_returns_the_same_program(one: Schedule, other: Schedule) -> No
         expect(is_same, f"the program of {ranks} ranks and {microbatches} microbatches differs between calls")
 
 
-def _pairs_of(program: Program, op: int) -> list[tuple[int, int]]:
+def _stages_and_microbatches_of(program: Program, op: int) -> list[tuple[int, int]]:
     """Return the sorted pairs (stage, microbatch) of an op's actions."""
     selected = program.op == op
     return sorted(zip(program.stage[selected].tolist(), program.microbatch[selected].tolist(), strict=True))
@@ -122,7 +127,7 @@ class _Head:
         return function(self.logits(hidden).flatten(0, 1), *parts).view(hidden.shape[:-1])
 
 
-def _batch(rows: int = 4) -> TokenBatch:
+def _make_token_batch(rows: int = 4) -> TokenBatch:
     """Return rows with 6 tokens and different weights, some without a target."""
     tokens = torch.arange(6 * rows).reshape(rows, 6) % VOCAB
     targets = (tokens + 1) % VOCAB
@@ -131,23 +136,23 @@ def _batch(rows: int = 4) -> TokenBatch:
     return TokenBatch(tokens, targets, torch.arange(6).repeat(rows, 1), torch.zeros_like(tokens), weights)
 
 
-def _rows(batch: TokenBatch, first: int, last: int) -> TokenBatch:
+def _take_rows(batch: TokenBatch, first: int, last: int) -> TokenBatch:
     return batch.take_rows(slice(first, last))
 
 
-def _hidden(rows: int = 4) -> Tensor:
+def _make_hidden_states(rows: int = 4) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randn(rows, 6, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def _prepare(loss: Loss) -> Loss:
+def _initialize_in_float64(loss: Loss) -> Loss:
     """Return the loss with its module, if it has one, in float64 and with initial values."""
     if others := set(loss.batch_leaves) - TokenBatch.specs.keys():
         names = ", ".join(sorted(others))
         raise BrokenContractError(
             f"the loss needs {names}, and batches in this contract have only tokens; test the loss in a run"
         )
-    if (module := module_of(loss)) is not None:
+    if (module := find_loss_module(loss)) is not None:
         module.to_empty(device="cpu").double()
         torch.manual_seed(3)
         for owner in module.modules():
@@ -156,7 +161,9 @@ def _prepare(loss: Loss) -> Loss:
     return loss
 
 
-def _compute(loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _compute_loss(
+    loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Compute a loss; a loss with a reference model gets log probabilities of other hidden states."""
     if isinstance(loss, Referenced):
         with torch.no_grad():
@@ -164,15 +171,15 @@ def _compute(loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch) -> tupl
     return loss.loss(hidden, head, batch)
 
 
-def _sums(result: tuple[Tensor, Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
+def _name_all_sums(result: tuple[Tensor, Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
     total, weight, sums = result
     return {"the loss": total.detach(), "the weight": weight, **sums}
 
 
-def losses_are_sums(loss: Loss) -> None:
+def loss_is_differentiable_and_weight_is_a_sum(loss: Loss) -> None:
     """Loss and weight are scalars, the loss is differentiable, and the weight is the sum of the batch's weights."""
-    hidden, head, batch = _hidden(), _Head(), _batch()
-    total, weight, _ = _compute(_prepare(loss), hidden, head, batch)
+    hidden, head, batch = _make_hidden_states(), _Head(), _make_token_batch()
+    total, weight, _ = _compute_loss(_initialize_in_float64(loss), hidden, head, batch)
     for name, tensor in (("the loss", total), ("the weight", weight)):
         expect(tensor.ndim == 0, f"{name} is not a single number but a tensor of shape {tuple(tensor.shape)}")
     expect(total.requires_grad, "the loss can't be differentiated")
@@ -182,35 +189,37 @@ def losses_are_sums(loss: Loss) -> None:
     expect(torch.allclose(weight.double(), batch.weights.double().sum()), f"the weight is {weight.item()}")
 
 
-def rows_add_up(loss: Loss) -> None:
+def sums_over_microbatches_add_up_to_the_batch(loss: Loss) -> None:
     """Sums over microbatches add up to the sums over the whole batch."""
-    hidden, head, batch = _hidden(), _Head(), _batch()
-    whole = _sums(_compute(_prepare(loss), hidden, head, batch))
-    parts = [_sums(_compute(loss, hidden[a:b], head, _rows(batch, a, b))) for a, b in ((0, 1), (1, 4))]
+    hidden, head, batch = _make_hidden_states(), _Head(), _make_token_batch()
+    whole = _name_all_sums(_compute_loss(_initialize_in_float64(loss), hidden, head, batch))
+    parts = [
+        _name_all_sums(_compute_loss(loss, hidden[a:b], head, _take_rows(batch, a, b))) for a, b in ((0, 1), (1, 4))
+    ]
     for name, value in whole.items():
         expect(all(name in part for part in parts), f"{name} is not in every microbatch")
         total = parts[0][name].double() + parts[1][name].double()
         expect(torch.allclose(value.double(), total), f"of parts, {name} is {total.tolist()}, of all {value.tolist()}")
 
 
-def tokens_count_by_their_weights(loss: Loss) -> None:
+def sums_are_proportional_to_weights(loss: Loss) -> None:
     """Doubling the weights doubles all sums, and tokens with weight 0 add nothing."""
-    hidden, head, batch = _hidden(), _Head(), _batch()
-    single = _sums(_compute(_prepare(loss), hidden, head, batch))
-    double = _sums(_compute(loss, hidden, head, batch.evolve(weights=2 * batch.weights)))
+    hidden, head, batch = _make_hidden_states(), _Head(), _make_token_batch()
+    single = _name_all_sums(_compute_loss(_initialize_in_float64(loss), hidden, head, batch))
+    double = _name_all_sums(_compute_loss(loss, hidden, head, batch.evolve(weights=2 * batch.weights)))
     for name, value in single.items():
         expect(
             torch.allclose(2 * value.double(), double[name].double()), f"with twice the weights {name} is not doubled"
         )
     # A mean over no tokens would be 0 / 0, so this also finds NaN.
     weightless = batch.evolve(weights=torch.zeros_like(batch.weights))
-    for name, value in _sums(_compute(loss, hidden, head, weightless)).items():
+    for name, value in _name_all_sums(_compute_loss(loss, hidden, head, weightless)).items():
         expect(not bool(value.any()), f"where no token counts, {name} is {value.tolist()}")
 
 
-def the_model_sees_tokens(loss: Loss) -> None:
+def model_inputs_have_all_tokens_positions_and_documents(loss: Loss) -> None:
     """The first stage gets all rows and tokens in the batch, and all stages get their positions and documents."""
-    tokens, shared = _prepare(loss).inputs(_batch())
+    tokens, shared = _initialize_in_float64(loss).inputs(_make_token_batch())
     if not isinstance(shared, TokenContext):
         raise BrokenContractError("the loss passes no positions and documents to the model")
     shapes = [tokens.shape, shared.positions.shape, shared.document_ids.shape]
@@ -223,42 +232,48 @@ def _expect_same_sums(sums: Tensor, expected: Tensor, when: str) -> None:
     expect(is_close, f"{when}, loss and weight are {sums.tolist()} and not {expected.tolist()}")
 
 
-def _train(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
+def _sum_training_losses(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from a training pass, float64 (2,)."""
-    state = state_of_batches(batches)
+    state = make_state_of_batches(batches)
     executor.train(state)
     return sum_losses(state)
 
 
-def _evaluate(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
+def _sum_evaluation_losses(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from an evaluation, float64 (2,)."""
-    state = state_of_batches(batches)
+    state = make_state_of_batches(batches)
     executor.evaluate(state)
     return sum_losses(state)
 
 
-def training_and_evaluation_measure_the_same(executor: Executor) -> None:
+def training_and_evaluation_have_equal_losses(executor: Executor) -> None:
     """Training and evaluation on the same microbatches have the same loss and weight."""
-    sums = _train(executor, [_batch()])
+    sums = _sum_training_losses(executor, [_make_token_batch()])
     expect(bool(sums[0].isfinite()), f"the loss is {sums[0].item()}")
-    _expect_same_sums(_evaluate(executor, [_batch()]), sums, "evaluated")
+    _expect_same_sums(_sum_evaluation_losses(executor, [_make_token_batch()]), sums, "evaluated")
 
 
-def microbatches_add_up(executor: Executor) -> None:
+def dividing_a_batch_does_not_change_its_sums(executor: Executor) -> None:
     """Dividing a batch into microbatches does not change its sums."""
-    whole, parts = [_batch()], [_rows(_batch(), row, row + 1) for row in range(4)]
-    _expect_same_sums(_evaluate(executor, parts), _evaluate(executor, whole), "in four microbatches")
-    _expect_same_sums(_train(executor, parts), _train(executor, whole), "trained in four microbatches")
+    whole, parts = [_make_token_batch()], [_take_rows(_make_token_batch(), row, row + 1) for row in range(4)]
+    _expect_same_sums(
+        _sum_evaluation_losses(executor, parts), _sum_evaluation_losses(executor, whole), "in four microbatches"
+    )
+    _expect_same_sums(
+        _sum_training_losses(executor, parts), _sum_training_losses(executor, whole), "trained in four microbatches"
+    )
 
 
-def evaluation_changes_nothing(executor: Executor) -> None:
+def evaluation_can_be_repeated(executor: Executor) -> None:
     """A second evaluation has the same sums, and an evaluation without microbatches has sums of 0."""
-    first, second, empty = (_evaluate(executor, batches) for batches in ([_batch()], [_batch()], []))
+    first, second, empty = (
+        _sum_evaluation_losses(executor, batches) for batches in ([_make_token_batch()], [_make_token_batch()], [])
+    )
     _expect_same_sums(second, first, "evaluated again")
     expect(not empty.any(), "without microbatches there is a loss")
 
 
-def _logits(predictor: Predictor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+def _predict_logits(predictor: Predictor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
     """Return the logits for tokens; empty on a rank without logits."""
     shared = TokenContext(torch.arange(6).repeat(len(tokens), 1), torch.zeros_like(tokens))
     if documents is not None:
@@ -270,35 +285,35 @@ def _logits(predictor: Predictor, tokens: Tensor, documents: Tensor | None = Non
     return logits
 
 
-def later_tokens_do_not_matter(predictor: Predictor) -> None:
+def logits_do_not_depend_on_later_tokens(predictor: Predictor) -> None:
     """Logits depend on the token and on earlier tokens in its row, and not on later tokens."""
     tokens = torch.arange(12).reshape(2, 6) % VOCAB
     changed = tokens.clone()
     changed[0, 3] = (tokens[0, 3] + 1) % VOCAB
-    before, after = _logits(predictor, tokens), _logits(predictor, changed)
+    before, after = _predict_logits(predictor, tokens), _predict_logits(predictor, changed)
     expect(torch.allclose(before[0, :3], after[0, :3], atol=1e-4), "a later token changes the logits of earlier ones")
     expect(torch.allclose(before[1], after[1], atol=1e-4), "a token changes the logits of another row")
     is_unchanged = before.numel() > 0 and torch.allclose(before[0, 3], after[0, 3])
     expect(not is_unchanged, "a token does not change its own logits")
 
 
-def other_documents_do_not_matter(predictor: Predictor) -> None:
+def logits_do_not_depend_on_other_documents(predictor: Predictor) -> None:
     """Logits do not depend on other documents in the row."""
     tokens, documents = torch.arange(6)[None] % VOCAB, torch.tensor([[0, 0, 0, 1, 1, 1]])
     changed = torch.where(documents == 0, (tokens + 1) % VOCAB, tokens)
-    before, after = _logits(predictor, tokens, documents), _logits(predictor, changed, documents)
+    before, after = _predict_logits(predictor, tokens, documents), _predict_logits(predictor, changed, documents)
     expect(torch.allclose(before[0, 3:], after[0, 3:], atol=1e-4), "a document changes the logits of the next")
 
 
-def every_microbatch_is_finished(passes: ForwardPasses) -> None:
+def finish_is_called_with_every_microbatch(passes: ForwardPasses) -> None:
     """Every microbatch's number comes with `finish`'s result for its own hidden states, however many run together."""
     rows = [torch.tensor([[1, 2, 3, 4]]), torch.tensor([[4, 3, 2, 1]])]
     inputs = [(row, TokenContext(torch.arange(4)[None], torch.zeros_like(row))) for row in rows]
     together: dict[int, Tensor] = {}
-    passes.infer_each(inputs, together.__setitem__, lambda hidden, head: head.logits(hidden))
+    passes.infer_microbatches(inputs, together.__setitem__, lambda hidden, head: head.logits(hidden))
     expect(sorted(together) == [0, 1], f"the microbatches 0 and 1 come as {sorted(together)}")
     for number, alone in enumerate(inputs):
         result: dict[int, Tensor] = {}
-        passes.infer_each([alone], result.__setitem__, lambda hidden, head: head.logits(hidden))
+        passes.infer_microbatches([alone], result.__setitem__, lambda hidden, head: head.logits(hidden))
         difference = float((result[0] - together[number]).abs().max())
         expect(difference < 1e-5, f"microbatch {number} alone differs by {difference:.2g}")

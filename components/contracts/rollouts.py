@@ -10,7 +10,7 @@ from drawloom.graph.testing import expect
 STEP = 3
 
 
-def _prompts(*rows: int) -> Prompts:
+def _make_prompts(*rows: int) -> Prompts:
     """Return some of four prompts, of one to three tokens."""
     tokens = torch.tensor([[1, 2, 3], [3, 0, 0], [2, 1, 0], [1, 2, 3]])
     indices = torch.tensor(rows)
@@ -19,36 +19,36 @@ def _prompts(*rows: int) -> Prompts:
 
 def completions_follow_their_prompts(rollouts: Rollouts) -> None:
     """A row begins with its prompt, and has at least one sampled token behind it."""
-    prompts = _prompts(0, 1, 2, 3)
+    prompts = _make_prompts(0, 1, 2, 3)
     (completions,) = rollouts.sample([prompts], "train", STEP)
     expect(completions.starts.equal(prompts.lengths), "a completion does not begin where its prompt ends")
-    expect(bool((completions.counts > 0).all()), "a completion has no token")
+    expect(bool((completions.sampled_counts > 0).all()), "a completion has no token")
     for tokens, prompt, length in zip(completions.tokens, prompts.tokens, prompts.lengths.tolist(), strict=True):
         expect(tokens[:length].equal(prompt[:length]), f"the prompt {prompt[:length].tolist()} is changed")
 
 
 def log_probabilities_belong_to_sampled_tokens(rollouts: Rollouts) -> None:
     """Log-probabilities are finite and at most 0, and exactly 0 where the next token was not sampled."""
-    (completions,) = rollouts.sample([_prompts(0, 1, 2, 3)], "train", STEP)
+    (completions,) = rollouts.sample([_make_prompts(0, 1, 2, 3)], "train", STEP)
     logps, is_target = completions.logps, completions.is_target
     expect(logps.shape == completions.tokens.shape, f"log-probabilities have the shape {tuple(logps.shape)}")
     expect(bool((logps <= 0).all()) and bool(logps.isfinite().all()), "a log-probability is above 0 or not finite")
     expect(not bool(logps[~is_target].any()), "a token that was not sampled has a log-probability")
 
 
-def a_row_depends_on_its_key_alone(rollouts: Rollouts) -> None:
+def a_completion_depends_only_on_its_key(rollouts: Rollouts) -> None:
     """A row is the same in another microbatch, beside other rows, and when it is sampled again."""
-    (together,) = rollouts.sample([_prompts(0, 1, 2, 3)], "train", STEP)
-    for row, part in zip((2, 0), rollouts.sample([_prompts(2), _prompts(0)], "train", STEP), strict=True):
-        expect(_same(part, 0, together, row), f"row {row} is another one in a microbatch of its own")
+    (together,) = rollouts.sample([_make_prompts(0, 1, 2, 3)], "train", STEP)
+    for row, part in zip((2, 0), rollouts.sample([_make_prompts(2), _make_prompts(0)], "train", STEP), strict=True):
+        expect(_rows_are_equal(part, 0, together, row), f"row {row} is another one in a microbatch of its own")
 
 
-def _same(one: Completions, row: int, other: Completions, index: int) -> bool:
+def _rows_are_equal(one: Completions, row: int, other: Completions, index: int) -> bool:
     ends = int(one.ends[row]), int(other.ends[index])
     return ends[0] == ends[1] and one.tokens[row, : ends[0]].equal(other.tokens[index, : ends[0]])
 
 
-def scores_are_numbers_by_answer(reward: Reward) -> None:
+def scores_are_finite_and_repeatable(reward: Reward) -> None:
     """
     Every answer has a finite score or None, and the same one when it is scored again, alone.
 
@@ -63,6 +63,6 @@ def scores_are_numbers_by_answer(reward: Reward) -> None:
     expect([*reward.scores([])] == [], "no answers have scores")
 
 
-def the_weight_is_finite(reward: Reward) -> None:
+def reward_weight_is_finite(reward: Reward) -> None:
     """The weight in the sum of rewards is a finite number."""
     expect(math.isfinite(reward.weight), f"the weight is {reward.weight}")

@@ -37,7 +37,7 @@ from drawloom.components.ports.run import (
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.state.step_state import MissingStateError, StepState
-from drawloom.graph.component import flow_of
+from drawloom.graph.component import find_declared_flow
 from drawloom.graph.testing import expect
 
 VALUES: dict[str, Any] = {
@@ -76,7 +76,7 @@ class ObservedState(StepState):
 
 def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
     """Yield two steps with the values that the phase requires; nothing if no shipped phase writes one of the values."""
-    flow = flow_of(phase)
+    flow = find_declared_flow(phase)
     required = [name for name in (*flow.reads, *flow.changes) if not name.endswith("?") and name not in IN_PARAMETERS]
     if set(required) <= VALUES.keys():
         for index in (1, 2):
@@ -88,22 +88,22 @@ def reads_only_what_it_declares(phase: Phase) -> None:
     for step in _steps_with_declared_values(phase):
         with suppress(MissingStateError):
             phase.run_phase(step)
-        flow = flow_of(phase)
+        flow = find_declared_flow(phase)
         declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
-        undeclared = ", ".join(sorted(_observe(step).read - declared))
+        undeclared = ", ".join(sorted(_observe_state(step).read - declared))
         expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
 
 
 def writes_only_what_it_declares(phase: Phase) -> None:
     """A phase writes only values that it declares to write or change; `check` relies on it to order phases."""
-    flow = flow_of(phase)
+    flow = find_declared_flow(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
-        undeclared = sorted(_observe(step).written - {*flow.writes, *flow.changes})
+        undeclared = sorted(_observe_state(step).written - {*flow.writes, *flow.changes})
         expect(not undeclared, f"the phase writes {', '.join(undeclared)} without declaring it; write it in `writes`")
 
 
-def leaves_the_number_of_the_step(phase: Phase) -> None:
+def does_not_change_index_total_or_start_of_a_step(phase: Phase) -> None:
     """A phase does not change the index, the total or the start of a step."""
     for step in _steps_with_declared_values(phase):
         before = step.index, step.total, step.started
@@ -111,24 +111,24 @@ def leaves_the_number_of_the_step(phase: Phase) -> None:
         expect((step.index, step.total, step.started) == before, "the phase changes the index, total or start")
 
 
-def microbatches_make_a_step(batching: Batching) -> None:
+def microbatches_have_exactly_the_rows_of_a_step(batching: Batching) -> None:
     """Microbatches on all data-parallel ranks are exactly the rows in a step, and steps follow without gaps."""
-    expect(batching.start(1) == 0, f"the first step begins at position {batching.start(1)}")
+    expect(batching.first_position(1) == 0, f"the first step begins at position {batching.first_position(1)}")
     expect(0 <= batching.dp_rank < batching.dp_size, f"dp_rank {batching.dp_rank} is not below {batching.dp_size}")
     for step in (1, 2, 3):
-        rows = len(batching.positions(step)) * batching.micro_size * batching.dp_size
-        size = batching.start(step + 1) - batching.start(step)
+        rows = len(batching.microbatch_positions(step)) * batching.micro_size * batching.dp_size
+        size = batching.first_position(step + 1) - batching.first_position(step)
         expect(rows == size, f"microbatches have {rows} rows in a step of {size}")
 
 
 def every_position_is_used_once(batching: Batching) -> None:
     """The positions of a rank are in the step's range of the endless order, without repetition."""
     for step in (1, 2, 3):
-        microbatches = batching.positions(step)
+        microbatches = batching.microbatch_positions(step)
         positions = [position for microbatch in microbatches for position in microbatch]
         sizes = {len(microbatch) for microbatch in microbatches}
         expect(sizes == {batching.micro_size}, f"step {step} has microbatches of other sizes")
-        inside = range(batching.start(step), batching.start(step + 1))
+        inside = range(batching.first_position(step), batching.first_position(step + 1))
         expect(all(position in inside for position in positions), f"step {step} uses positions of another")
         expect(len(set(positions)) == len(positions), f"step {step} uses a position twice")
 
@@ -150,19 +150,19 @@ def handles_unexpected_events(listener: Listener) -> None:
         listener.on_event(Event(kind, Step(1, 1), "optimizer"))
 
 
-def _step(index: int) -> Step:
+def _make_step(index: int) -> Step:
     values = {"loss": torch.tensor(2.0), "grad_norm": torch.tensor(1.0), "lr": 0.1, "tokens": 64.0}
     return Step(index, 10, ObservedState(values))
 
 
-def _observe(step: Step) -> ObservedState:
+def _observe_state(step: Step) -> ObservedState:
     state = step.state
     if not isinstance(state, ObservedState):
         raise TypeError("the step has no observed state")
     return state
 
 
-def _measure(metric: Metric, step: Step) -> typing.Mapping[str, Value]:
+def _measure_on_a_single_rank(metric: Metric, step: Step) -> typing.Mapping[str, Value]:
     """Return the values of a metric at a step on a single rank."""
     parts = metric.update(step)
     for name, part in parts.items():
@@ -170,53 +170,54 @@ def _measure(metric: Metric, step: Step) -> typing.Mapping[str, Value]:
         shape = metric.accumulators[name].shape
         expect(tuple(part.shape) == shape, f"{name} has shape {tuple(part.shape)}, and {shape} was declared")
     totals = {
-        name: parts.get(name, accumulator.identity()).double().cpu()
+        name: parts.get(name, accumulator.identity_element()).double().cpu()
         for name, accumulator in metric.accumulators.items()
     }
     return metric.compute(totals, step)
 
 
-def values_are_finite(metric: Metric) -> None:
+def metric_values_are_finite_numbers_booleans_or_none(metric: Metric) -> None:
     """Values are finite numbers, booleans or None; names are non-empty strings."""
     for index in (1, 2, 3):
-        for name, value in _measure(metric, _step(index)).items():
+        for name, value in _measure_on_a_single_rank(metric, _make_step(index)).items():
             expect(isinstance(name, str) and name, f"{name!r} is not a name")
             expect(value is None or isinstance(value, int | float), f"{name} is {value!r}")
             expect(value is None or math.isfinite(value), f"{name} is {value}")
 
 
-def names_do_not_change(metric: Metric) -> None:
+def metric_names_are_equal_in_all_steps(metric: Metric) -> None:
     """All steps have the same metric names, so that a series has no gaps."""
-    names = [sorted(_measure(metric, _step(index))) for index in (1, 2, 3)]
+    names = [sorted(_measure_on_a_single_rank(metric, _make_step(index))) for index in (1, 2, 3)]
     expect(names[0] == names[1] == names[2], f"the names change from step to step: {names}")
 
 
-def measuring_changes_nothing(metric: Metric) -> None:
+def measuring_does_not_change_the_step(metric: Metric) -> None:
     """Measuring a step does not change it."""
-    step = _step(1)
-    _measure(metric, step)
-    written = _observe(step).written
+    step = _make_step(1)
+    _measure_on_a_single_rank(metric, step)
+    written = _observe_state(step).written
     expect(not written and (step.index, step.tokens, step.skip_reason) == (1, 64, ""), "measuring changed the step")
 
 
-def _draw(randomness: Randomness, *purpose: str | int) -> list[float]:
+def _draw_numbers(randomness: Randomness, *purpose: str | int) -> list[float]:
     return torch.rand(4, generator=randomness.stream(*purpose)).tolist()
 
 
 def streams_depend_only_on_the_purpose(one: Randomness, other: Randomness) -> None:
     """Earlier draws do not change the numbers for a purpose."""
-    first = _draw(one, "dropout", 3)
-    _draw(other, "something else")
+    first = _draw_numbers(one, "dropout", 3)
+    _draw_numbers(other, "something else")
     torch.rand(7)
     expect(
-        _draw(other, "dropout", 3) == first == _draw(one, "dropout", 3), "earlier draws change the numbers of a purpose"
+        _draw_numbers(other, "dropout", 3) == first == _draw_numbers(one, "dropout", 3),
+        "earlier draws change the numbers of a purpose",
     )
 
 
-def different_purposes_give_different_numbers(randomness: Randomness) -> None:
+def different_purposes_have_different_numbers(randomness: Randomness) -> None:
     """Different purposes have different numbers, even if they look alike."""
     purposes: list[tuple[str | int, ...]] = [("a",), ("b",), ("a", 1), ("a", 2), ("a", "1"), ("a1",), (1, "a")]
-    draws = [tuple(_draw(randomness, *purpose)) for purpose in purposes]
+    draws = [tuple(_draw_numbers(randomness, *purpose)) for purpose in purposes]
     expect(len(set(draws)) == len(draws), "two purposes give the same numbers")
 
 
@@ -228,7 +229,7 @@ def folder_is_writable(folder: RunFolder) -> None:
     probe.unlink()
 
 
-def identity_is_stable(job: RunInfo) -> None:
+def run_name_seed_and_path_do_not_change(job: RunInfo) -> None:
     """The run has a name, a seed and a path, and none of them changes."""
     expect(isinstance(job.name, str) and job.name, "the run has no name")
     expect(isinstance(job.seed, int) and isinstance(job.path, Path), "the run has no seed, or no path")
@@ -238,16 +239,16 @@ def identity_is_stable(job: RunInfo) -> None:
 LEAVES = torch.Tensor | int | float | str | bool | None
 
 
-def state_is_plain(node: Stateful) -> None:
+def state_is_a_nested_dict_of_plain_values(node: Stateful) -> None:
     """The state is a nested dict; leaves are tensors, numbers, strings, booleans, None, or lists of such leaves."""
-    _expect_plain(node.state_dict(), "the state")
+    _expect_plain_values(node.state_dict(), "the state")
 
 
-def _expect_plain(state: Any, where: str) -> None:
+def _expect_plain_values(state: Any, where: str) -> None:
     if isinstance(state, dict):
         for name, part in state.items():
             expect(isinstance(name, str), f"{where} has the key {name!r}, which is not a string")
-            _expect_plain(part, f"{where}, {name}")
+            _expect_plain_values(part, f"{where}, {name}")
     elif isinstance(state, list | tuple):
         expect(all(isinstance(part, LEAVES) for part in state), f"{where} is a list of other than plain values")
     else:
@@ -258,39 +259,39 @@ def loaded_state_equals_saved_state(saved: Stateful, fresh: Stateful) -> None:
     """A node that has loaded a state from a node with the same settings returns the same state."""
     state = saved.state_dict()
     fresh.load_state_dict(state)
-    expect(_same(fresh.state_dict(), state), "the loaded state differs from the saved state")
+    expect(_are_equal_states(fresh.state_dict(), state), "the loaded state differs from the saved state")
 
 
-def state_dict_changes_nothing(node: Stateful) -> None:
+def two_state_dict_calls_return_equal_states(node: Stateful) -> None:
     """Two calls of state_dict in a row return equal states."""
-    expect(_same(node.state_dict(), node.state_dict()), "state_dict changes the state")
+    expect(_are_equal_states(node.state_dict(), node.state_dict()), "state_dict changes the state")
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal_states(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_are_equal_states(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_are_equal_states, one, other))
     return type(one) is type(other) and bool(one == other)
 
 
-def a_forecast_covers_the_state(node: GrowingState) -> None:
+def forecast_state_has_all_entries_of_the_state(node: GrowingState) -> None:
     """A forecast has all entries in the present state, with the same shapes and dtypes."""
-    _expect_covered(node.state_dict(), node.forecast_state(), "the state")
+    _expect_entries_in_forecast(node.state_dict(), node.forecast_state(), "the state")
 
 
-def _expect_covered(state: Any, forecast: Any, where: str) -> None:
+def _expect_entries_in_forecast(state: Any, forecast: Any, where: str) -> None:
     if isinstance(state, dict):
         for name, part in state.items():
             expect(name in forecast, f"{where}, {name} is not in the forecast")
-            _expect_covered(part, forecast[name], f"{where}, {name}")
+            _expect_entries_in_forecast(part, forecast[name], f"{where}, {name}")
     elif isinstance(state, torch.Tensor):
         expect((state.shape, state.dtype) == (forecast.shape, forecast.dtype), f"{where} was forecast differently")
 
 
-def known_steps_have_numbers(node: KnownSteps) -> None:
+def known_steps_count_from_1_and_have_numbers(node: KnownSteps) -> None:
     """Known steps are counted from 1, and their values are numbers or None."""
     for step, values in node.known_steps():
         expect(type(step) is int and step >= 1, f"{step!r} is not a step")
@@ -298,7 +299,7 @@ def known_steps_have_numbers(node: KnownSteps) -> None:
         expect(kinds <= {int, float, type(None)}, f"step {step} has values of {kinds}")
 
 
-def a_foreign_state_is_refused(node: Stateful) -> None:
+def loading_another_nodes_state_raises(node: Stateful) -> None:
     """Loading another node's state raises KeyError or ValueError, unless the node has no state."""
     if not node.state_dict():
         return
@@ -314,7 +315,7 @@ def without_a_signal_the_run_continues(stop: Stop) -> None:
     expect([stop.agree_on_signal(), stop.agree_on_signal()] == [0, 0], "the run is asked to stop")
 
 
-def ranks_agree_on_a_reason(stop: Stop) -> None:
+def a_stop_reason_is_from_a_rank(stop: Stop) -> None:
     """The reason is a rank's own words, and empty if no rank has one."""
     agreed = [stop.agree_on_reason(reason) for reason in ("", "enough", "")]
     expect(agreed == ["", "enough", ""], f"ranks agree on {agreed}")
@@ -342,7 +343,7 @@ def steps_can_be_rewound(tracker: Tracker) -> None:
     tracker.track(1, {"loss": 0.0})
 
 
-def events_change_nothing(events: Events) -> None:
+def emitting_events_does_not_change_the_step(events: Events) -> None:
     """Events can be emitted at any time, and do not change their step."""
     for kind in reversed(typing.get_args(EventKind)):
         state = ObservedState({"tokens": 64.0, "loss": 1.5})
@@ -375,7 +376,7 @@ def a_saved_step_is_restored(restorer: Restorer) -> None:
     expect(restorer.restore() == 0, "without a checkpoint a step is restored")
     for index in (1, 2):
         restorer.save(Step(index, 10))
-        restorer.hold(Step(index, 10))
+        restorer.keep_in_memory(Step(index, 10))
         restorer.wait_until_staged()
         restored = restorer.restore()
         expect(restored == index, f"step {index} was saved, and step {restored} is restored")
@@ -388,7 +389,7 @@ def a_step_may_be_saved_twice(restorer: Restorer) -> None:
     expect(restorer.restore() == 1, "step 1 was saved twice, and is not restored")
 
 
-def a_task_is_finished_once(task: FinalTask) -> None:
+def a_task_is_finished_only_after_finish(task: FinalTask) -> None:
     """A task is not finished before `finish` and finished after it, and `finish` may be called again."""
     expect(not task.is_finished(1), "the task is finished before it has run")
     for _ in range(2):
@@ -396,22 +397,22 @@ def a_task_is_finished_once(task: FinalTask) -> None:
         expect(task.is_finished(1), "the task has run and is not finished")
 
 
-def nothing_to_restore_is_no_error(node: AfterRestore) -> None:
+def after_restore_accepts_a_new_run(node: AfterRestore) -> None:
     """A node accepts the call in a new run, which has nothing to restore."""
     node.after_restore(0)
 
 
-def choices_are_named_texts(source: EnvironmentSource) -> None:
+def environment_choices_are_strings_and_repeatable(source: EnvironmentSource) -> None:
     """Names and values are texts, and the same at every call, because the process keeps its choices."""
-    chosen = dict(source.environment())
+    chosen = dict(source.list_machine_choices())
     expect(
         all(isinstance(text, str) and text for item in chosen.items() for text in item), f"{chosen} has other values"
     )
-    expect(chosen == dict(source.environment()), "a second call returns other choices")
+    expect(chosen == dict(source.list_machine_choices()), "a second call returns other choices")
 
 
-def files_that_are_read_exist(node: ReadsFiles) -> None:
+def read_files_exist_by_name_of_setting(node: ReadsFiles) -> None:
     """The files exist, and their keys are names of settings, so that the run folder can copy them."""
-    for setting, paths in node.files_read().items():
+    for setting, paths in node.list_input_files().items():
         expect(isinstance(setting, str) and setting, f"{setting!r} is not the name of a setting")
         expect(all(path.is_file() for path in paths), f"{setting} names something that is not a file: {paths}")

@@ -12,7 +12,7 @@ from drawloom.components.ports.stages import (
     Stages,
     TrainableStages,
     Transform,
-    gradient_of,
+    gradient_or_zeros,
 )
 from drawloom.graph.testing import expect
 
@@ -31,7 +31,7 @@ def parameters_have_unique_names(parameters: Parameters) -> None:
         )
 
 
-def stages_are_real_and_in_order(stages: Stages) -> None:
+def stages_are_ordered_and_not_on_the_meta_device(stages: Stages) -> None:
     """This rank has ordered stages with the same count, and their modules are not on the meta device."""
     numbers = [stage.index for stage in stages.local]
     expect(numbers and numbers == sorted(set(numbers)), f"this rank's stages are {numbers}")
@@ -44,7 +44,7 @@ def stages_are_real_and_in_order(stages: Stages) -> None:
         )
 
 
-def averages_stay_when_they_are_used(average: AveragedWeights) -> None:
+def averages_do_not_change_while_they_replace_weights(average: AveragedWeights) -> None:
     """Averages do not change while they replace the weights or afterwards, even if their user fails."""
     before = {name: tensor.clone() for name, tensor in average.averages().items()}
     for fails in (False, True):
@@ -75,16 +75,16 @@ def owned_parameters_are_a_subset(parameters: SpreadParameters) -> None:
 def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
     """A gradient of ones becomes the number of ranks with the parameter."""
     for _, parameter in parameters.named_parameters():
-        gradient_of(parameter).fill_(1)
+        gradient_or_zeros(parameter).fill_(1)
     parameters.sum_gradients()
     for name, parameter in parameters.named_parameters():
-        gradient = gradient_of(parameter)
+        gradient = gradient_or_zeros(parameter)
         ranks = float(gradient.flatten()[0])
         expect(ranks >= 1 and ranks.is_integer(), f"the gradients of {name}, ones on each rank, add up to {ranks}")
         expect(bool((gradient == ranks).all()), f"the gradient of {name} is summed in part")
 
 
-def casts_follow_the_parameters(stages: TrainableStages) -> None:
+def layers_use_changed_master_weights(stages: TrainableStages) -> None:
     """Casting does not change master weights; after an in-place change to a master weight, layers use the new value."""
     for only_if_changed in (False, True):
         masters = [parameter for stage in stages.local for _, parameter in stage.named_parameters()]
@@ -102,22 +102,22 @@ def casts_follow_the_parameters(stages: TrainableStages) -> None:
                 expect(is_same, f"after a change of {name} layers still compute with the old one")
 
 
-def gradients_are_handed_over(stages: TrainableStages) -> None:
+def compute_gradients_become_master_gradients(stages: TrainableStages) -> None:
     """Gradients of compute weights become gradients of master weights."""
     for stage in stages.local:
         for parameter in stage.module.parameters():
-            gradient_of(parameter).fill_(1)
+            gradient_or_zeros(parameter).fill_(1)
     stages.hand_over_gradients()
     for stage in stages.local:
         for name, parameter in stage.named_parameters():
             expect(parameter.grad is not None, f"{name} gets no gradient")
-            expect(bool((gradient_of(parameter) == 1).all()), f"the gradient of {name} is changed")
+            expect(bool((gradient_or_zeros(parameter) == 1).all()), f"the gradient of {name} is changed")
 
 
-def the_first_stage_takes_tokens(inputs: StageInputs) -> None:
+def first_stage_input_is_a_meta_tensor_like_tokens(inputs: StageInputs) -> None:
     """The first stage's input is a meta tensor with the tokens' shape and dtype."""
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    spec = inputs.boundary(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
+    spec = inputs.infer_stage_inputs(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
     expect(isinstance(spec, torch.Tensor) and spec.is_meta, "the input of the first stage is not on the meta device")
     expect(
         (spec.shape, spec.dtype) == (tokens.shape, tokens.dtype),

@@ -47,11 +47,11 @@ VOCABULARY_SAMPLES = 512
 """Number of evenly spread vocabulary tokens whose texts form one more sample."""
 
 
-def warn_of_other_ids(folder: Path, tokenizer: Tokenizer) -> None:
+def warn_if_transformers_ids_differ(folder: Path, tokenizer: Tokenizer) -> None:
     """Warn if transformers would encode differently from a tokenizer in a model folder."""
-    if not (folder / MODEL).is_file() or is_read_unchanged(folder):
+    if not (folder / MODEL).is_file() or is_tokenizer_json_read_unchanged(folder):
         return
-    if difference := find_difference(folder, tokenizer):
+    if difference := describe_id_difference(folder, tokenizer):
         log.warning(
             "%s: %s; if the model was trained with these, save the tokenizer as transformers reads it, by "
             'AutoTokenizer.from_pretrained("%s").save_pretrained("tokenizer"), and write path = "tokenizer"',
@@ -59,21 +59,21 @@ def warn_of_other_ids(folder: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def make_ids_agree(folder: Path, tokenizer: Tokenizer) -> None:
+def edit_config_to_match_ids(folder: Path, tokenizer: Tokenizer) -> None:
     """
-    Change a model folder's configuration, if necessary, to make transformers return the tokenizer's ids.
+    Edit a model folder's configuration files until transformers returns the tokenizer's ids; nothing if it does.
 
     A declared family class stays if it returns the same ids. Logs a warning if the ids still differ.
     """
     is_generic = _read_json_object(folder / CONFIG).get("tokenizer_class") in CLASSES_OF_FILES
-    if not is_generic and not find_difference(folder, tokenizer):
+    if not is_generic and not describe_id_difference(folder, tokenizer):
         return
-    make_read_unchanged(folder)
-    if difference := find_difference(folder, tokenizer):
+    edit_config_to_read_unchanged(folder)
+    if difference := describe_id_difference(folder, tokenizer):
         log.warning("the tokenizer is saved, but %s; do not use the model with transformers' tokenizer", difference)
 
 
-def is_read_unchanged(folder: Path) -> bool:
+def is_tokenizer_json_read_unchanged(folder: Path) -> bool:
     """
     Return whether transformers reads the `tokenizer.json` unchanged, according to the configurations in the folder.
     """
@@ -82,9 +82,9 @@ def is_read_unchanged(folder: Path) -> bool:
     return config.get("tokenizer_class") in CLASSES_OF_FILES and (names_code or not _ignores_declared_class(folder))
 
 
-def make_read_unchanged(folder: Path) -> None:
+def edit_config_to_read_unchanged(folder: Path) -> None:
     """Edit `tokenizer_config.json` to make transformers read `tokenizer.json` unchanged."""
-    if is_read_unchanged(folder):
+    if is_tokenizer_json_read_unchanged(folder):
         return
     config = _read_json_object(folder / CONFIG) | {"tokenizer_class": CLASSES_OF_FILES[0]}
     if _ignores_declared_class(folder):
@@ -98,7 +98,7 @@ def _ignores_declared_class(folder: Path) -> bool:
     return _read_json_object(folder / MODEL).get("model_type") in REBUILT
 
 
-def find_difference(folder: Path, tokenizer: Tokenizer) -> str:
+def describe_id_difference(folder: Path, tokenizer: Tokenizer) -> str:
     """
     Compare a tokenizer's ids with the ids from transformers' AutoTokenizer for a folder.
 
@@ -113,21 +113,21 @@ def find_difference(folder: Path, tokenizer: Tokenizer) -> str:
             auto_tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises many kinds: a missing package, an unexpected value
         return f"transformers can't read it ({type(error).__name__}: {error})"
-    for text in (*SAMPLES, _sample_vocabulary(tokenizer)):
+    for text in (*SAMPLES, _sample_vocabulary_text(tokenizer)):
         our_ids, other_ids = tokenizer.encode(text).tolist(), auto_tokenizer.encode(text, add_special_tokens=False)
         if our_ids != other_ids:
             name = f"transformers reads it as {type(auto_tokenizer).__name__}"
-            return f"{name}, which gives other ids: {_describe_first_change(text, tokenizer, our_ids, other_ids)}"
+            return f"{name}, which gives other ids: {_describe_first_differing_id(text, tokenizer, our_ids, other_ids)}"
     return ""
 
 
-def _sample_vocabulary(tokenizer: Tokenizer) -> str:
+def _sample_vocabulary_text(tokenizer: Tokenizer) -> str:
     """Return evenly spread vocabulary tokens as text, joined by spaces: words in the corpus's language."""
     step = max(1, tokenizer.vocab_size // VOCABULARY_SAMPLES)
     return " ".join(tokenizer.decode([token_id]).strip() for token_id in range(0, tokenizer.vocab_size, step))
 
 
-def _describe_first_change(text: str, tokenizer: Tokenizer, our_ids: list[int], other_ids: list[int]) -> str:
+def _describe_first_differing_id(text: str, tokenizer: Tokenizer, our_ids: list[int], other_ids: list[int]) -> str:
     """Describe the first difference: both token counts, and the text around the first different id."""
     first = next((index for index, pair in enumerate(zip(our_ids, other_ids, strict=False)) if pair[0] != pair[1]), 0)
     text_around = tokenizer.decode(our_ids[max(0, first - 2) : first + 4])

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom.components.data.packing.packed_rows import check_rows, warn_of_long_texts
-from drawloom.components.data.record import row_digests
+from drawloom.components.data.packing.packed_rows import check_rows_are_unchanged, warn_of_long_texts
+from drawloom.components.data.record import compute_row_digests
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import MAX_LENGTH, Collator, Example, Examples, TokenBatch
 from drawloom.components.ports.model import LanguageModel
@@ -53,7 +53,7 @@ class Collated:
             rows: Any = self.data.examples(split)
             # a dataset of Hugging Face is indexable, but not a Sequence
             self._splits[split] = rows if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") else list(rows)
-            counts = [self._count_tokens(split, index) for index in range(len(self._splits[split]))]
+            counts = [self._count_example_tokens(split, index) for index in range(len(self._splits[split]))]
             longest, self._tokens[split] = max([longest, *counts]), sum(counts)
         self.length = min(-(-longest // self.multiple) * self.multiple, self.max_length)
         warn_of_long_texts(longest, self.models)
@@ -74,22 +74,22 @@ class Collated:
             batch = self._collate_rows(split, indices)
         except Exception:
             for index in indices:
-                with self._name_in_errors(split, index):
+                with self._add_example_name_to_errors(split, index):
                     self._collate_rows(split, [index])
             raise
         return batch
 
     def sources(self, split: Split, row: int) -> list[str]:
         """Return the name of the row's example, as a list."""
-        return [self._name_example(split, row)]
+        return [self._get_example_name(split, row)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return row counts by split, and a sample's digest."""
-        return {split: {"rows": self.count(split), "sha256": self._hash_sample(split)} for split in SPLITS}
+        return {split: {"rows": self.count(split), "sha256": self._hash_sampled_rows(split)} for split in SPLITS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
-        check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
+        check_rows_are_unchanged(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
     def _collate_rows(self, split: Split, indices: Sequence[int]) -> Batch:
         """Collate examples. Raises ValueError if the batch has another class, or ids outside the vocabulary."""
@@ -98,27 +98,27 @@ class Collated:
             expected = self.collator.batch_type.__name__
             raise ValueError(f"its batch is a {type(batch).__name__}, and the collator's batch_type is {expected}")
         if isinstance(batch, TokenBatch) and self._vocab_size is not None:
-            check_ids(batch.tokens, self._vocab_size)
+            check_ids_are_in_vocabulary(batch.tokens, self._vocab_size)
         return batch
 
-    def _count_tokens(self, split: Split, index: int) -> int:
+    def _count_example_tokens(self, split: Split, index: int) -> int:
         """Count an example's tokens. Raises UserError if they are more than `max_length`."""
-        with self._name_in_errors(split, index):
+        with self._add_example_name_to_errors(split, index):
             tokens = self.collator.count(self._splits[split][index])
             if tokens > self.max_length:
                 raise ValueError(f"it has {tokens} tokens, and rows {self.max_length}; cut it, or raise max_length")
             return tokens
 
     @contextmanager
-    def _name_in_errors(self, split: Split, index: int) -> Iterator[None]:
+    def _add_example_name_to_errors(self, split: Split, index: int) -> Iterator[None]:
         """Add the example's name to an error."""
         try:
             yield
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError | UserError) else f"{type(error).__name__}: {error}"
-            raise UserError(f"{self._name_example(split, index)}: {reason}") from error
+            raise UserError(f"{self._get_example_name(split, index)}: {reason}") from error
 
-    def _name_example(self, split: Split, index: int) -> str:
+    def _get_example_name(self, split: Split, index: int) -> str:
         """Return an example's `source`, or else its number."""
         try:
             source = self._splits[split][index].get("source")
@@ -126,19 +126,19 @@ class Collated:
             source = None
         return str(source) if source else f"example {index} of {split}"
 
-    def _hash_sample(self, split: Split) -> str:
+    def _hash_sampled_rows(self, split: Split) -> str:
         """Hash up to MAX_ROWS_COMPARED rows, evenly spread over a split."""
         count = self.count(split)
         spread = (index * count // MAX_ROWS_COMPARED for index in range(MAX_ROWS_COMPARED))
         rows = [*spread] if count > MAX_ROWS_COMPARED else range(count)
-        return hashlib.sha256("".join(row_digests(self.batch(split, rows))).encode()).hexdigest()
+        return hashlib.sha256("".join(compute_row_digests(self.batch(split, rows))).encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return only the picklable parts that a worker process needs: the examples and the collator."""
         return {**self.__dict__, "data": None, "recipe": None, "models": None}
 
 
-def check_ids(ids: Tensor, vocab_size: int) -> None:
+def check_ids_are_in_vocabulary(ids: Tensor, vocab_size: int) -> None:
     """Raise ValueError if token ids, int64 (rows, length), are outside the vocabulary."""
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"it has ids outside of the model's vocabulary, 0 to {vocab_size - 1}")

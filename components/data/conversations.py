@@ -35,17 +35,17 @@ class Conversations(ChatCorpus):
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
             return [encode_completion(self.tokenizer, prompt, completion)]
-        messages, weights = self._read_messages(row)
+        messages, weights = self._read_messages_and_weights(row)
         tools = row.get("tools")
         return [
             encode_rendered(self.tokenizer, render_turns(template, part, part_weights, tools), part, tools)
-            for part, part_weights in self._rows_to_train(messages, weights)
+            for part, part_weights in self._split_into_trained_conversations(messages, weights)
         ]
 
-    def nothing_trained_message(self) -> str:
+    def format_nothing_trained_error(self) -> str:
         return f"no line has a turn to train; roles has {', '.join(self.roles) or 'none'}"
 
-    def _read_messages(self, row: Mapping[str, Any]) -> tuple[list[Message], list[float]]:
+    def _read_messages_and_weights(self, row: Mapping[str, Any]) -> tuple[list[Message], list[float]]:
         """Return a line's messages and their weights."""
         if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
             prompt, trained = row["prompt"], row["completion"]
@@ -54,10 +54,10 @@ class Conversations(ChatCorpus):
         else:
             raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
         check_messages([*prompt, *trained])
-        weights = [0.0] * len(prompt) + [self._weigh_turn(message) for message in trained]
+        weights = [0.0] * len(prompt) + [self._get_turn_weight(message) for message in trained]
         return [remove_key(message, "weight") for message in (*prompt, *trained)], weights
 
-    def _weigh_turn(self, message: Mapping[str, Any]) -> float:
+    def _get_turn_weight(self, message: Mapping[str, Any]) -> float:
         """
         Return a trained message's weight, its own or its role's. Raises ValueError if it is negative or not finite.
         """
@@ -66,7 +66,7 @@ class Conversations(ChatCorpus):
             raise ValueError(f"a turn has weight {weight!r}; write 0, 1, or another number from 0 on")
         return float(weight)
 
-    def _rows_to_train(
+    def _split_into_trained_conversations(
         self, messages: list[Message], weights: list[float]
     ) -> Iterator[tuple[Sequence[Message], Sequence[float]]]:
         """

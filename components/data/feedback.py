@@ -37,10 +37,10 @@ class Feedback(ChatCorpus):
             raise ValueError(f"its label is {label!r}; write {FORMS}")
         return [attrs.evolve(encode_answer(self.tokenizer, row, template), label=1.0 if label else -1.0)]
 
-    def nothing_trained_message(self) -> str:
+    def format_nothing_trained_error(self) -> str:
         return f"no line has an answer; write {FORMS}"
 
-    def arrange(self, documents: list[Encoded], split: Split) -> list[Encoded]:
+    def complete_split_documents(self, documents: list[Encoded], split: Split) -> list[Encoded]:
         """
         Insert after every document its prompt with the next document's answer. Raises UserError for a split with one
         line.
@@ -52,7 +52,7 @@ class Feedback(ChatCorpus):
         return [
             part
             for one, other in zip(documents, others, strict=True)
-            for part in _share_weight(one, _exchange_answer(one, other))
+            for part in _equalize_token_weights(one, _replace_answer(one, other))
         ]
 
 
@@ -76,15 +76,15 @@ def _find_answer_start(document: Encoded) -> int:
     return 1 + int(np.argmax(document.weights[1:] > 0))
 
 
-def _exchange_answer(one: Encoded, other: Encoded) -> Encoded:
+def _replace_answer(document: Encoded, answer_document: Encoded) -> Encoded:
     """Return one document's prompt with another's answer."""
-    first, second = _find_answer_start(one), _find_answer_start(other)
-    ids = np.concatenate([one.ids[:first], other.ids[second:]])
-    return Encoded(ids, np.concatenate([one.weights[:first], other.weights[second:]]), label=0.0)
+    first, second = _find_answer_start(document), _find_answer_start(answer_document)
+    ids = np.concatenate([document.ids[:first], answer_document.ids[second:]])
+    return Encoded(ids, np.concatenate([document.weights[:first], answer_document.weights[second:]]), label=0.0)
 
 
-def _share_weight(*sides: Encoded) -> list[Encoded]:
-    """Return both documents with equal weights for all trained tokens, which sum to 1 over both."""
+def _equalize_token_weights(*sides: Encoded) -> list[Encoded]:
+    """Return the documents with equal weights for all trained tokens; the weights sum to 1 over all documents."""
     targets = [np.append(False, side.weights[1:] > 0) for side in sides]
     weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))
     return [attrs.evolve(side, weights=weight * is_target) for side, is_target in zip(sides, targets, strict=True)]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.data.sources.documents import Part, split_parts, texts_of
+from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
 from drawloom.components.data.sources.files import make_local_file
 from drawloom.components.data.sources.tables import ArrowPart
 from drawloom.components.ports.corpus import Split
@@ -33,30 +33,30 @@ class HuggingFaceDataset:
     def check_machine(self) -> None:
         """Read every dataset's first document. Raises UserError if a folder or the column is missing."""
         for name in filter(None, (self.train, self.validation)):
-            next(texts_of(self._list_arrow_parts(name)[:1]), None)
+            next(iterate_texts(self._list_arrow_files(name)[:1]), None)
 
     def documents(self, split: Split) -> Iterator[str]:
         """
         Return a split's texts. Raises UserError if the folder is not a dataset, or lacks the named dataset.
         """
-        return texts_of(self.parts(split))
+        return iterate_texts(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
         """Return a split's documents in independently readable parts."""
         if self.validation is not None:
-            return [*self._list_arrow_parts(self.train if split == "train" else self.validation)]
-        return [*split_parts(self._list_arrow_parts(self.train), split, self.validation_fraction)]
+            return [*self._list_arrow_files(self.train if split == "train" else self.validation)]
+        return [*select_split_parts(self._list_arrow_files(self.train), split, self.validation_fraction)]
 
-    def _list_arrow_parts(self, name: str) -> list[ArrowPart]:
+    def _list_arrow_files(self, dataset_name: str) -> list[ArrowPart]:
         """Return a dataset's Arrow files, by its name in the dictionary. Raises UserError if it is missing."""
         names = _read_json(self.path / "dataset_dict.json")
         if names is None and self.validation is not None:
             raise UserError(
                 f"validation: {self.path} holds one data set, not a dictionary with several; leave `validation` out"
             )
-        if names is not None and name not in names["splits"]:
-            raise UserError(f'{self.path} has no "{name}", only {", ".join(names["splits"])}')
-        folder = self.path / name if names is not None else self.path
+        if names is not None and dataset_name not in names["splits"]:
+            raise UserError(f'{self.path} has no "{dataset_name}", only {", ".join(names["splits"])}')
+        folder = self.path / dataset_name if names is not None else self.path
         state = _read_json(folder / "state.json")
         if state is None:
             raise UserError(f"path: {folder} is not a data set: it has no state.json; write one with `save_to_disk`")

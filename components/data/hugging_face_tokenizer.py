@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from drawloom.components.data.auto_tokenizer import CLASSES_OF_FILES, make_ids_agree, warn_of_other_ids
+from drawloom.components.data.auto_tokenizer import (
+    CLASSES_OF_FILES,
+    edit_config_to_match_ids,
+    warn_if_transformers_ids_differ,
+)
 from drawloom.components.data.chat.template import read_chat_template
 from drawloom.graph import UserError, component, setting
 
@@ -41,7 +45,7 @@ class HuggingFaceTokenizer:
         Logs a warning if the file is in a model folder, and transformers returns other ids for this folder.
         """
         self.check_machine()
-        warn_of_other_ids(self._file.parent, self)
+        warn_if_transformers_ids_differ(self._tokenizer_file.parent, self)
 
     def check_machine(self) -> None:
         """Read the file. Raises UserError if the package, the file or the end token is missing."""
@@ -50,19 +54,19 @@ class HuggingFaceTokenizer:
     @cached_property
     def _tokenizer(self) -> Any:
         """The tokenizer in the file, read once."""
-        return read_tokenizer(self._file)
+        return read_tokenizer(self._tokenizer_file)
 
     @cached_property
-    def _end_token(self) -> str:
+    def _eos_token(self) -> str:
         """Return the end-of-document token; raises UserError if nothing declares one."""
-        token = self.end_token or read_eos_token(self._file.parent)
+        token = self.end_token or read_eos_token(self._tokenizer_file.parent)
         if token is None:
-            where = f"{self._file.parent / COMPANIONS[0]} has no eos_token"
-            raise UserError(f"end_token: it is not set, and {where}; {_suggest_tokens(self._tokenizer)}")
+            where = f"{self._tokenizer_file.parent / COMPANIONS[0]} has no eos_token"
+            raise UserError(f"end_token: it is not set, and {where}; {_suggest_special_tokens(self._tokenizer)}")
         return token
 
     @property
-    def _file(self) -> Path:
+    def _tokenizer_file(self) -> Path:
         """Path to `tokenizer.json`."""
         return self.path / "tokenizer.json" if self.path.is_dir() else self.path
 
@@ -74,10 +78,12 @@ class HuggingFaceTokenizer:
     @cached_property
     def eos_id(self) -> int:
         """The id of `end_token`."""
-        tokenizer, token = self._tokenizer, self._end_token
+        tokenizer, token = self._tokenizer, self._eos_token
         token_id = tokenizer.token_to_id(token)
         if token_id is None:
-            raise UserError(f'end_token: {self._file} has no token "{token}"; {_suggest_tokens(tokenizer)}')
+            raise UserError(
+                f'end_token: {self._tokenizer_file} has no token "{token}"; {_suggest_special_tokens(tokenizer)}'
+            )
         return int(token_id)
 
     def encode(self, text: str) -> np.ndarray:
@@ -86,12 +92,12 @@ class HuggingFaceTokenizer:
     @property
     def chat_template(self) -> str | None:
         """The template in `chat_template.jinja` or `tokenizer_config.json` beside the file."""
-        return read_chat_template(self._file.parent)[0]
+        return read_chat_template(self._tokenizer_file.parent)[0]
 
     @property
     def template_tokens(self) -> Mapping[str, str]:
         """The special tokens in `tokenizer_config.json`, by name."""
-        return read_chat_template(self._file.parent)[1]
+        return read_chat_template(self._tokenizer_file.parent)[1]
 
     @property
     def control_tokens(self) -> list[str]:
@@ -132,13 +138,13 @@ class HuggingFaceTokenizer:
             if token_id in added:
                 table[token_id] = 0 if added[token_id].special else len(added[token_id].content.encode())
             else:
-                table[token_id] = len(token) if is_byte_level else len(_unescape_token(token).encode())
+                table[token_id] = len(token) if is_byte_level else len(_replace_byte_escapes(token).encode())
         return table
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         """Return the file and the companion files that transformers reads."""
-        companions = [self._file.parent / name for name in COMPANIONS]
-        return {"path": [self._file, *(path for path in companions if path.is_file())]}
+        companions = [self._tokenizer_file.parent / name for name in COMPANIONS]
+        return {"path": [self._tokenizer_file, *(path for path in companions if path.is_file())]}
 
     def save(self, folder: Path) -> None:
         """
@@ -147,15 +153,15 @@ class HuggingFaceTokenizer:
 
         Logs a warning if transformers still returns other ids.
         """
-        source, *companions = self.files_read()["path"]
+        source, *companions = self.list_input_files()["path"]
         shutil.copyfile(source, folder / "tokenizer.json")
         for path in companions:
             shutil.copyfile(path, folder / path.name)
         if not (folder / COMPANIONS[0]).is_file():
-            config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._end_token}
+            config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._eos_token}
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if (folder / "config.json").is_file():
-            make_ids_agree(folder, self)
+            edit_config_to_match_ids(folder, self)
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -189,9 +195,9 @@ def _is_byte_level(tokenizer: Any) -> bool:
     return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
-def _unescape_token(token: str) -> str:
+def _replace_byte_escapes(token: str) -> str:
     """
-    Return a text with a token's byte count: `▁` becomes a space, and a byte fallback such as `<0x0A>` becomes `?`.
+    Replace `▁` by a space, and a byte fallback such as `<0x0A>` by `?`, so the text has the token's byte count.
     """
     return "?" if BYTE.fullmatch(token) else token.replace("▁", " ")
 
@@ -206,7 +212,7 @@ def _import_tokenizers() -> Any:
     return tokenizers
 
 
-def _suggest_tokens(tokenizer: Any) -> str:
+def _suggest_special_tokens(tokenizer: Any) -> str:
     """Return a remedy for messages, with the special tokens to choose from."""
     special = [f'"{token.content}"' for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     return f"write one of {', '.join(special)}" if special else "write one of its tokens"

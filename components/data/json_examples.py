@@ -2,8 +2,8 @@
 
 import attrs
 
-from drawloom.components.data.sources.documents import split_of
-from drawloom.components.data.sources.rows import lines_of
+from drawloom.components.data.sources.documents import choose_split
+from drawloom.components.data.sources.rows import read_object_lines
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import Example
 from drawloom.graph import between, component, setting
@@ -28,14 +28,14 @@ class JsonExamples:
 
     def check_machine(self) -> None:
         """Read the first line. Raises UserError for a glob without a file, or a line without an object."""
-        next(lines_of(self.paths), None)
+        next(read_object_lines(self.paths), None)
 
     def open(self) -> None:
         """Read all lines. Raises UserError with file and line number for a line that is not an object."""
         self._splits = {"train": [], "validation": []}
-        for line in lines_of(self.paths):
+        for line in read_object_lines(self.paths):
             example = {**line.row, "source": line.position}
-            self._splits[split_of(line.key, self.validation_fraction)].append(example)
+            self._splits[choose_split(line.key, self.validation_fraction)].append(example)
 
     def close(self) -> None:
         """Free the examples."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.data.sources.documents import Part, split_parts, texts_of
-from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.json_lines import json_lines_parts
+from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
+from drawloom.components.data.sources.files import find_files
+from drawloom.components.data.sources.json_lines import split_json_lines_files
 from drawloom.components.ports.corpus import Split
 from drawloom.graph import between, component, setting
 
@@ -29,12 +29,16 @@ class JsonLines:
 
     def check_machine(self) -> None:
         """Read the first document. Raises UserError for a glob without a file, or for a malformed line."""
-        next(texts_of(json_lines_parts(find(self.paths)[:1], self.field)), None)
+        next(iterate_texts(split_json_lines_files(find_files(self.paths)[:1], self.field)), None)
 
     def documents(self, split: Split) -> Iterator[str]:
         """Return a split's texts, ordered by file and line. Raises UserError with a bad line's position."""
-        return texts_of(self.parts(split))
+        return iterate_texts(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
         """Return a split's documents in independently readable parts."""
-        return [*split_parts(json_lines_parts(find(self.paths), self.field), split, self.validation_fraction)]
+        return [
+            *select_split_parts(
+                split_json_lines_files(find_files(self.paths), self.field), split, self.validation_fraction
+            )
+        ]

@@ -9,21 +9,21 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-from drawloom.components.data.order.stream import RowStream, Segment, row_shares, row_sources
+from drawloom.components.data.order.stream import RowStream, Segment, compute_row_shares, list_row_sources
 from drawloom.components.data.workers import Workers
 from drawloom.components.ports.data import (
     MAX_LENGTH,
     PackedDataset,
     RowOrder,
     TokenBatch,
-    batch_types,
+    find_batch_types,
     has_pairs,
     token_batch,
 )
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension
 from drawloom.components.ports.run import Batching
 from drawloom.components.state.batch import Batch
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -42,18 +42,18 @@ class LengthStage:
         doc="training tokens after which this stage ends, counted in full rows",
     )
 
-    def covers(self, step: int, tokens: int) -> bool:
-        """Return whether a step is in this stage or an earlier one; `tokens` is the token count before the step."""
-        return step <= (self.until_step or 0) or tokens < (self.until_tokens or 0)
+    def starts_before_end(self, step: int, tokens_before_step: int) -> bool:
+        """Return whether a step is in this stage or an earlier one; given the tokens before the step."""
+        return step <= (self.until_step or 0) or tokens_before_step < (self.until_tokens or 0)
 
 
-def truncate_rows(batch: TokenBatch, length: int) -> TokenBatch:
+def split_long_documents(batch: TokenBatch, max_length: int) -> TokenBatch:
     """
-    Split every document in a batch into documents with at most `length` tokens.
+    Split every document in a batch into documents with at most `max_length` tokens.
 
     Keeps all tokens and shapes: positions restart at every cut, and attention does not cross it.
     """
-    positions = batch.positions % length
+    positions = batch.positions % max_length
     return batch.evolve(positions=positions, document_ids=torch.cumsum(positions == 0, dim=1) - 1)
 
 
@@ -101,7 +101,7 @@ class Loader:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
         if self.rows.count("train") == 0:
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
-        self._lay_out_stream([])
+        self._build_row_stream([])
         if self.workers:
             self._workers = Workers(self.rows, "train", self.workers)
 
@@ -122,30 +122,32 @@ class Loader:
         step = self._step + 1
         if self._stream is None:
             self._stream = self._iterate_batches(step)
-        batches = [next(self._stream) for _ in self.batching.positions(step)]
+        batches = [next(self._stream) for _ in self.batching.microbatch_positions(step)]
         if self.lengths:
-            batches = [self.shorten(batch, step) for batch in batches]
+            batches = [self.split_documents_for_step(batch, step) for batch in batches]
         # one check is enough: seed, rows and order determine the later steps
         if not self._checked:
             check_batch(self.rows, batches[0])
-            check_consistency(self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0])
+            check_ranks_have_consistent_batches(
+                self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0]
+            )
             self._checked = True
         self._step = step
         return batches
 
-    def shorten(self, batch: Batch, step: int) -> Batch:
+    def split_documents_for_step(self, batch: Batch, step: int) -> Batch:
         """Cut a batch's documents to the step's maximum length."""
-        length = self.length_at(step)
-        return batch if length is None else truncate_rows(token_batch(batch, "lengths"), length)
+        length = self.max_document_length_at(step)
+        return batch if length is None else split_long_documents(token_batch(batch, "lengths"), length)
 
-    def length_at(self, step: int) -> int | None:
+    def max_document_length_at(self, step: int) -> int | None:
         """Return the step's maximum document length; None if documents are not cut."""
-        tokens = self._find_start(step) * self.rows.length
-        return next((stage.length for stage in self.lengths if stage.covers(step, tokens)), None)
+        tokens = self._compute_start_position(step) * self.rows.length
+        return next((stage.length for stage in self.lengths if stage.starts_before_end(step, tokens)), None)
 
     def rows_of(self, step: int) -> list[int]:
         """Return a step's row numbers, over all ranks."""
-        return self._rows.rows(range(self._find_start(step), self._find_start(step + 1)))
+        return self._rows.rows(range(self._compute_start_position(step), self._compute_start_position(step + 1)))
 
     @property
     def last_resized_step(self) -> int:
@@ -158,16 +160,16 @@ class Loader:
 
         Counts a source's average tokens per row, so the sum is exact at an epoch's end.
         """
-        rows = self._rows.count_rows_before(self._find_start(step + 1))
+        rows = self._rows.count_rows_before(self._compute_start_position(step + 1))
         sources = self._rows.sources.values()
         return {source.name: rows.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
     @property
     def position(self) -> int:
         """The position in the endless row order where the next step begins."""
-        return self._find_start(self._step + 1)
+        return self._compute_start_position(self._step + 1)
 
-    def continue_at(self, position: int) -> None:
+    def skip_to_position(self, position: int) -> None:
         """Move the next step to a position in the order, as if earlier steps had had another batch size."""
         self.load_state_dict(self.state_dict() | {"position": position})
 
@@ -194,36 +196,38 @@ class Loader:
             if not isinstance(number, int) or number < 0:
                 raise ValueError(f"{key}: {number!r} is not an integer of 0 or more")
         self._step, self._stream = step, None
-        self._offset = position - self.batching.start(step + 1)
+        self._offset = position - self.batching.first_position(step + 1)
         self._last_resized_step = state.get("since", 0) if self._offset == state.get("offset", 0) else step
-        self._lay_out_stream([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
+        self._build_row_stream([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
 
-    def _find_start(self, step: int) -> int:
+    def _compute_start_position(self, step: int) -> int:
         """Return the position where a step begins."""
-        return self.batching.start(step) + self._offset
+        return self.batching.first_position(step) + self._offset
 
-    def _lay_out_stream(self, segments: list[Segment]) -> None:
-        """Lay out the row stream: earlier segments, plus a new one if the shares have changed."""
-        sources = {source.name: source for source in row_sources(self.rows)}
-        shares = row_shares([*sources.values()])
+    def _build_row_stream(self, segments: list[Segment]) -> None:
+        """Build `_rows` from earlier segments, plus one from the next step on if the source shares have changed."""
+        sources = {source.name: source for source in list_row_sources(self.rows)}
+        shares = compute_row_shares([*sources.values()])
         if segments and segments[-1].shares != shares:
             log.warning(
                 "from step %d on, the shares of the mixture's sources differ from the earlier steps'", self._step + 1
             )
-            position = self._find_start(self._step + 1)
+            position = self._compute_start_position(self._step + 1)
             segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
     def _iterate_batches(self, step: int) -> Iterator[Batch]:
         """Return an endless iterator over microbatches, beginning with a step."""
-        row_indices = self._row_indices_from(step)
+        row_indices = self._iterate_row_indices(step)
         if self._workers is None:
             return (self.rows.batch("train", indices) for indices in row_indices)
         return self._workers.batches(row_indices, self.workers * self.prefetch, self.timeout)
 
-    def _row_indices_from(self, step: int) -> Iterator[list[int]]:
+    def _iterate_row_indices(self, step: int) -> Iterator[list[int]]:
         """Return an endless iterator over the microbatches' row numbers, beginning with a step."""
-        microbatches = (positions for later_step in count(step) for positions in self.batching.positions(later_step))
+        microbatches = (
+            positions for later_step in count(step) for positions in self.batching.microbatch_positions(later_step)
+        )
         return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
 
     @classmethod
@@ -231,11 +235,11 @@ class Loader:
         """Yield problems with the length curriculum, and with uneven rows for the ranks along `context`."""
         rows, mesh = node.neighbour("rows"), node.neighbour("mesh")
         if rows and mesh:
-            length, ranks = rows.settings.get("length"), PerDimension.of_settings(mesh.settings).context
+            length, ranks = rows.settings.get("length"), PerDimension.from_settings(mesh.settings).context
             if isinstance(length, int) and length % ranks:
                 text = f"rows of {length} tokens can't be partitioned over {ranks} ranks along 'context'"
                 yield rows.problem("length", text, f"write a length that is a multiple of {2 * ranks}")
-            for writer, batch_type in batch_types(rows):
+            for writer, batch_type in find_batch_types(rows):
                 yield from _check_batch_division(writer, batch_type, ranks, node)
         if node.settings["lengths"] and rows and has_pairs(rows.component):
             text = "lengths would cut documents, and a cut pair can't be compared"
@@ -273,25 +277,25 @@ def check_batch(rows: PackedDataset, batch: Any) -> None:
         raise UserError(f"{text}: {error}", 2) from error
 
 
-def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> None:
+def check_ranks_have_consistent_batches(world: Group, data_parallel_index: int, rows: int, batch: Batch) -> None:
     """
     Raise UserError on every rank if ranks with one data-parallel index have different batches, or if any ranks have
     different row counts. Collective over all ranks.
     """
-    answers = world.gather_json([replica, rows, _hash_batch(batch)])
+    answers = world.gather_json([data_parallel_index, rows, _hash_batch(batch)])
     first_ranks: dict[int, int] = {}
     for rank, (index, row_count, fingerprint) in enumerate(answers):
         if row_count != answers[0][1]:
-            _raise_difference(0, rank, f"have {answers[0][1]} and {row_count} training rows")
+            _raise_rank_difference(0, rank, f"have {answers[0][1]} and {row_count} training rows")
         first = first_ranks.setdefault(index, rank)
         if fingerprint != answers[first][2]:
-            _raise_difference(first, rank, f"have the same data-parallel index {index}, and see different rows")
+            _raise_rank_difference(first, rank, f"have the same data-parallel index {index}, and see different rows")
 
 
-def _raise_difference(first: int, second: int, difference: str) -> NoReturn:
+def _raise_rank_difference(first_rank: int, second_rank: int, difference: str) -> NoReturn:
     """Raise UserError for a difference between two ranks."""
     hint = "give every rank the same corpus, tokenizer and seed"
-    raise UserError(f"data: ranks {first} and {second} {difference}; {hint}")
+    raise UserError(f"data: ranks {first_rank} and {second_rank} {difference}; {hint}")
 
 
 def _hash_batch(batch: Batch) -> str:
@@ -299,5 +303,5 @@ def _hash_batch(batch: Batch) -> str:
     digest = blake2b(digest_size=16)
     for tensor in batch.tensors():
         digest.update(f"{tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor))
+        digest.update(view_bytes(tensor))
     return digest.hexdigest()

@@ -44,12 +44,12 @@ class MixedDocuments:
         return sha256("".join(parts).encode()).hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        source, number = self._find_document(document)
+        source, number = self._locate_document(document)
         return source.documents.read(number, first, last)
 
     def source(self, document: int) -> str:
         """Return the source's name, and the document's origin in it."""
-        source, number = self._find_document(document)
+        source, number = self._locate_document(document)
         return f"{source.name}: {source.documents.source(number)}"
 
     @cached_property
@@ -57,13 +57,13 @@ class MixedDocuments:
         """First document numbers by source, followed by the total document count."""
         return [0, *accumulate(len(source.documents.lengths) for source in self.sources)]
 
-    def _find_document(self, document: int) -> tuple[DocumentSource, int]:
+    def _locate_document(self, document: int) -> tuple[DocumentSource, int]:
         """Return a document's source, and its number there."""
         index = bisect_right(self._starts, document) - 1
         return self.sources[index], document - self._starts[index]
 
 
-def document_sources(documents: TokenDocuments) -> tuple[DocumentSource, ...]:
+def list_document_sources(documents: TokenDocuments) -> tuple[DocumentSource, ...]:
     """Return a mixture's sources, or all documents as one source without a name."""
     return documents.sources if isinstance(documents, MixedDocuments) else (DocumentSource("", documents, 1.0),)
 
@@ -122,15 +122,15 @@ class Mixture:
             for name, corpus in self.sources.items():
                 documents = corpus.documents(split)
                 tokens = float(documents.lengths.sum(dtype=np.int64))
-                sources.append(DocumentSource(name, documents, self._weigh_source(name, tokens)))
+                sources.append(DocumentSource(name, documents, self._compute_source_weight(name, tokens)))
             self._mixed[split] = MixedDocuments(tuple(sources))
         return self._mixed[split]
 
-    def _weigh_source(self, name: str, tokens: float) -> float:
+    def _compute_source_weight(self, name: str, token_count: float) -> float:
         """Return a source's weight: the setting, or (epochs * tokens) ** (1 / temperature)."""
         if self.weights:
             return self.weights[name]
-        weight: float = (self.epochs.get(name, 1.0) * tokens) ** (1 / self.temperature)
+        weight: float = (self.epochs.get(name, 1.0) * token_count) ** (1 / self.temperature)
         return weight
 
     @classmethod

@@ -50,7 +50,7 @@ class PadCollator:
             count = self.count(example)
             begin = length - count if self.side == "left" else 0
             example_span, padding_span = slice(begin, begin + count), slice(0, begin) if begin else slice(count, length)
-            tokens[row, example_span] = _to_ids(example["input_ids"])
+            tokens[row, example_span] = _convert_to_ids(example["input_ids"])
             targets[row, begin : begin + count - 1], weights[row, begin : begin + count - 1] = _shift_targets(example)
             for span in (example_span, padding_span):
                 positions[row, span] = np.arange(span.stop - span.start)
@@ -72,23 +72,23 @@ def _shift_targets(example: Example) -> tuple[np.ndarray, np.ndarray]:
     """
     Return targets for all tokens but the last, and their weights. Raises ValueError for invalid labels or weights.
     """
-    targets = _to_ids(example["input_ids"])[1:]
+    targets = _convert_to_ids(example["input_ids"])[1:]
     weights = np.ones(len(targets), np.float32)
     if example.get("weights") is not None:
         weights = np.asarray(example["weights"], np.float32)[1:]
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("one of its weights is negative or not a finite number")
     if example.get("labels") is not None:
-        labels = _to_ids(example["labels"])[1:]
+        labels = _convert_to_ids(example["labels"])[1:]
         if ((labels != IGNORE_INDEX) & (labels != targets)).any():
             raise ValueError(f"one of its labels is neither its token, unshifted, nor {IGNORE_INDEX}")
         targets, weights = labels, np.where(labels == IGNORE_INDEX, np.float32(0), weights)
     return targets, weights
 
 
-def _to_ids(values: Any) -> np.ndarray:
+def _convert_to_ids(numbers: Any) -> np.ndarray:
     """Convert values to ids, int64 (values,). Raises ValueError unless they are a sequence with only integers."""
-    ids = np.asarray(values)
+    ids = np.asarray(numbers)
     if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
         raise ValueError(f"its ids are {ids.dtype} of shape {ids.shape} and not a sequence of integers")
     return ids.astype(np.int64)

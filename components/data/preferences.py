@@ -44,38 +44,40 @@ class Preferences(ChatCorpus):
         """Return a line's two documents, the preferred one first, or none. Raises ValueError for a malformed line."""
         prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
         if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-            return _weigh_pair(
+            return _set_pair_weights(
                 [encode_completion(self.tokenizer, prompt, answer) for answer in (chosen, rejected)], row
             )
         if not (isinstance(chosen, list) and isinstance(rejected, list) and isinstance(prompt, list | None)):
             raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
         sides = [[*(prompt or []), *answer] for answer in (chosen, rejected)]
-        shared = len(prompt) if prompt else len([*takewhile(_are_equal, zip(*sides, strict=False))])
+        shared = len(prompt) if prompt else len([*takewhile(_are_messages_equal, zip(*sides, strict=False))])
         tools = row.get("tools")
-        return _weigh_pair([self._encode_answer(side, shared, tools, template) for side in sides], row)
+        return _set_pair_weights([self._encode_conversation(side, shared, tools, template) for side in sides], row)
 
-    def nothing_trained_message(self) -> str:
+    def format_nothing_trained_error(self) -> str:
         return f"no line has two different answers to compare; write {FORMS}"
 
-    def _encode_answer(self, messages: Sequence[Message], shared: int, tools: Any, template: ChatTemplate) -> Encoded:
+    def _encode_conversation(
+        self, messages: Sequence[Message], prompt_turns: int, tools: Any, template: ChatTemplate
+    ) -> Encoded:
         """Encode a conversation, with trained assistant turns after the prompt."""
         check_messages(messages)
-        weights = [float(index >= shared and turn["role"] == "assistant") for index, turn in enumerate(messages)]
+        weights = [float(index >= prompt_turns and turn["role"] == "assistant") for index, turn in enumerate(messages)]
         return encode_rendered(self.tokenizer, render_turns(template, messages, weights, tools), messages, tools)
 
 
-def _are_equal(pair: tuple[Message, Message]) -> bool:
+def _are_messages_equal(pair: tuple[Message, Message]) -> bool:
     return pair[0] == pair[1]
 
 
-def _weigh_pair(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
+def _set_pair_weights(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
     """
     Return both sides with equal weights for trained tokens, 1 in sum, and with references and margin.
 
     Returns an empty list if a side has no trained token, or both sides are equal. Raises ValueError for malformed
     values.
     """
-    references = [_read_reference(row, key) for key in REFERENCES]
+    references = [_read_reference_logp(row, key) for key in REFERENCES]
     if (references[0] is None) != (references[1] is None):
         raise ValueError(f"it has only one of {' and '.join(REFERENCES)}; write both or none")
     targets = [np.append(False, side.weights[1:] > 0) for side in sides]  # nothing predicts the first token
@@ -99,7 +101,7 @@ def _read_margin(row: Mapping[str, Any]) -> float | None:
     return float(value)
 
 
-def _read_reference(row: Mapping[str, Any], key: str) -> float | None:
+def _read_reference_logp(row: Mapping[str, Any], key: str) -> float | None:
     """Return a line's log-probability under `key`, or None. Raises ValueError unless it is a number up to 0."""
     value = row.get(key)
     if value is None:

@@ -42,37 +42,37 @@ class PromptCollator:
         if self._renderer is not None:
             self._renderer.close()
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         """Return the template file, if there is one."""
         return {} if self.template is None else {"template": [self.template]}
 
     def count(self, example: Example) -> int:
         """Count a prompt's tokens. Raises ValueError for an example without a prompt, or with an empty one."""
-        return len(self._encode(example))
+        return len(self._encode_prompt(example))
 
     def collate(self, examples: Sequence[Example], length: int) -> PromptBatch:
         """Return rows for prompts with at most `length` tokens, padded with the end token."""
-        ids = [self._encode(example) for example in examples]
+        ids = [self._encode_prompt(example) for example in examples]
         tokens = np.full((len(ids), length), self.tokenizer.eos_id, np.int64)
         for row, prompt in zip(tokens, ids, strict=True):
             row[: len(prompt)] = prompt
         lengths = torch.tensor([len(prompt) for prompt in ids])
         return PromptBatch(torch.from_numpy(tokens), lengths, torch.ones(len(ids)), examples=tuple(examples))
 
-    def _encode(self, example: Mapping[str, Any]) -> np.ndarray:
+    def _encode_prompt(self, example: Mapping[str, Any]) -> np.ndarray:
         """Encode a prompt, int32 (tokens,). Raises ValueError if it is missing or empty."""
         prompt = example.get("prompt")
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, list):
-            ids = self._encode_messages(prompt, example.get("tools"))
+            ids = self._encode_prompt_messages(prompt, example.get("tools"))
         else:
             raise ValueError(f"it has {', '.join(example) or 'no keys'}; write a prompt, a text or a list of messages")
         if not len(ids):
             raise ValueError("its prompt is empty; write at least one token")
         return ids
 
-    def _encode_messages(self, messages: list[Any], tools: Any) -> np.ndarray:
+    def _encode_prompt_messages(self, messages: list[Any], tools: Any) -> np.ndarray:
         """Render messages up to the answer's beginning, and encode the text, int32 (tokens,)."""
         if not isinstance(self.tokenizer, ChatTokenizer):
             raise ValueError("its prompt has messages, and the tokenizer has no chat template; write a text")

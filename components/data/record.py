@@ -7,9 +7,9 @@ import attrs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Batching, RunFolder, Step
 from drawloom.components.state.batch import Batch
-from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.storage.regular_file import create_folder
 from drawloom.components.storage.step_log import RestartedLog, StepLog
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import component
 
 FOLDER = "rows"
@@ -34,7 +34,7 @@ class Record:
 
     def run_phase(self, step: Step) -> None:
         """Append a step's digests. Removes later lines from a process that was killed or went back."""
-        digests = [digest for batch in step.state["batches"] for digest in row_digests(batch)]
+        digests = [digest for batch in step.state["batches"] for digest in compute_row_digests(batch)]
         self._log.append(
             {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}
         )
@@ -49,7 +49,7 @@ class Record:
 
     def _open_log(self, step: int) -> StepLog:
         """Open this rank's file, after rank 0 has removed lines from this step on in all files. A collective."""
-        folder = make_folder(self.folder.folder / FOLDER)
+        folder = create_folder(self.folder.folder / FOLDER)
         if self.mesh.world.rank == 0:
             # all ranks: an earlier start may have had more ranks than this one
             for path in folder.glob("rank-*.jsonl"):
@@ -60,11 +60,11 @@ class Record:
         return StepLog.open(folder / f"rank-{self.mesh.world.rank}.jsonl")
 
 
-def row_digests(batch: Batch) -> list[str]:
+def compute_row_digests(batch: Batch) -> list[str]:
     """Return a digest for every row in a batch, over all tensors except replicated ones."""
     rows = batch.row_count
     tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
-    contents = [(bytes_of(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
+    contents = [(view_bytes(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
     return [_hash_content(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.data.sources.documents import split_of
-from drawloom.components.distributed.rng import generator
+from drawloom.components.data.sources.documents import choose_split
+from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, Example
 from drawloom.components.ports.run import RunInfo
@@ -38,7 +38,7 @@ class SortDigits:
         """Draw all numbers."""
         self._splits = {"train": [], "validation": []}
         for number in self._draw_numbers():
-            self._splits[split_of(number.encode(), self.validation_fraction)].append(self._make_example(number))
+            self._splits[choose_split(number.encode(), self.validation_fraction)].append(self._make_example(number))
 
     def close(self) -> None:
         """Free the examples."""
@@ -50,7 +50,7 @@ class SortDigits:
     def _draw_numbers(self) -> Iterator[str]:
         """Yield random digit strings without repetition."""
         shape = self.examples_drawn, self.digits
-        drawn = torch.randint(10, shape, generator=generator(self.job.seed, "sort_digits"))
+        drawn = torch.randint(10, shape, generator=create_generator(self.job.seed, "sort_digits"))
         yield from dict.fromkeys("".join(map(str, row)) for row in drawn.tolist())
 
     def _make_example(self, number: str) -> Mapping[str, Any]:

@@ -5,9 +5,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from drawloom.components.data.sources.documents import Part, split_parts, texts_of
+from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
 from drawloom.components.data.sources.files import File, make_local_file
-from drawloom.components.data.sources.text import text_parts
+from drawloom.components.data.sources.text import group_text_files
 from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError, between, component, setting
 
@@ -27,17 +27,21 @@ class StandardLibrary:
 
     def documents(self, split: Split) -> Iterator[str]:
         """Return a split's texts, ordered by module path."""
-        return texts_of(self.parts(split))
+        return iterate_texts(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
         """Return a split's documents in independently readable parts."""
-        return [*split_parts(text_parts(source_files(), replace=True), split, self.validation_fraction)]
+        return [
+            *select_split_parts(
+                group_text_files(list_source_files(), replace_invalid=True), split, self.validation_fraction
+            )
+        ]
 
 
-def source_files() -> list[File]:
+def list_source_files() -> list[File]:
     """Return the running Python's modules, sorted by path below `stdlib`. Raises UserError if there are none."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in _walk_files(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
+    paths = [path for path in _walk_source_files(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
     if not paths:
         raise UserError(f'{root}: this Python has no source files; write use = "data.text_files"')
     return sorted(
@@ -45,7 +49,7 @@ def source_files() -> list[File]:
     )
 
 
-def _walk_files(root: Path) -> Iterator[Path]:
+def _walk_source_files(root: Path) -> Iterator[Path]:
     """Yield all files below a folder, except in folders with tests or installed packages."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if _is_source_folder(name)]

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from drawloom.components.data.sources.documents import Part, split_parts, texts_of
-from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.text import text_parts
+from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
+from drawloom.components.data.sources.files import find_files
+from drawloom.components.data.sources.text import group_text_files
 from drawloom.components.ports.corpus import Split
 from drawloom.graph import between, component, setting
 
@@ -32,13 +32,13 @@ class TextFiles:
 
     def check_machine(self) -> None:
         """Raise UserError for a glob without a file."""
-        find(self.paths)
+        find_files(self.paths)
 
     def documents(self, split: Split) -> Iterator[str]:
         """Return a split's texts. Raises UserError for a glob without a file, or an unreadable file."""
-        return texts_of(self.parts(split))
+        return iterate_texts(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
         """Return a split's documents in independently readable parts."""
-        parts = text_parts(find(self.paths), self.invalid_bytes == "replace")
-        return [*split_parts(parts, split, self.validation_fraction)]
+        parts = group_text_files(find_files(self.paths), self.invalid_bytes == "replace")
+        return [*select_split_parts(parts, split, self.validation_fraction)]

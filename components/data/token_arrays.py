@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokenizer
 
 
@@ -32,7 +32,7 @@ class TokenArrays:
     name: str = "document"
 
     @classmethod
-    def of(
+    def concatenate(
         cls,
         documents: Iterable[np.ndarray],
         dtype: type[np.generic],
@@ -86,9 +86,9 @@ class TokenArrays:
         return f"{self.name} {document}"
 
 
-def tokenize(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> TokenArrays:
+def tokenize_split(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> TokenArrays:
     """Tokenize a split's documents, and append end tokens; empty documents are dropped."""
     end = np.array([tokenizer.eos_id], np.int32)
     encoded = (tokenizer.encode(text) for text in corpus.documents(split))
     documents = (np.concatenate([ids, end]) for ids in encoded if len(ids))
-    return TokenArrays.of(documents, id_dtype(tokenizer.vocab_size), name=f"{split} document")
+    return TokenArrays.concatenate(documents, choose_id_dtype(tokenizer.vocab_size), name=f"{split} document")

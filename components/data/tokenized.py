@@ -64,7 +64,7 @@ class Tokenized:
     def documents(self, split: Split) -> TokenDocuments:
         if self._validation is not None:
             return self._train if split == "train" else self._validation
-        return split_documents(self._train, self._train.keys, split, self.validation_fraction)
+        return split_documents(self._train, self._train.document_hashes, split, self.validation_fraction)
 
 
 def _open_store(key: str, path: Path) -> Store:

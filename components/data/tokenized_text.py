@@ -11,9 +11,9 @@ from typing import Protocol, runtime_checkable
 import attrs
 
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.build import build, describe_input
+from drawloom.components.data.store.build import build_store, make_store_plan
 from drawloom.components.data.store.store import Store
-from drawloom.components.data.token_arrays import tokenize
+from drawloom.components.data.token_arrays import tokenize_split
 from drawloom.components.ports.corpus import Corpus, Split, TokenDocuments, Tokenizer
 from drawloom.components.ports.run import RunInfo
 from drawloom.graph import component, setting
@@ -58,7 +58,7 @@ class TokenizedText:
         if isinstance(self.corpus, DividedCorpus):
             self._splits = {split: self._open_store(self.corpus.parts(split), split) for split in SPLITS}
         else:
-            self._splits = {split: tokenize(self.corpus, self.tokenizer, split) for split in SPLITS}
+            self._splits = {split: tokenize_split(self.corpus, self.tokenizer, split) for split in SPLITS}
 
     def close(self) -> None:
         """Close the stores."""
@@ -79,8 +79,8 @@ class TokenizedText:
 
     def _open_store(self, parts: Sequence[Part], split: Split) -> Store:
         """Open a split's cached store, after writing or completing it if necessary."""
-        plan = json.dumps(describe_input(parts, self.tokenizer))
+        plan = json.dumps(make_store_plan(parts, self.tokenizer))
         cache = self.cache if self.cache is not None else self.job.path.parent / CACHE
         folder = cache / f"{hashlib.sha256(plan.encode()).hexdigest()[:16]}-{split}"
         log.debug("%s: %s documents are in %s", type(self.corpus).__name__, split, folder)
-        return build(folder, parts, self.tokenizer, workers=len(os.sched_getaffinity(0)))
+        return build_store(folder, parts, self.tokenizer, workers=len(os.sched_getaffinity(0)))

@@ -26,7 +26,7 @@ class Validation:
 
     def row_counts(self) -> tuple[int, int]:
         """Count the evaluated rows over all ranks, and all validation rows."""
-        return len(self.row_indices()), self.rows.count("validation")
+        return len(self.choose_row_indices()), self.rows.count("validation")
 
     def batches(self) -> Iterator[Batch]:
         """
@@ -35,7 +35,7 @@ class Validation:
         All ranks yield equally many microbatches, because every forward pass gathers sharded parameters
         (FSDP). A rank with fewer rows yields rows without weights instead.
         """
-        indices, size = self.row_indices(), self.batching.micro_size
+        indices, size = self.choose_row_indices(), self.batching.micro_size
         own_indices = indices[self.batching.dp_rank :: self.batching.dp_size]
         largest_share = -(-len(indices) // self.batching.dp_size)
         for start in range(0, largest_share, size):
@@ -43,7 +43,7 @@ class Validation:
             batch = self.rows.batch("validation", rows or indices[:1])
             yield batch if rows else batch.without_weights()
 
-    def row_indices(self) -> list[int]:
+    def choose_row_indices(self) -> list[int]:
         """Return the evaluated rows' sorted numbers."""
         available = self.rows.count("validation")
         # evenly spaced, because neighbouring rows often share a document

@@ -31,7 +31,7 @@ from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import PackedDataset, TracedRows
 from drawloom.components.state.batch import Batch
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import UserError
 
 MAX_NAMES_SHOWN = 4  # rows and documents in a message
@@ -59,7 +59,7 @@ class Worker:
         except OSError as error:
             raise self._make_lost_error() from error
 
-    def take(self, timeout: float) -> Batch:
+    def wait_for_batch(self, timeout: float) -> Batch:
         """Return the oldest requested batch. Raises WorkerLostError if it does not arrive within `timeout` seconds."""
         # wait for the sentinel too, so that a dead worker is noticed before the timeout
         if not wait([self.child.pipe, self.child.process.sentinel], timeout):
@@ -81,7 +81,7 @@ class Worker:
     def _make_lost_error(self) -> WorkerLostError:
         """Return the error for a process that has ended, with how it ended."""
         hint = "check for a lack of memory and start the run again, or write workers = 0"
-        return WorkerLostError(f"{self} {self.child.describe_end()} before it delivered", hint)
+        return WorkerLostError(f"{self} {self.child.describe_process_exit()} before it delivered", hint)
 
     def __str__(self) -> str:
         return f"data worker {self.number} (process {self.child.process.pid})"
@@ -102,12 +102,12 @@ class Workers:
         self._turns = cycle(self.members)
         self._requested: deque[tuple[Worker, Sequence[int]]] = deque()
 
-    def batches(self, requests: Iterator[Sequence[int]], ahead: int, timeout: float) -> Iterator[Batch]:
-        """Yield batches for an endless iterator over row indices, with `ahead` requests in flight."""
+    def batches(self, requests: Iterator[Sequence[int]], batches_ahead: int, timeout: float) -> Iterator[Batch]:
+        """Yield batches for an endless iterator over row indices, with `batches_ahead` requests in flight."""
         # batches that an earlier iterator requested are discarded
         while self._requested:
             self._take_batch(timeout)
-        for rows in islice(requests, ahead):
+        for rows in islice(requests, batches_ahead):
             self._request_batch(rows)
         for rows in requests:
             batch = self._take_batch(timeout)
@@ -132,19 +132,19 @@ class Workers:
         """Return the oldest requested batch. Errors name its rows and their sources."""
         worker, rows = self._requested.popleft()
         try:
-            return worker.take(timeout)
+            return worker.wait_for_batch(timeout)
         except WorkerLostError as error:
             raise UserError(f"workers: {error} {self._describe_rows(rows)}; {error.hint}") from error
 
     def _describe_rows(self, rows: Sequence[int]) -> str:
         """Describe a batch's first rows, with their documents' files and offsets."""
-        described = f"row{'s' * (len(rows) > 1)} {_format_names(map(str, rows))} of {self._split}"
+        described = f"row{'s' * (len(rows) > 1)} {_join_source_names(map(str, rows))} of {self._split}"
         if not isinstance(self._rows, TracedRows):
             return described
         sources = dict.fromkeys(
             source for row in rows[:MAX_NAMES_SHOWN] for source in self._rows.sources(self._split, row)
         )
-        return f"{described} (of {_format_names(sources)})"
+        return f"{described} (of {_join_source_names(sources)})"
 
 
 def _start_worker(number: int, rows: PackedDataset, split: Split) -> Worker:
@@ -160,13 +160,13 @@ def _start_worker(number: int, rows: PackedDataset, split: Split) -> Worker:
 
 
 def _answer_requests(rows: PackedDataset, split: Split, pipe: Connection) -> None:
-    """Answer a worker's requests until the pipe closes."""
+    """Run in the worker process: send a batch, or an error, for every request until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the run ends its workers
     torch.set_num_threads(1)  # the cores belong to training
     requests: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(pipe, requests), daemon=True).start()
     while True:
-        answer = _make_batch(rows, split, requests.get())
+        answer = _build_batch_or_error(rows, split, requests.get())
         try:
             pipe.send_bytes(TensorPickler.dumps(answer))
         except OSError:
@@ -182,7 +182,7 @@ def _read_requests(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -
         os._exit(0)
 
 
-def _make_batch(rows: PackedDataset, split: Split, indices: list[int]) -> Batch | UserError | str:
+def _build_batch_or_error(rows: PackedDataset, split: Split, indices: list[int]) -> Batch | UserError | str:
     """Return a batch, a UserError, or another error's traceback."""
     try:
         return rows.batch(split, indices)
@@ -206,7 +206,7 @@ class TensorPickler(pickle.Pickler):
         """Return how to rebuild a tensor; conversion to numpy would not support every dtype."""
         if not isinstance(value, Tensor):
             return NotImplemented
-        return _rebuild_tensor, (pickle.PickleBuffer(bytes_of(value)), value.dtype, tuple(value.shape))
+        return _rebuild_tensor, (pickle.PickleBuffer(view_bytes(value)), value.dtype, tuple(value.shape))
 
 
 def _rebuild_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -215,7 +215,7 @@ def _rebuild_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ..
     return memory.view(dtype).view(shape)
 
 
-def _format_names(names: Iterable[str]) -> str:
+def _join_source_names(names: Iterable[str]) -> str:
     """Join the first MAX_NAMES_SHOWN names, and count the rest."""
     listed = list(names)
     return ", ".join(listed[:MAX_NAMES_SHOWN]) + (

@@ -22,7 +22,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """The quota of a container, which sees its own control group as the root."""
 
 
-def usable_cores(quota: Path = QUOTA) -> int:
+def count_usable_cores(quota: Path = QUOTA) -> int:
     """Return the number of cores in this process's affinity, or of its control group's quota if it is smaller."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # without control groups, or with "max" for the quota
@@ -31,12 +31,12 @@ def usable_cores(quota: Path = QUOTA) -> int:
     return max(1, cores)
 
 
-def threads_of_process(processes: int) -> int:
+def count_threads_per_process(processes: int) -> int:
     """Return the thread count per process for `processes` processes on the usable cores."""
-    return max(1, usable_cores() // processes)
+    return max(1, count_usable_cores() // processes)
 
 
-def let_waiting_threads_sleep(environment: MutableMapping[str, str], load: float) -> None:
+def shorten_thread_spinning(environment: MutableMapping[str, str], load: float) -> None:
     """
     If other programs keep a core busy, let waiting threads sleep soon by setting GOMP_SPINCOUNT; results don't change.
 

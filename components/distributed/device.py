@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 import sys
 from collections.abc import Iterator
 from functools import cached_property
@@ -10,13 +11,13 @@ from typing import Literal
 import attrs
 import torch
 
-from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
+from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 
-SHARED_GPU_VARIABLES = {"NCCL_HOSTID": "drawloom rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+SHARED_GPU_VARIABLES = {"NCCL_HOSTID": "drawloom process {process}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 """
 Environment variables with which libraries let several ranks use one GPU, which they otherwise refuse.
 
@@ -69,7 +70,7 @@ class ComputeDevice:
         index = read_launch().local_rank
         return torch.device("cuda", index % torch.cuda.device_count() if self._shares_gpu else index)
 
-    def environment(self) -> dict[str, str]:
+    def list_machine_choices(self) -> dict[str, str]:
         """Return the versions of torch and CUDA, and the device."""
         kind = self.device.type
         name = torch.cuda.get_device_name(self.device) if kind == "cuda" else f"cpu, {torch.get_num_threads()} threads"
@@ -102,7 +103,7 @@ class ComputeDevice:
         """Make the device torch's current device, and set torch's product precision (TF32) and thread count."""
         if self.device.type == "cuda":
             if self._shares_gpu:
-                self._allow_shared_gpu()
+                self._set_gpu_sharing_variables()
             self._cuda_before = torch.cuda.current_device()
             torch.cuda.set_device(self.device)
             # "high" is TF32 for torch's products, flex attention, and kernels/triton, which read torch's setting.
@@ -113,7 +114,7 @@ class ComputeDevice:
         threads = self.threads
         if threads is None and THREADS not in os.environ:
             # torch's default is the number of physical cores, regardless of the quota and other processes
-            threads = min(torch.get_num_threads(), threads_of_process(read_launch().local_world_size))
+            threads = min(torch.get_num_threads(), count_threads_per_process(read_launch().local_world_size))
         if threads is not None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(threads)
@@ -140,7 +141,8 @@ class ComputeDevice:
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    def _allow_shared_gpu(self) -> None:
+    def _set_gpu_sharing_variables(self) -> None:
         """Set variables by which libraries let ranks share a GPU, and keep the old values for `close`."""
         self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}
-        os.environ |= {name: value.format(rank=read_launch().rank) for name, value in SHARED_GPU_VARIABLES.items()}
+        process = f"{os.getpid()} on {socket.gethostname()}"
+        os.environ |= {name: value.format(process=process) for name, value in SHARED_GPU_VARIABLES.items()}

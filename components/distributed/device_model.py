@@ -66,7 +66,7 @@ class DeviceModel:
     workspace: int = 0
     reached: Reached = Reached()
 
-    def without_host(self) -> "DeviceModel":
+    def without_host_time(self) -> "DeviceModel":
         """Return the same device without the host's time per operation, as in a CUDA graph."""
         return attrs.evolve(self, reached=attrs.evolve(self.reached, host=0.0))
 
@@ -77,13 +77,13 @@ class DeviceModel:
 
     def product_rate(self, dtype: torch.dtype) -> float:
         """Return the reached FLOP/s for products in a dtype, or in the nearest dtype if the table has no entry."""
-        key = products_in(dtype)
+        key = get_product_key(dtype)
         peak = self.peaks.get(key) or self.peaks.get("float32") or min(self.peaks.values())
         return peak * self.reached.products
 
 
 @cache
-def rows() -> list[dict[str, Any]]:
+def read_device_rows() -> list[dict[str, Any]]:
     """Return the rows in the table of devices, `devices.toml`."""
     return list(_read_toml(TABLE)["device"])
 
@@ -92,25 +92,27 @@ def _read_toml(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text("utf-8"))
 
 
-def device_model(named: str) -> DeviceModel:
+def find_device_model(key_or_path: str) -> DeviceModel:
     """Return a device by its key in the table or its TOML file. Raises UserError if there is no such device."""
-    keyed = {row["key"]: row for row in rows() if "key" in row}
-    if named in keyed:
-        return _build_model(keyed[named], named)
-    path = Path(named)
+    keyed = {row["key"]: row for row in read_device_rows() if "key" in row}
+    if key_or_path in keyed:
+        return _build_model(keyed[key_or_path], key_or_path)
+    path = Path(key_or_path)
     if not path.exists():
-        raise UserError(f"--device {named}: there is no such device or TOML file; {did_you_mean(named, keyed)}", 2)
+        raise UserError(
+            f"--device {key_or_path}: there is no such device or TOML file; {did_you_mean(key_or_path, keyed)}", 2
+        )
     try:
         return _build_model(_read_toml(path), path.stem)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         needed = f"{', '.join(NEEDED)}, and the peak of at least one of {', '.join(DTYPES)}"
-        raise UserError(f"--device {named}: {reason}; write numbers for {needed}", 2) from error
+        raise UserError(f"--device {key_or_path}: {reason}; write numbers for {needed}", 2) from error
 
 
-def model_of_gpu(name: str) -> DeviceModel | None:
+def find_gpu_model(name: str) -> DeviceModel | None:
     """Return the device with a name from torch; None if the table has no such device with data for plans."""
-    for row in rows():
+    for row in read_device_rows():
         if fnmatchcase(name, row["name"]) and "memory" in row:
             return _build_model(row, row["key"])
     return None
@@ -119,7 +121,7 @@ def model_of_gpu(name: str) -> DeviceModel | None:
 def _build_model(row: Mapping[str, Any], name: str) -> DeviceModel:
     """Build a device from its row in a table. Raises ValueError for a missing, unknown or impossible figure."""
     figures = {key: row[key] for key in row.keys() - {"name", "key", "source"}}
-    _check_figures(figures, {*NEEDED, *DTYPES, "per_host", "host_link", "reached"})
+    _check_device_figures(figures, {*NEEDED, *DTYPES, "per_host", "host_link", "reached"})
     if missing := [key for key in NEEDED if key not in row] or ["bfloat16"] * row.keys().isdisjoint(DTYPES):
         raise ValueError(f"it has no {missing[0]!r}")
     reached = Reached(**row.get("reached", {}))
@@ -144,7 +146,7 @@ NEEDED = ("memory", "bandwidth", "link", "network")
 MAY_BE_ZERO = {"memory", "reached.launch", "reached.host"}  # 0 bytes of memory are unknown, as a CPU's
 
 
-def _check_figures(row: Mapping[str, Any], known: set[str], prefix: str = "") -> None:
+def _check_device_figures(row: Mapping[str, Any], known: set[str], prefix: str = "") -> None:
     """Raise ValueError for an entry that is not a device figure, or has an impossible value."""
     for key, value in row.items():
         name = f"{prefix}{key}"
@@ -153,14 +155,14 @@ def _check_figures(row: Mapping[str, Any], known: set[str], prefix: str = "") ->
         if name == "reached":
             if not isinstance(value, dict):
                 raise ValueError(f"{name} = {value!r} is not a table")
-            _check_figures(value, {field.name for field in attrs.fields(Reached)}, "reached.")
+            _check_device_figures(value, {field.name for field in attrs.fields(Reached)}, "reached.")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} = {value!r} is not a number from 0 on")
         elif not value and name not in MAY_BE_ZERO:
             raise ValueError(f"{name} is 0")
 
 
-def products_in(dtype: torch.dtype) -> str:
+def get_product_key(dtype: torch.dtype) -> str:
     """Return the table's key, such as "bfloat16" or "tf32", for the peak FLOP/s of products in a dtype."""
     if dtype in (torch.bfloat16, torch.float16):
         return "bfloat16"
@@ -171,9 +173,9 @@ def products_in(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def peak_tflops_of(device: str, products: str) -> float | None:
+def get_peak_tflops(device: str, products: str) -> float | None:
     """Return a device's TFLOP/s, by its name and its products' key; None if the table has no such entry."""
-    for row in rows():
+    for row in read_device_rows():
         if fnmatchcase(device, row["name"]):
             return float(row[products]) if products in row else None
     return None

@@ -47,13 +47,13 @@ class Guard:
         with suppress(OSError):
             if os.fork() == 0:
                 os.close(writing)
-                _enforce_limit(parent, memory, reading)
+                _kill_parent_when_overdue(parent, memory, reading)
             self._memory = memory
             faulthandler.register(DUMP_SIGNAL, all_threads=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reading)  # the other end stays open as long as this process lives
 
-    def allow(self, seconds: float | None, text: str = "") -> None:
+    def set_time_limit(self, seconds: float | None, text: str = "") -> None:
         """Start a limit in `seconds`, None for no limit; `text` is the message if the limit is exceeded."""
         if self._memory is None:
             return
@@ -69,11 +69,11 @@ guard = Guard()
 """The guard of this process."""
 
 
-def _enforce_limit(parent: int, memory: mmap.mmap, reading: int) -> None:
+def _kill_parent_when_overdue(parent_pid: int, memory: mmap.mmap, pipe: int) -> None:
     """
     Poll the time limit in `memory`, and kill the parent when the time is up. Runs in the guard process.
 
-    The guard process exits when the parent ends or closes the pipe `reading`.
+    The guard process exits when the parent ends or closes the pipe `pipe`.
     """
     for ignored in IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
@@ -81,35 +81,35 @@ def _enforce_limit(parent: int, memory: mmap.mmap, reading: int) -> None:
         for descriptor in (0, 1):  # closed, so that a reader of the output sees its end when the parent exits
             os.dup2(null.fileno(), descriptor)
     version, remaining, polled = 0, UNLIMITED, time.monotonic()
-    while not select.select([reading], [], [], TICK)[0] and os.getppid() == parent:
+    while not select.select([pipe], [], [], TICK)[0] and os.getppid() == parent_pid:
         now = time.monotonic()
         # At most two ticks count, because the machine may have slept or the process may have been stopped.
         passed, polled = min(now - polled, 2 * TICK), now
         newest, seconds, length = HEADER.unpack_from(memory)
         if newest % 2 == 0 and newest != version:
             version, remaining = newest, seconds
-        elif remaining != UNLIMITED and not _is_stopped(parent):
+        elif remaining != UNLIMITED and not _is_process_stopped(parent_pid):
             remaining = max(0.0, remaining - passed)
         if remaining == 0.0 and newest == version:
-            _kill_parent(parent, memory[HEADER.size : HEADER.size + length])
+            _kill_parent(parent_pid, memory[HEADER.size : HEADER.size + length])
     os._exit(0)
 
 
-def _kill_parent(parent: int, text: bytes) -> None:
+def _kill_parent(parent_pid: int, text: bytes) -> None:
     """Print the message, make the parent print its threads' stacks, kill it, and end the guard process."""
     with suppress(OSError):
         os.write(2, text + b"\n")
     with suppress(ProcessLookupError):
-        os.kill(parent, DUMP_SIGNAL)
+        os.kill(parent_pid, DUMP_SIGNAL)
         time.sleep(DUMP_SECONDS)
-        os.kill(parent, signal.SIGKILL)
+        os.kill(parent_pid, signal.SIGKILL)
     os._exit(0)
 
 
-def _is_stopped(process: int) -> bool:
+def _is_process_stopped(pid: int) -> bool:
     """Return whether a process is stopped by SIGSTOP, a terminal or a debugger."""
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
+        with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
     except OSError:
         return False

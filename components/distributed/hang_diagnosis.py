@@ -31,7 +31,7 @@ def is_waited_for(rank: int, answers: Mapping[int, RankStatus]) -> bool:
     return not answers[rank].is_blocked and any(answer.is_blocked for answer in answers.values())
 
 
-def diagnosis(answers: Mapping[int, RankStatus], size: int) -> str:
+def format_hang_diagnosis(answers: Mapping[int, RankStatus], size: int) -> str:
     """Name the ranks without an answer; without any, the ranks outside collectives; else every rank's collective."""
     if silent := [rank for rank in range(size) if rank not in answers]:
         return f"{_format_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"

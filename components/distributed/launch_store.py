@@ -20,16 +20,16 @@ class Failure:
     exit_code: int = 1
 
 
-def connect(address: str, port: int, name: str, seconds: float) -> Any:
-    """Return a new connection to this launch's store; `name` is its key prefix, unique to the launch."""
+def connect_to_launch_store(address: str, port: int, key_prefix: str, seconds: float) -> Any:
+    """Return a new connection to this launch's store; `key_prefix` is its key prefix, unique to the launch."""
     # imported here, so that the command can import this module before it needs torch
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    return PrefixStore(f"drawloom/{name}", store)
+    return PrefixStore(f"drawloom/{key_prefix}", store)
 
 
-def call_with_timeout(seconds: float, request: Callable[[], T]) -> T | None:
+def call_store_with_timeout(seconds: float, request: Callable[[], T]) -> T | None:
     """Return `request`'s result, a call to a store; None if the store is gone or does not answer in time."""
     results: list[T] = []
 
@@ -46,7 +46,7 @@ def call_with_timeout(seconds: float, request: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
-def claim(store: Any, failure: Failure) -> Failure:
+def claim_first_failure(store: Any, failure: Failure) -> Failure:
     """Set the failure in the store unless one is already set, and return the failure in the store."""
     # compare_set is atomic: of ranks that fail at the same moment, exactly one reads its own value back
     kept = store.compare_set("failure", "", json.dumps(attrs.asdict(failure)))

@@ -11,14 +11,13 @@ from drawloom.components.distributed.mesh_layout import (
     DATA,
     EXPERT_DATA,
     MODEL,
-    REPLICA,
     SHARDS,
     Layout,
     MeshView,
-    expert_fault,
-    resolve_shape,
+    describe_expert_fault,
+    resolve_layout,
 )
-from drawloom.components.distributed.p2p_links import Edge, p2p_links
+from drawloom.components.distributed.p2p_links import Edge, connect_p2p_links
 from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes, SurvivingProcesses
 from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
@@ -31,7 +30,7 @@ MAX_PIPELINE = 1024  # ten times the deepest known pipelines; a program has an a
 RANKS = between(1, MAX_RANKS + 1)
 
 
-def _check_replicas(value: Any) -> str | None:
+def _describe_replicas_fault(value: Any) -> str | None:
     """Return a fault for a replica count other than "auto" or a valid rank count, else None."""
     return None if value == "auto" else RANKS(value)
 
@@ -46,7 +45,7 @@ class RankMesh(MeshView):
     )
     data_replicate: int | Literal["auto"] = setting(
         default="auto",
-        check=_check_replicas,
+        check=_describe_replicas_fault,
         doc="data parallel (DDP): ranks with the same parameters; auto: all remaining ranks",
     )
     data_shard: int = setting(default=1, check=RANKS, doc="FSDP (ZeRO-3): ranks with a shard of every parameter")
@@ -63,7 +62,6 @@ class RankMesh(MeshView):
 
     layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
     _groups: dict[tuple[str, ...], Group] = attrs.field(init=False, factory=dict)
-    _has_lost_replicas: bool = attrs.field(init=False, default=False)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -72,33 +70,27 @@ class RankMesh(MeshView):
         if (ranks := prod(sizes.values())) > MAX_RANKS:
             widest = max(sizes, key=lambda name: sizes[name])
             yield node.problem(widest, f"the mesh has {ranks} ranks, which is more than {MAX_RANKS}", "write less")
-        elif fault := expert_fault(node.settings, node.settings["expert"]):
+        elif fault := describe_expert_fault(node.settings, node.settings["expert"]):
             text, hint = fault
             yield node.problem("expert", text, hint)
 
     def open(self) -> None:
         """Make the process groups. Raises UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
-        if self._has_lost_replicas:
+        if isinstance(self.processes, SurvivingProcesses) and self.processes.generation:
             settings["data_replicate"] = "auto"
         expert = settings.pop("expert")
-        self.layout = resolve_shape(settings, expert, self.processes.world_size)
+        self.layout = resolve_layout(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed requires
         expert_groups = (("expert",), ("expert_shard",), ("expert_replicate",), EXPERT_DATA) if expert > 1 else ()
         single = [(name,) for name in DIMENSIONS if name != "data_shard"]  # FSDP shards over `context`, too: SHARDS
         for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
-        if isinstance(self.processes, SurvivingProcesses):
+        if isinstance(self.processes, SurvivingProcesses) and expert == 1:
             # experts may be partitioned over several replicas, and then no replica can leave alone
-            self.processes.replicas = self.layout.sets(*REPLICA) if expert == 1 else [range(self.layout.world_size)]
-
-    def hand_over(self) -> bool:
-        """Return True, so the reopened mesh expects fewer replicas than its settings: ranks are lost."""
-        return True
-
-    def take_over(self, values: bool) -> None:
-        """Choose the replica count by the remaining ranks, instead of by the settings."""
-        self._has_lost_replicas = values
+            stages = self.layout.sizes["pipeline"]
+            replica = self.layout.world_size // self.layout.sizes["data_replicate"]
+            self.processes.replica_shape = stages, replica // stages
 
     @property
     def rank(self) -> int:
@@ -108,13 +100,17 @@ class RankMesh(MeshView):
     def group(self, *dimensions: str) -> Group:
         if dimensions not in self._groups:
             name = "world" if dimensions == DIMENSIONS else " × ".join(dimensions)
-            self._groups[dimensions] = self.processes.group(name, self.layout.sets(*dimensions))
+            self._groups[dimensions] = self.processes.make_group(name, self.layout.list_rank_sets(*dimensions))
         return self._groups[dimensions]
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         # imported here, because the import takes half a second, which runs without shards need not spend
         from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+        # Results of operations on DTensors are cached by mesh, and include it. An equal mesh that this process had
+        # before a loss has other groups, and this rank may have had another place in it.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         groups: list[Any] = [self.group(*names) for names in dimensions]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0].handle, groups[0].device.type)
@@ -124,5 +120,5 @@ class RankMesh(MeshView):
         handles = [group.handle for group in groups]
         return DeviceMesh.from_group(handles, groups[0].device.type, grid, mesh_dim_names=dim_names)
 
-    def links(self, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
-        return p2p_links(self.processes, DIMENSIONS[0], self.layout.sets(DIMENSIONS[0]), edges)
+    def open_channels(self, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
+        return connect_p2p_links(self.processes, DIMENSIONS[0], self.layout.list_rank_sets(DIMENSIONS[0]), edges)

@@ -20,7 +20,6 @@ SAME_REPLICA = DIMENSIONS[2:]
 
 SHARDS = ("data_shard", "context")
 DATA = ("data_replicate", *SHARDS)
-REPLICA = tuple(name for name in DIMENSIONS if name != "data_replicate")
 MODEL = ("pipeline", "expert_shard", "expert")
 EXPERT_DATA = ("expert_replicate", "expert_shard")
 DATA_TENSOR = (*DATA, "tensor")
@@ -38,7 +37,7 @@ class Layout:
         """The number of ranks in the mesh."""
         return math.prod(self.sizes.values())
 
-    def sets(self, *dimensions: str) -> list[list[int]]:
+    def list_rank_sets(self, *dimensions: str) -> list[list[int]]:
         """Return sets of ranks that differ only in their indices along these dimensions, in ascending order."""
         sizes = self.sizes if self.sizes.keys() >= set(dimensions) else self.expert_sizes
         grid = np.arange(self.world_size).reshape([*sizes.values()])
@@ -61,7 +60,7 @@ class Layout:
         return others | {"expert_replicate": replicas, "expert_shard": shards, "expert": self.expert}
 
     @property
-    def all_sizes(self) -> PerDimension:
+    def sizes_with_experts(self) -> PerDimension:
         """The rank count by dimension."""
         return PerDimension(**self.expert_sizes | {**self.sizes})
 
@@ -132,11 +131,11 @@ class MeshView:
 
     def ranks(self, *dimensions: str) -> list[int]:
         """Return the ranks in this rank's group along these dimensions, in ascending order."""
-        return next(ranks for ranks in self.layout.sets(*dimensions) if self.rank in ranks)
+        return next(ranks for ranks in self.layout.list_rank_sets(*dimensions) if self.rank in ranks)
 
     @property
     def sizes(self) -> PerDimension:
-        return self.layout.all_sizes
+        return self.layout.sizes_with_experts
 
     @property
     def indices(self) -> PerDimension:
@@ -149,13 +148,13 @@ def _unravel_rank(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     return dict(zip(sizes, map(int, indices), strict=True))
 
 
-def how_to_launch(ranks: int) -> str:
+def format_launch_hint(ranks: int) -> str:
     """Return a hint with the command for this many processes."""
     return f"start it with `drawloom launch --nproc-per-node {ranks} run RECIPE`"
 
 
-def resolve_shape(
-    sizes: Mapping[str, int | str], expert: int, world_size: int, remedy: Callable[[int], str] = how_to_launch
+def resolve_layout(
+    sizes: Mapping[str, int | str], expert: int, world_size: int, remedy: Callable[[int], str] = format_launch_hint
 ) -> Layout:
     """
     Return the layout for `world_size` ranks; an "auto" dimension's size is `world_size` divided by the other sizes.
@@ -177,12 +176,12 @@ def resolve_shape(
             exit_code=2,
         )
     layout = Layout({name: size if isinstance(size, int) else world_size // product for name, size in sizes.items()})
-    if fault := expert_fault(layout.sizes, expert):
+    if fault := describe_expert_fault(layout.sizes, expert):
         raise UserError("; ".join(fault), exit_code=2)
     return attrs.evolve(layout, expert=expert)
 
 
-def expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
+def describe_expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
     """Return the reason why `expert` does not fit a mesh with these sizes, and the remedy; None if it fits."""
     if sizes["data_replicate"] == "auto":  # some number of replicas fits
         return None

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import peer_errors
+from drawloom.components.distributed.process_group import convert_peer_errors
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.ports.distributed import P2PChannel, Pending, Processes
 
@@ -36,7 +36,7 @@ class P2PWork:
 
     def wait(self) -> None:
         if self._work is not None:
-            with self.communicator.peer_errors():
+            with self.communicator.convert_peer_errors():
                 self._work.wait()
             self._work = self._tensor = None  # torch's Work keeps its tensors alive after completion
 
@@ -53,17 +53,17 @@ class TorchCommunicator:
 
     def send(self, tensor: Tensor) -> P2PWork:
         """Start to send a contiguous tensor (any shape and dtype)."""
-        with self.peer_errors():
+        with self.convert_peer_errors():
             return P2PWork(self, self.backend.send([tensor], 1, 0), tensor)
 
     def receive(self, tensor: Tensor) -> P2PWork:
         """Start to receive into a contiguous tensor (any shape and dtype)."""
-        with self.peer_errors():
+        with self.convert_peer_errors():
             return P2PWork(self, self.backend.recv([tensor], 0, 0), tensor)
 
-    def peer_errors(self) -> AbstractContextManager[None]:
+    def convert_peer_errors(self) -> AbstractContextManager[None]:
         """Mark this rank as blocked in this communicator's transfer, and convert torch's errors to a UserError."""
-        return peer_errors(self.monitor, "a point-to-point transfer", self.name, self.ranks)
+        return convert_peer_errors(self.monitor, "a point-to-point transfer", self.name, self.ranks)
 
 
 @attrs.frozen
@@ -80,25 +80,25 @@ class TorchP2PChannel:
         return self.incoming.receive(tensor)
 
 
-def p2p_links(
-    processes: Processes, name: str, lines: Sequence[Sequence[int]], edges: Iterable[Edge]
+def connect_p2p_links(
+    processes: Processes, name: str, disjoint_rank_lines: Sequence[Sequence[int]], edges: Iterable[Edge]
 ) -> dict[int, P2PChannel]:
     """
-    Return this rank's channels by its peers' indices in its line.
+    Connect this rank to its peers, and return its channels by the peers' indices in its line.
 
-    `lines` are disjoint rank sequences; `edges` are index pairs with transfers, equal for all lines. All ranks in a
-    line call this with the same edges; no other rank takes part.
+    `disjoint_rank_lines` are rank sequences, and `edges` are index pairs with transfers, equal for all lines. All ranks
+    in a line call this with the same edges; no other rank takes part.
     """
-    line = next(line for line in lines if processes.rank in line)
+    line = next(line for line in disjoint_rank_lines if processes.rank in line)
     index = line.index(processes.rank)
     links: dict[int, P2PChannel] = {}
-    for low, high in (edge for concurrent_edges in concurrent_rounds(edges) for edge in concurrent_edges):
+    for low, high in (edge for concurrent_edges in group_into_concurrent_rounds(edges) for edge in concurrent_edges):
         if index in (low, high):
-            links[high if index == low else low] = processes.channel(f"{name} link", line[low], line[high])
+            links[high if index == low else low] = processes.open_channel(f"{name} link", line[low], line[high])
     return dict(sorted(links.items()))
 
 
-def concurrent_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
+def group_into_concurrent_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
     """Return the edges, lower index first, in rounds where no index appears twice (greedy edge colouring)."""
     edges_by_round: list[list[Edge]] = []
     busy_by_round: list[set[int]] = []
@@ -113,6 +113,6 @@ def concurrent_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
     return edges_by_round
 
 
-def ring(size: int) -> list[Edge]:
+def list_ring_edges(size: int) -> list[Edge]:
     """Return a ring's edges: every index with the next, and the last with the first."""
     return [(index, (index + 1) % size) for index in range(size if size > 2 else size - 1)]

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.mesh_layout import Layout, MeshView, resolve_shape
+from drawloom.components.distributed.mesh_layout import Layout, MeshView, resolve_layout
 from drawloom.components.distributed.process_group import Done
 from drawloom.components.distributed.symmetric_memory import HostMemory
 from drawloom.components.ports.distributed import DIMENSIONS, Pending, PerDimension, SymmetricMemory
@@ -45,7 +45,7 @@ class PlannedGroup:
         """Return an empty tensor (size, ...) for a tensor (...)."""
         return tensor.new_empty(self.size, *tensor.shape)
 
-    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+    def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return empty tensors with this tensor's shape (...)."""
         return [torch.empty_like(tensor)] * self.size
 
@@ -70,14 +70,14 @@ class PlannedMesh(MeshView):
     rank: int = 0
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], ranks: int) -> "PlannedMesh":
+    def from_settings(cls, settings: Mapping[str, Any], ranks: int) -> "PlannedMesh":
         """
         Return the mesh for a recipe's settings with `ranks` ranks, seen from rank 0. Raises UserError if they don't
         fit.
         """
         sizes = {name: settings.get(name, 1) for name in DIMENSIONS}
-        expert = PerDimension.of_settings(settings).expert
-        return cls(resolve_shape(sizes, expert, ranks, lambda number: f"write --ranks {number}"))
+        expert = PerDimension.from_settings(settings).expert
+        return cls(resolve_layout(sizes, expert, ranks, lambda number: f"write --ranks {number}"))
 
     def group(self, *dimensions: str) -> PlannedGroup:
         ranks = self.ranks(*dimensions)
@@ -87,9 +87,9 @@ class PlannedMesh(MeshView):
         """Return None, because there are no processes for torch."""
         return None
 
-    def at(self, pipeline: int) -> "PlannedMesh":
-        """Return the same mesh, seen from the first rank with index `pipeline` along the pipeline."""
-        return attrs.evolve(self, rank=pipeline * (self.layout.world_size // self.sizes.pipeline))
+    def seen_from_pipeline_rank(self, pipeline_rank: int) -> "PlannedMesh":
+        """Return the same mesh, seen from the first rank with index `pipeline_rank` along the pipeline."""
+        return attrs.evolve(self, rank=pipeline_rank * (self.layout.world_size // self.sizes.pipeline))
 
 
 @attrs.frozen

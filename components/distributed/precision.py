@@ -19,14 +19,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def _check_reduce_dtype(name: str) -> str | None:
+def _describe_reduce_dtype_fault(name: str) -> str | None:
     """Return a fault for a dtype too narrow for sums over ranks, else None."""
     if name in ("float32", "float64"):
         return None
     return f"sums over ranks in {name} lose small gradients; write 'float32' or 'float64'"
 
 
-def _refuse_float16(name: str | None) -> str | None:
+def _describe_float16_fault(name: str | None) -> str | None:
     """Return a fault for float16, else None."""
     # In its small range gradients underflow, and there is no loss scaler.
     return "gradients underflow in float16; write 'bfloat16'" if name == "float16" else None
@@ -46,23 +46,23 @@ class DtypePolicy:
     _parameter: Name = setting(
         default="float32",
         alias="parameter",
-        check=_refuse_float16,
+        check=_describe_float16_fault,
         doc="parameter dtype in the optimizer (master weights)",
     )
     _compute: Name | None = setting(
         default=None,
         alias="compute",
-        check=_refuse_float16,
+        check=_describe_float16_fault,
         doc="activation and weight dtype in layers; default: the parameter dtype",
     )
     _gradient: Name | None = setting(
         default=None,
         alias="gradient",
-        check=_refuse_float16,
+        check=_describe_float16_fault,
         doc="gradient dtype, also for gradient accumulation; default: the parameter dtype",
     )
     _reduce: Name = setting(
-        default="float32", alias="reduce", check=_check_reduce_dtype, doc="smallest dtype for sums over ranks"
+        default="float32", alias="reduce", check=_describe_reduce_dtype_fault, doc="smallest dtype for sums over ranks"
     )
     uncast: tuple[str, ...] = setting(
         default=(), doc='name patterns of parameters that layers use without a cast: "*norm.weight"'
@@ -113,7 +113,7 @@ class DtypePolicy:
                 self.linear_weights,
                 self.gather,
             ),
-            *find_frozen_conflicts(self._compute or self._parameter, self.frozen, self.frozen_in_compute, self.linear),
+            *find_frozen_conflicts(self._compute or self._parameter, self.frozen, self.frozen_in_compute),
         ]
         for _, text, hint in conflicts:
             raise ValueError(f"{text}; {hint}")
@@ -131,7 +131,7 @@ class DtypePolicy:
             *find_format_conflicts(
                 used, values["linear"], values["linear_in_compute"], values["linear_weights"], values["gather"]
             ),
-            *find_frozen_conflicts(used, values["frozen"], values["frozen_in_compute"], values["linear"]),
+            *find_frozen_conflicts(used, values["frozen"], values["frozen_in_compute"]),
         ]
         for key, text, hint in conflicts:
             yield node.problem(key, text, hint)
@@ -192,15 +192,12 @@ def find_format_conflicts(
 
 
 def find_frozen_conflicts(
-    compute: str, frozen: FrozenFormat, frozen_in_compute: tuple[str, ...], linear: LinearFormat
+    compute: str, frozen: FrozenFormat, frozen_in_compute: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield conflicts between the frozen weights' format and other settings: the key, the fault, and the remedy."""
     if frozen != "compute" and compute != "bfloat16":
         text = f"layers compute in {compute!r}, and frozen weights in {frozen} are dequantized to bfloat16"
         yield "frozen", text, "write compute = 'bfloat16', or remove frozen"
-    if frozen != "compute" and linear == "float8":
-        text = f"frozen weights in {frozen} multiply in bfloat16, and linear = 'float8' asks for another format"
-        yield "frozen", text, "remove linear, or write frozen = 'compute'"
     if frozen_in_compute and frozen == "compute":
         text = "all frozen weights are stored in the compute dtype, so that there is nothing to exclude"
         yield "frozen_in_compute", text, "write frozen = 'nf4', or remove frozen_in_compute"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.distributed.rank_monitor import RankMonitor
-from drawloom.components.distributed.symmetric_memory import HostMemory, gpu_memory, host_memory
+from drawloom.components.distributed.symmetric_memory import HostMemory, allocate_gpu_memory, allocate_host_memory
 from drawloom.components.ports.distributed import Pending, SymmetricMemory
 from drawloom.graph import UserError
 
@@ -60,7 +60,7 @@ class SingleProcess:
         """Return the tensor (...) as the only one, (1, ...)."""
         return tensor.detach()[None]
 
-    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+    def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the tensor (...) as the only one."""
         return [tensor.detach()]
 
@@ -111,32 +111,40 @@ class TorchGroup:
         self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        with self._peer_errors("an all-reduce"):
+        with self._convert_peer_errors("an all-reduce"):
             return TorchWork(self, "an all-reduce", dist.all_reduce(tensor, group=self._handle, async_op=True))
 
     def max(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, dist.ReduceOp.MAX)
 
+    def _check_losses(self) -> None:
+        """Raise UserError if ranks are lost: an aborted NCCL collective leaves wrong results, and no error."""
+        if self._monitor.on_loss is not None and self._monitor.is_broken and self.device.type == "cuda":
+            with self._convert_peer_errors("a collective"):
+                raise RuntimeError("its communicator was aborted")
+
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> None:
         sent = tensor.detach().to(self.device).contiguous()
-        with self._peer_errors("a broadcast"):
+        with self._convert_peer_errors("a broadcast"):
             dist.broadcast(sent, group=self._handle, group_src=source)
-        self._write_back(sent, tensor)
+        self._copy_result_back(sent, tensor)
 
     def gather_json(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        return [json.loads(part.numpy().tobytes()) for part in self.gather_each(text)]
+        return [json.loads(part.numpy().tobytes()) for part in self.gather_unequal_shapes(text)]
 
     def gather(self, tensor: Tensor) -> Tensor:
         moved = tensor.detach().to(self.device).contiguous()
         # Flattened, because gloo joins tensors along their first dimension, and a scalar has none.
         gathered = moved.new_empty(self.size * moved.numel())
-        with self._peer_errors("an all-gather"):
+        with self._convert_peer_errors("an all-gather"):
             ALL_GATHER(gathered, moved.view(-1), group=self._handle)
-        return gathered.view(self.size, *tensor.shape).to(tensor.device)
+        result = gathered.view(self.size, *tensor.shape).to(tensor.device)
+        self._check_losses()
+        return result
 
-    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+    def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         # Two collectives, the shapes first, because all_gather needs tensors of equal size.
         shapes = self.gather(torch.tensor(tensor.shape, dtype=torch.int64)).tolist()
         sizes = [math.prod(shape) for shape in shapes]
@@ -147,21 +155,23 @@ class TorchGroup:
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         moved = parts.detach().to(self.device).contiguous()
         output = torch.empty_like(moved[0])
-        with self._peer_errors("a reduce-scatter"):
+        with self._convert_peer_errors("a reduce-scatter"):
             REDUCE_SCATTER(output.view(-1), moved.view(-1), group=self._handle)
         return output.to(parts.device)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         moved = rows.detach().to(self.device).contiguous()
         output = moved.new_empty(sum(received), *moved.shape[1:])
-        with self._peer_errors("an all-to-all"):
+        with self._convert_peer_errors("an all-to-all"):
             dist.all_to_all_single(output, moved, list(received), list(sent), group=self._handle)
         return output.to(rows.device)
 
     def symmetric_memory(self, size: int) -> SymmetricMemory:
-        with self._peer_errors("a mapping of memory"):
+        with self._convert_peer_errors("a mapping of memory"):
             return (
-                gpu_memory(size, self._handle, self.device) if self.device.type == "cuda" else host_memory(size, self)
+                allocate_gpu_memory(size, self._handle, self.device)
+                if self.device.type == "cuda"
+                else allocate_host_memory(size, self)
             )
 
     @property
@@ -169,23 +179,24 @@ class TorchGroup:
         """torch.distributed's process group."""
         return self._handle
 
-    def _peer_errors(self, operation: str) -> AbstractContextManager[None]:
+    def _convert_peer_errors(self, operation: str) -> AbstractContextManager[None]:
         """Mark this rank as blocked in `operation`, and convert torch's errors to a UserError."""
-        return peer_errors(self._monitor, operation, self.name, self.ranks)
+        return convert_peer_errors(self._monitor, operation, self.name, self.ranks)
 
     @torch.no_grad()
     def _all_reduce(self, tensor: Tensor, operation: Any) -> None:
         """All-reduce a tensor in place, through a copy if it has gaps or is on another device."""
         # a tensor on another device, or with gaps, is reduced as a copy and written back
         reduced = tensor.detach().to(self.device).contiguous()
-        with self._peer_errors("an all-reduce"):
+        with self._convert_peer_errors("an all-reduce"):
             dist.all_reduce(reduced, operation, group=self._handle)
-        self._write_back(reduced, tensor)
+        self._copy_result_back(reduced, tensor)
 
-    def _write_back(self, changed: Tensor, tensor: Tensor) -> None:
-        """Copy the result into the original tensor, unless they share memory."""
+    def _copy_result_back(self, changed: Tensor, tensor: Tensor) -> None:
+        """Copy a collective's result `changed` into the original `tensor`, unless they share memory."""
         if changed.data_ptr() != tensor.data_ptr() or changed.device != tensor.device:
             tensor.copy_(changed)
+            self._check_losses()
 
 
 @attrs.frozen(eq=False)
@@ -200,12 +211,12 @@ class TorchWork:
         return bool(self.work.is_completed())
 
     def wait(self) -> None:
-        with self.group._peer_errors(self.operation):
+        with self.group._convert_peer_errors(self.operation):
             self.work.wait()
 
 
 @contextmanager
-def peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
+def convert_peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
     """Mark this rank as blocked in a group's operation, and convert torch's errors to a UserError with a diagnosis."""
     with monitor.mark_blocked(operation, name):
         try:
@@ -215,7 +226,7 @@ def peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence
             raise _build_user_error(error, collective, monitor) from error
 
 
-def with_diagnosis(error: Exception, monitor: RankMonitor) -> Exception:
+def convert_collective_error(error: Exception, monitor: RankMonitor) -> Exception:
     """
     Return a UserError with a diagnosis for a gloo or NCCL error in torch's own collectives, such as FSDP2's, else
     `error`.
@@ -226,6 +237,9 @@ def with_diagnosis(error: Exception, monitor: RankMonitor) -> Exception:
 
 def _build_user_error(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
     """Return a UserError with the ranks to blame, or a guess, and torch's message."""
-    cause = monitor.diagnose() or "most likely another process stopped"
+    monitor.is_recovering = True
     message = str(error).strip().splitlines()[0]
-    return UserError(f"{operation} failed on rank {dist.get_rank()}: {cause}; see its log. torch says: {message}")
+    if monitor.on_loss is not None and "imed out" in message:
+        monitor.declare_hanging()
+    cause = monitor.diagnose() or "most likely another process stopped"
+    return UserError(f"{operation} failed on rank {monitor.rank}: {cause}; see its log. torch says: {message}")

@@ -22,20 +22,22 @@ def _do_nothing(_value: Any = None) -> None:
     """Return None: the default for `share`, and the work on ranks other than 0 in run_on_rank0."""
 
 
-def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _do_nothing) -> tuple[T, list[Any]]:
+def run_on_all_ranks(
+    group: Group, work: Callable[[], T], to_json: Callable[[T], Any] = _do_nothing
+) -> tuple[T, list[Any]]:
     """
     Run `work` on every rank; return this rank's result, and every rank's `share(result)`, by rank, gathered as JSON.
 
-    If `work` or `share` raises on any rank, every rank raises RankError with the first failing rank's message; a rank
+    If `work` or `to_json` raises on any rank, every rank raises RankError with the first failing rank's message; a rank
     whose own exception is neither a UserError nor an OSError raises that exception.
     """
     failure: Exception | None = None
     try:
         value = work()
-        shared = share(value)
+        shared = to_json(value)
     except Exception as error:
         failure, shared = error, None
-    outcomes = group.gather_json({"shared": shared, "failure": failure and _describe_error(failure, group)})
+    outcomes = group.gather_json({"shared": shared, "failure": failure and _get_rank_error_arguments(failure, group)})
     for rank, outcome in enumerate(outcomes):
         if outcome["failure"]:
             # a bug keeps its type and its traceback on the rank where it happened
@@ -46,14 +48,14 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
 
 
 def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0 only, and return its result on every rank, sent as JSON. Errors as in run_on_all."""
-    _, shared = run_on_all(group, work if group.rank == 0 else _do_nothing, lambda value: value)
+    """Run `work` on rank 0 only, and return its result on every rank, sent as JSON. Errors as in run_on_all_ranks."""
+    _, shared = run_on_all_ranks(group, work if group.rank == 0 else _do_nothing, lambda value: value)
     return shared[0]
 
 
-def _describe_error(error: Exception, group: Group) -> dict[str, Any]:
+def _get_rank_error_arguments(error: Exception, group: Group) -> dict[str, Any]:
     """
-    Return an error as the arguments of RankError; the message of any error but a UserError is prefixed with its rank.
+    Convert an error to RankError's arguments; messages other than a UserError's begin with the rank.
     """
     if isinstance(error, UserError):
         return {

@@ -25,7 +25,7 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def generator(seed: int, *purpose: str | int) -> torch.Generator:
+def create_generator(seed: int, *purpose: str | int) -> torch.Generator:
     """
     Return a separate CPU generator for a purpose, such as (seed, "dropout", step, layer).
 
@@ -53,37 +53,40 @@ CENTRE_END = 0.425
 TAIL_CENTRE = 1.6
 
 ATANH = tuple(2 / n for n in range(1, 15, 2))
-"""2 atanh(s) / s in powers of s^2; the remainder is below 4e-13 for the s of `_log`."""
+"""2 atanh(s) / s in powers of s^2; the remainder is below 4e-13 for the s of `_compute_log`."""
 
 CPU_CHUNK, GPU_CHUNK = 2**15, 2**22
 """Elements computed at a time: on a CPU few enough for a core's cache, on a GPU enough to hide kernel launches."""
 
 
 def fill_normal(
-    part: Tensor, key: int, std: float, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
+    tensor_slice: Tensor, key: int, std: float, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
 ) -> None:
     """
     Fill a floating-point tensor (any strides) with normal numbers, with mean 0 and this standard deviation.
 
-    part: any shape, a slice at `offsets` in a tensor with shape `shape` (default: the whole tensor). An element depends
-    only on `key` (64 bits) and on its row-major index in the whole tensor. Numbers are computed in float64, rounded to
-    float32, and then to `part`'s dtype, in chunks of constant size. Raises ValueError if the slice is not inside the
-    shape.
+    `tensor_slice` has any shape, and begins at `offsets` in a tensor with shape `shape` (default: the whole tensor). An
+    element depends only on `key` (64 bits) and on its row-major index in the whole tensor. Numbers are computed in
+    float64, rounded to float32, and then to the slice's dtype, in chunks of constant size. Raises ValueError if the
+    slice is not inside the shape.
     """
-    shape, offsets = tuple(shape or part.shape), tuple(offsets or (0,) * part.ndim)
-    if len(shape) != part.ndim or any(
-        not 0 <= first <= first + size <= end for first, size, end in zip(offsets, part.shape, shape, strict=True)
+    shape, offsets = tuple(shape or tensor_slice.shape), tuple(offsets or (0,) * tensor_slice.ndim)
+    if len(shape) != tensor_slice.ndim or any(
+        not 0 <= first <= first + size <= end
+        for first, size, end in zip(offsets, tensor_slice.shape, shape, strict=True)
     ):
-        raise ValueError(f"a slice of shape {tuple(part.shape)} at {offsets} is not inside a tensor of shape {shape}")
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(part.ndim)]
+        raise ValueError(
+            f"a slice of shape {tuple(tensor_slice.shape)} at {offsets} is not inside a tensor of shape {shape}"
+        )
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(tensor_slice.ndim)]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     with torch.no_grad():
-        for chunk, start in _split_into_chunks(part, strides, first):
-            bits = splitmix64(key, _compute_indices(chunk, strides, start))
-            chunk.copy_(standard_normal(bits).mul_(std).float())
+        for chunk, start in _split_into_chunks(tensor_slice, strides, first):
+            bits = draw_splitmix64_bits(key, _compute_row_major_indices(chunk, strides, start))
+            chunk.copy_(convert_bits_to_normal(bits).mul_(std).float())
 
 
-def splitmix64(key: int, index: Tensor) -> Tensor:
+def draw_splitmix64_bits(key: int, positions: Tensor) -> Tensor:
     """
     Return 64 random bits per index: the SplitMix64 sequence from `key`, at these positions.
 
@@ -92,13 +95,13 @@ def splitmix64(key: int, index: Tensor) -> Tensor:
     of hashed keys overlap with a probability of about (numbers drawn in total) * (keys) / 2^63.
     """
     # torch has no uint64 arithmetic: int64 wraps to the same bits
-    bits = (index + 1).mul_(GAMMA).add_((key + 2**63) % 2**64 - 2**63)
-    bits = _xor_shift(bits, 30).mul_(MIX[0])
-    bits = _xor_shift(bits, 27).mul_(MIX[1])
-    return _xor_shift(bits, 31)
+    bits = (positions + 1).mul_(GAMMA).add_((key + 2**63) % 2**64 - 2**63)
+    bits = _xor_with_shifted_bits(bits, 30).mul_(MIX[0])
+    bits = _xor_with_shifted_bits(bits, 27).mul_(MIX[1])
+    return _xor_with_shifted_bits(bits, 31)
 
 
-def standard_normal(bits: Tensor) -> Tensor:
+def convert_bits_to_normal(bits: Tensor) -> Tensor:
     """
     Return a standard normal number, float64, per 64 random bits (int64, any shape), of which 53 are used.
 
@@ -107,41 +110,41 @@ def standard_normal(bits: Tensor) -> Tensor:
     """
     centred = (bits.flatten() >> 11).double().add_(0.5).mul_(2.0**-53)  # exact
     rest = CENTRE_END**2 - centred * centred
-    normal = _evaluate_ratio(rest, CENTRE).mul_(centred)
+    normal = _evaluate_polynomial_ratio(rest, CENTRE).mul_(centred)
     tail = (rest < 0).nonzero().squeeze(1)  # about one in seven; their values from the first ratio are replaced
     probability = 0.5 - centred[tail].abs()  # exact
-    distance = _log(probability).neg_().sqrt_().sub_(TAIL_CENTRE)
-    normal[tail] = _evaluate_ratio(distance, TAIL).copysign_(centred[tail])
+    distance = _compute_log(probability).neg_().sqrt_().sub_(TAIL_CENTRE)
+    normal[tail] = _evaluate_polynomial_ratio(distance, TAIL).copysign_(centred[tail])
     return normal.view(bits.shape)
 
 
-def _split_into_chunks(part: Tensor, strides: Sequence[int], first: int) -> Iterator[tuple[Tensor, int]]:
+def _split_into_chunks(tensor_slice: Tensor, strides: Sequence[int], first_index: int) -> Iterator[tuple[Tensor, int]]:
     """Yield slices small enough for temporary memory, and the whole tensor's index of their first elements."""
-    max_elements = CPU_CHUNK if part.device.type == "cpu" else GPU_CHUNK
-    if part.numel() <= max_elements:
-        yield part, first
+    max_elements = CPU_CHUNK if tensor_slice.device.type == "cpu" else GPU_CHUNK
+    if tensor_slice.numel() <= max_elements:
+        yield tensor_slice, first_index
         return
-    dim = next(dim for dim, size in enumerate(part.shape) if size > 1)
-    step = max(1, max_elements * part.shape[dim] // part.numel())
-    for start in range(0, part.shape[dim], step):
-        chunk = part.narrow(dim, start, min(step, part.shape[dim] - start))
-        yield from _split_into_chunks(chunk, strides, first + start * strides[dim])
+    dim = next(dim for dim, size in enumerate(tensor_slice.shape) if size > 1)
+    step = max(1, max_elements * tensor_slice.shape[dim] // tensor_slice.numel())
+    for start in range(0, tensor_slice.shape[dim], step):
+        chunk = tensor_slice.narrow(dim, start, min(step, tensor_slice.shape[dim] - start))
+        yield from _split_into_chunks(chunk, strides, first_index + start * strides[dim])
 
 
-def _compute_indices(chunk: Tensor, strides: Sequence[int], first: int) -> Tensor:
+def _compute_row_major_indices(chunk: Tensor, strides: Sequence[int], first_index: int) -> Tensor:
     """Return every element's row-major index in the whole tensor: int64, with the chunk's shape."""
-    index = torch.full((), first, dtype=torch.int64, device=chunk.device)
+    index = torch.full((), first_index, dtype=torch.int64, device=chunk.device)
     for size, stride in zip(chunk.shape, strides, strict=True):
         index = index.unsqueeze(-1) + torch.arange(size, device=chunk.device).mul_(stride)
     return index
 
 
-def _xor_shift(bits: Tensor, shift: int) -> Tensor:
+def _xor_with_shifted_bits(bits: Tensor, shift: int) -> Tensor:
     """Compute bits ^ (bits >> shift) in place, with a logical shift; torch's shift is arithmetic."""
     return bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1))
 
 
-def _log(x: Tensor) -> Tensor:
+def _compute_log(x: Tensor) -> Tensor:
     """Return the natural logarithm of positive float64 numbers, to 1e-12."""
     mantissa, exponent = torch.frexp(x)
     middle = math.sqrt(0.5)
@@ -149,7 +152,7 @@ def _log(x: Tensor) -> Tensor:
     return _evaluate_polynomial(s * s, ATANH).mul_(s).add_((exponent.double() - 0.5).mul_(math.log(2)))
 
 
-def _evaluate_ratio(x: Tensor, coefficients: tuple[Sequence[float], Sequence[float]]) -> Tensor:
+def _evaluate_polynomial_ratio(x: Tensor, coefficients: tuple[Sequence[float], Sequence[float]]) -> Tensor:
     """Return one polynomial divided by another, given the coefficients of both."""
     numerator, denominator = coefficients
     return _evaluate_polynomial(x, numerator).div_(_evaluate_polynomial(x, denominator))

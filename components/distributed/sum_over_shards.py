@@ -12,12 +12,12 @@ class SumOverParameters:
 
     mesh: Mesh
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         total = value.clone()
         self.mesh.model_group.sum(total)
         return total
 
-    def largest(self, value: Tensor) -> Tensor:
+    def max_over_ranks(self, value: Tensor) -> Tensor:
         largest = value.clone()
         self.mesh.model_group.max(largest)
         return largest

@@ -11,7 +11,12 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.error_file import write_error_file
-from drawloom.components.distributed.launch_store import Failure, call_with_timeout, claim, connect
+from drawloom.components.distributed.launch_store import (
+    Failure,
+    call_store_with_timeout,
+    claim_first_failure,
+    connect_to_launch_store,
+)
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import Console
 
@@ -44,7 +49,7 @@ class Launch:
     node_count: int = 1
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether this is the launch's only process."""
         return self.world_size == 1
 
@@ -66,8 +71,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             exit_code=2,
         )
     numbers = {name: _parse_number(name, environment[name]) for name in VARIABLES[:4]}
-    _check_below(numbers, "RANK", "WORLD_SIZE")
-    _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    _check_number_below_bound(numbers, "RANK", "WORLD_SIZE")
+    _check_number_below_bound(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     port = _parse_number("MASTER_PORT", environment["MASTER_PORT"])
     rank, world_size, local_rank, local_world_size = numbers.values()
     # Launchers other than torchrun don't set these, and start equally many processes on each machine.
@@ -95,7 +100,7 @@ def _parse_number(name: str, text: str) -> int:
     return int(text)
 
 
-def _check_below(numbers: dict[str, int], number: str, bound: str) -> None:
+def _check_number_below_bound(numbers: dict[str, int], number: str, bound: str) -> None:
     """Raise UserError unless a variable's number is below another's."""
     if numbers[number] >= numbers[bound]:
         raise UserError(
@@ -109,7 +114,7 @@ STORE_TIMEOUT = 3.0  # seconds for the store of torchrun to answer
 HEAD_START = 2.0  # seconds; if all ranks find the same problem, rank 0 prints it, whose log people read first
 
 
-def rank_console() -> Console:
+def create_rank_console() -> Console:
     """
     Return this rank's printing rules: only rank 0 prints warnings, and only the first rank to fail prints the failure.
     """
@@ -128,17 +133,17 @@ def _claim_first_failure(launch: Launch, text: str) -> bool:
 
     Return whether this rank is the first to fail; True if there is no store.
     """
-    if launch.alone or not launch.agent_store:
+    if launch.is_single_process or not launch.agent_store:
         return True
 
     def ask() -> Failure:
-        store = connect(launch.address, launch.port, launch.attempt, STORE_TIMEOUT)
+        store = connect_to_launch_store(launch.address, launch.port, launch.attempt, STORE_TIMEOUT)
         end = time.monotonic() + (HEAD_START if launch.rank else 0.0)
         while time.monotonic() < end and not store.check(["failure"]):
             time.sleep(0.05)
-        return claim(store, Failure(launch.rank, text))
+        return claim_first_failure(store, Failure(launch.rank, text))
 
-    first = call_with_timeout(STORE_TIMEOUT + HEAD_START, ask) or Failure(launch.rank, text)
+    first = call_store_with_timeout(STORE_TIMEOUT + HEAD_START, ask) or Failure(launch.rank, text)
     write_error_file(launch.error_file, first.text, is_cause=first.reporter == launch.rank)
     return first.reporter == launch.rank
 
@@ -147,7 +152,7 @@ def _print_nothing(*_arguments: Any, **_named: Any) -> None:
     """Print nothing; for `warnings.showwarning`."""
 
 
-def machine() -> str:
+def get_machine_id() -> str:
     """Return the boot id and the pid namespace: equal for processes that can open one another's /proc/PID/fd."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

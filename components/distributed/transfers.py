@@ -49,13 +49,13 @@ class DeviceTransfers:
             self._registered.append(memory)
         return memory
 
-    def fetch(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+    def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         return self._issue_copies("fetch", copies, after)
 
-    def store(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+    def copy_to_host(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         return self._issue_copies("store", copies, after)
 
-    def mark(self) -> Ticket:
+    def mark_computation(self) -> Ticket:
         return None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).record_event()
 
     def wait(self, ticket: Ticket) -> None:

@@ -49,23 +49,25 @@ class AllToAllExperts:
         if dispatched is not None:
             return dispatched
         routes = self._route_to_ranks(chosen, local_experts, group)
-        tokens, weights = self._send(hidden, probabilities, routes)
+        tokens, weights = self._send_to_expert_ranks(hidden, probabilities, routes)
         to_experts = self._route_to_experts(chosen, local_experts, routes)
         rows, scale = self.kernels.moe_permute(tokens, weights, to_experts)
-        return Dispatched(rows, scale, to_experts[2], partial(self._combine, routes, to_experts))
+        return Dispatched(rows, scale, to_experts[2], partial(self._return_and_sum, routes, to_experts))
 
     def _route_to_ranks(self, chosen: Tensor, local_experts: int, group: Group) -> "TokenRoutes":
         """Return the routes for tokens with chosen experts int64 (tokens, choices), if ranks have `local_experts`."""
         rank = chosen.div(local_experts, rounding_mode="floor")  # -1 for a dropped choice
-        to_ranks = self.kernels.moe_routes(_unique_ranks(rank, group.size), group.size)
+        to_ranks = self.kernels.moe_routes(_deduplicate_ranks(rank, group.size), group.size)
         tokens = to_ranks[2].diff(prepend=to_ranks[2].new_zeros(1))
-        counts = torch.stack([tokens.to(torch.int64), _count_choices(rank, group.size)], 1)
+        counts = torch.stack([tokens.to(torch.int64), _count_choices_by_rank(rank, group.size)], 1)
         received_counts = group.all_to_all(counts, [1] * group.size, [1] * group.size)
         columns = [counts[:, 0], received_counts[:, 0], received_counts[:, 1]]
         sent, received, rows = torch.cat(columns).view(3, -1).tolist()
-        return TokenRoutes(group, sent, received, sum(rows), _drop_unused(to_ranks, sum(sent)))
+        return TokenRoutes(group, sent, received, sum(rows), _drop_unused_rows(to_ranks, sum(sent)))
 
-    def _send(self, hidden: Tensor, probabilities: Tensor, routes: "TokenRoutes") -> tuple[Tensor, Tensor]:
+    def _send_to_expert_ranks(
+        self, hidden: Tensor, probabilities: Tensor, routes: "TokenRoutes"
+    ) -> tuple[Tensor, Tensor]:
         """Send tokens, and return the received tokens (tokens, width) and probabilities (tokens, choices)."""
         unused = probabilities.new_zeros(routes.to_ranks[0].shape)
         both = (self.kernels.moe_permute(tensor, unused, routes.to_ranks)[0] for tensor in (hidden, probabilities))
@@ -79,9 +81,9 @@ class AllToAllExperts:
         first_expert = routes.group.rank * local_experts
         local = routes.group.all_to_all(choices, routes.sent, routes.received) - first_expert
         local = local.where((local >= 0) & (local < local_experts), -1)
-        return _drop_unused(self.kernels.moe_routes(local, local_experts), routes.rows)
+        return _drop_unused_rows(self.kernels.moe_routes(local, local_experts), routes.rows)
 
-    def _combine(self, routes: "TokenRoutes", to_experts: Routes, results: Tensor) -> Tensor:
+    def _return_and_sum(self, routes: "TokenRoutes", to_experts: Routes, results: Tensor) -> Tensor:
         """Sum the experts' results (rows, width) by token, on the tokens' ranks: (tokens, width)."""
         summed = self.kernels.moe_unpermute(results, to_experts)
         (back,) = _Exchange.apply(routes.group, routes.received, routes.sent, summed)  # type: ignore[no-untyped-call]
@@ -103,22 +105,25 @@ class TokenRoutes:
     to_ranks: Routes
 
 
-def _unique_ranks(rank: Tensor, ranks: int) -> Tensor:
-    """Return the different ranks for a token's choices (tokens, choices): (tokens, up to choices), padded with -1."""
+def _deduplicate_ranks(rank: Tensor, ranks: int) -> Tensor:
+    """
+    Return every token's destination ranks without repetitions, padded with -1: (tokens, choices) to (tokens, up to
+    choices).
+    """
     is_chosen = torch.zeros(len(rank), ranks + 1, dtype=torch.int32, device=rank.device)
     is_chosen.scatter_(1, rank + 1, 1)
     values, indices = is_chosen[:, 1:].topk(min(rank.shape[1], ranks))
     return indices.where(values > 0, -1)
 
 
-def _count_choices(rank: Tensor, ranks: int) -> Tensor:
+def _count_choices_by_rank(rank: Tensor, ranks: int) -> Tensor:
     """Count the choices (tokens, choices) by rank: int64 (ranks,)."""
     flat = rank.flatten() + 1
     return flat.new_zeros(ranks + 1).scatter_add_(0, flat, torch.ones_like(flat))[1:]
 
 
-def _drop_unused(routes: Routes, rows: int) -> Routes:
-    """Cut off the rows behind the first `rows`, unused because of dropped choices."""
+def _drop_unused_rows(routes: Routes, rows: int) -> Routes:
+    """Return the routes with the first `rows` rows; dropped choices leave the rows behind them unused."""
     dest, source, ends = routes
     return dest, source[:rows], ends
 

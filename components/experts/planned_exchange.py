@@ -8,7 +8,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.parallel.meta_collectives import collective
+from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
 
 
@@ -22,10 +22,10 @@ def dispatch_without_exchange(
     """
     if ranks == 1:
         return LocalExperts(kernels=kernels).dispatch(hidden, chosen, probabilities, experts)
-    return plan_dispatch(kernels, hidden, chosen, probabilities, experts, ranks) if hidden.is_meta else None
+    return dispatch_on_meta(kernels, hidden, chosen, probabilities, experts, ranks) if hidden.is_meta else None
 
 
-def plan_dispatch(
+def dispatch_on_meta(
     kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched:
     """
@@ -34,13 +34,13 @@ def plan_dispatch(
     Every rank has `experts` experts. The plan assumes balanced experts, so a rank receives as many rows as its own
     tokens have choices.
     """
-    copies = _count_destinations(chosen.shape[-1], ranks)
+    copies = _mean_destination_count(chosen.shape[-1], ranks)
     sent = _Exchange.apply(hidden, copies, ranks)  # type: ignore[no-untyped-call]
     local = LocalExperts(kernels=kernels).dispatch(sent, chosen, probabilities, experts)
     return local._replace(combine=lambda rows: _Exchange.apply(local.combine(rows), copies, ranks))  # type: ignore[no-untyped-call]
 
 
-def _count_destinations(choices: int, ranks: int) -> float:
+def _mean_destination_count(choices: int, ranks: int) -> float:
     """Return a token's average number of destination ranks, if its choices are uniform over ranks."""
     return ranks * (1 - (1 - 1 / ranks) ** choices)
 
@@ -63,5 +63,5 @@ class _Exchange(Function):
 def _record_all_to_all(tokens: Tensor, copies: float, ranks: int) -> Tensor:
     """Record an all-to-all with `copies` destination ranks per token; return a new meta tensor (tokens, width)."""
     rows = tokens.new_empty(round(copies * len(tokens)), *tokens.shape[1:])
-    collective(rows, rows.shape, "all_to_all", "expert", ranks)
+    emulate_collective(rows, rows.shape, "all_to_all", "expert", ranks)
     return torch.empty_like(tokens)

@@ -75,11 +75,15 @@ class SymmetricExperts:
             self._exchanges[stream] = SharedSlots(group, self.kernels, self.max_tokens)
         exchange = self._exchanges[stream]
         is_training = torch.is_grad_enabled()
-        slots = exchange.training_slots(hidden) if is_training else _max_over_ranks(len(hidden), group, hidden.device)
-        tokens, scalars, choices = exchange.publish(slots, hidden.detach(), probabilities.detach(), chosen)
-        local = self.kernels.moe_peers.choices(choices, group.rank * local_experts, local_experts)
+        slots = (
+            exchange.count_training_slots(hidden)
+            if is_training
+            else _max_tokens_over_ranks(len(hidden), group, hidden.device)
+        )
+        tokens, scalars, choices = exchange.publish_tokens(slots, hidden.detach(), probabilities.detach(), chosen)
+        local = self.kernels.moe_peers.localize_choices(choices, group.rank * local_experts, local_experts)
         all_routes = self.kernels.moe_routes(local, local_experts)
-        routes, overflow = exchange.limit(all_routes, self.capacity if is_training else None)
+        routes, overflow = exchange.limit_routes(all_routes, self.capacity if is_training else None)
         slot_routes = SlotRoutes(exchange, chosen, local_experts, routes)
         rows, scale = _GatherRows.apply(slot_routes, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
         if overflow is not None:
@@ -106,13 +110,13 @@ class SharedSlots:
         self._views: dict[Any, list[Peers]] = {}
         self._max_rows: tuple[Tensor, Tensor] | None = None  # on the device, and the last copy on the host
 
-    def training_slots(self, hidden: Tensor) -> int:
+    def count_training_slots(self, hidden: Tensor) -> int:
         """
         Return the number of token slots per training microbatch, equal on all ranks.
 
         Raises UserError if hidden (tokens, width) has more tokens.
         """
-        self._training_slots = self._training_slots or _max_over_ranks(len(hidden), self.group, hidden.device)
+        self._training_slots = self._training_slots or _max_tokens_over_ranks(len(hidden), self.group, hidden.device)
         if len(hidden) > self._training_slots:
             raise UserError(
                 f"experts.symmetric: rank {self.group.rank} of {self.group.size} has {len(hidden)} tokens, and memory "
@@ -120,7 +124,7 @@ class SharedSlots:
             )
         return self._training_slots
 
-    def publish(
+    def publish_tokens(
         self, slots: int, hidden: Tensor, scalars: Tensor | None = None, chosen: Tensor | None = None
     ) -> list[Peers]:
         """
@@ -132,7 +136,7 @@ class SharedSlots:
         dtypes = [tensor.dtype if tensor.is_floating_point() else torch.int32 for tensor in tensors]
         columns = [(tensor.shape[1], dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
         published = self.views(slots, columns)
-        self.kernels.moe_peers.publish(tensors, [parts[self.group.rank] for parts, _ in published])
+        self.kernels.moe_peers.publish_tokens(tensors, [parts[self.group.rank] for parts, _ in published])
         self.barrier()
         return published
 
@@ -144,13 +148,15 @@ class SharedSlots:
         if key not in self._views:
             # Training cannot write to tensors of inference mode, and an evaluation may be the first to need the views.
             with torch.inference_mode(False):
-                memory = self._memory_for(slots, columns)
+                memory = self._ensure_memory(slots, columns)
                 self._views[key] = _slice_memory(memory.parts, self._half, rows, columns)
         return self._views[key]
 
-    def _memory_for(self, slots: int, columns: list[tuple[int, torch.dtype]]) -> SymmetricMemory:
+    def _ensure_memory(self, slots: int, columns: list[tuple[int, torch.dtype]]) -> SymmetricMemory:
         """Return memory with room, in both halves, for the columns in all ranks' slots."""
-        needed = sum(_round_up(self.group.size * slots * width * dtype.itemsize) for width, dtype in columns)
+        needed = sum(
+            _round_up_to_alignment(self.group.size * slots * width * dtype.itemsize) for width, dtype in columns
+        )
         if self._memory is None or 2 * needed > len(self._memory.parts[0]):
             self._outgrown += [self._memory] if self._memory else []
             self._memory = self.group.symmetric_memory(2 * needed)
@@ -162,9 +168,10 @@ class SharedSlots:
         if self._memory is not None:
             self._memory.barrier()
 
-    def limit(self, routes: Routes, capacity: float | None) -> tuple[Routes, Tensor | None]:
+    def limit_routes(self, routes: Routes, capacity: float | None) -> tuple[Routes, Tensor | None]:
         """
-        Cut routes to the rows in use, counted while the host waits, or, with a capacity, to the rows it makes room for.
+        Cut routes to the rows in use, or to the rows that fit `capacity`. Without a capacity the host waits for the
+        count.
 
         With a capacity, also return a tensor (1,) on the device: NaN if rows were dropped, else 0. Raises UserError if
         an earlier layer dropped rows.
@@ -180,12 +187,12 @@ class SharedSlots:
                 self._max_rows = on_device, torch.zeros(1, dtype=ends.dtype, pin_memory=ends.is_cuda)
         on_device, on_host = self._max_rows
         # The host's copy may be old, but reading it does not wait for the device.
-        self._check_rows(int(on_host), room, even)
-        limited = self.kernels.moe_peers.limit(routes, room, on_device)
+        self._check_row_limit(int(on_host), room, even)
+        limited = self.kernels.moe_peers.limit_routes(routes, room, on_device)
         on_host.copy_(on_device, non_blocking=True)
         return limited
 
-    def _check_rows(self, rows: int, room: int, even: int) -> None:
+    def _check_row_limit(self, rows: int, room: int, even: int) -> None:
         """Raise UserError if an earlier layer had more rows than room; balanced experts have `even` rows."""
         if rows > room:
             needed = math.ceil(10 * rows / even) / 10
@@ -209,20 +216,20 @@ class SlotRoutes:
     experts: int
     routes: Routes
 
-    def rows(self, tokens: Peers, scalars: Peers | None) -> tuple[Tensor, Tensor | None]:
+    def read_rows(self, tokens: Peers, scalars: Peers | None) -> tuple[Tensor, Tensor | None]:
         """Return this rank's expert rows (rows, width) and their scalars (rows,)."""
-        return self.exchange.kernels.moe_peers.rows(tokens, scalars, self.routes)
+        return self.exchange.kernels.moe_peers.read_rows(tokens, scalars, self.routes)
 
-    def sums(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def read_sums(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the sums (tokens, width) by token over all ranks' rows, and the scalars (tokens, choices)."""
         exchange, dest = self.exchange, self.routes[0]
         columns = [(rows.shape[1], rows.dtype), *([(dest.shape[1], scalars.dtype)] if scalars is not None else [])]
         staged, *by_choice = exchange.views(self.slots, columns, exchange.group.size)
         rank, kernels = exchange.group.rank, exchange.kernels.moe_peers
-        kernels.stage(rows, scalars, dest, staged[0][rank], by_choice[0][0][rank] if by_choice else None)
+        kernels.stage_sums(rows, scalars, dest, staged[0][rank], by_choice[0][0][rank] if by_choice else None)
         exchange.barrier()
         first = rank * self.slots
-        return kernels.sums(staged, by_choice[0] if by_choice else None, self.chosen, first, self.experts)
+        return kernels.read_sums(staged, by_choice[0] if by_choice else None, self.chosen, first, self.experts)
 
     @property
     def slots(self) -> int:
@@ -239,12 +246,12 @@ class _GatherRows(Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Return rows (rows, width) and their probabilities (rows,)."""
         ctx.routes = routes
-        return routes.rows(tokens, scalars)
+        return routes.read_rows(tokens, scalars)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.routes.sums(grad, grad_scale)
+        return None, None, None, *ctx.routes.read_sums(grad, grad_scale)
 
 
 class _SumByToken(Function):
@@ -254,23 +261,23 @@ class _SumByToken(Function):
     def forward(ctx: Any, routes: SlotRoutes, results: Tensor) -> Tensor:
         """Sum results (rows, width) by this rank's tokens: (tokens, width)."""
         ctx.routes = routes
-        return routes.sums(results, None)[0]
+        return routes.read_sums(results, None)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (tokens,) = ctx.routes.exchange.publish(ctx.routes.slots, grad)
-        return None, ctx.routes.rows(tokens, None)[0]
+        (tokens,) = ctx.routes.exchange.publish_tokens(ctx.routes.slots, grad)
+        return None, ctx.routes.read_rows(tokens, None)[0]
 
 
-def _max_over_ranks(tokens: int, group: Group, device: torch.device) -> int:
+def _max_tokens_over_ranks(tokens: int, group: Group, device: torch.device) -> int:
     """Return the maximum token count over ranks, at least 1; a collective."""
     maximum = torch.tensor([max(tokens, 1)], device=device)
     group.max(maximum)
     return int(maximum)
 
 
-def _round_up(size: int) -> int:
+def _round_up_to_alignment(size: int) -> int:
     """Round a size in bytes up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -282,5 +289,5 @@ def _slice_memory(parts: Sequence[Tensor], half: int, rows: int, columns: list[t
         size = rows * width * dtype.itemsize
         tensors = [part[first : first + size].view(dtype).view(rows, width) for part in parts]
         views.append((tensors, torch.tensor([tensor.data_ptr() for tensor in tensors]).to(parts[0].device)))
-        first += _round_up(size)
+        first += _round_up_to_alignment(size)
     return views

@@ -12,21 +12,21 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
 from drawloom.components.export.joined_adapters import PREFIX, find_joined_layers
-from drawloom.components.export.shard_writer import own_share
+from drawloom.components.export.shard_writer import make_own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, with_averages
+from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, use_averages_if_any
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
-from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
-from drawloom.components.storage.safetensors.writer import write_tensors
-from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_adapted_model, find_adapted_layers
+from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_at_once
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
+from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_meta_model_with_adapters, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
-from drawloom.components.weights.mapper import parallel, same, sequential
+from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import Problem, UserError, component, setting
@@ -62,60 +62,62 @@ class AdapterExport:
 
     def open(self) -> None:
         """Raise UserError, before the first step, if PEFT does not support the adapters."""
-        self._plan_export()
+        self._make_mapper_and_config()
 
     def is_finished(self, step: int) -> bool:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
-        return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._target) == step))
+        return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._adapter_folder) == step))
 
     def finish(self, step: int) -> None:
         """Write the folder with all ranks' tensors. A collective over all ranks."""
         if self.is_finished(step):
             return
         group = self.mesh.world
-        mapper, config = self._plan_export()
-        run_on_rank0(group, lambda: remove_folder_at_once(self._target))  # it may have the adapter of an earlier step
+        mapper, config = self._make_mapper_and_config()
+        run_on_rank0(
+            group, lambda: remove_folder_at_once(self._adapter_folder)
+        )  # it may have the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
-        with with_averages(self.average):
-            share = own_share(self.stages, mapper, group, workspace, only_inputs=True)
-            tensors, _ = run_on_all(group, share.tensors)
+        with use_averages_if_any(self.average):
+            share = make_own_share(self.stages, mapper, group, workspace, only_inputs=True)
+            tensors, _ = run_on_all_ranks(group, share.compute_tensors)
             with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
                 merged = {name: tensor for part in parts for name, tensor in part.items()}
-                run_on_rank0(group, lambda: _write_adapter(self._target, merged, config, step))
+                run_on_rank0(group, lambda: _write_adapter_folder(self._adapter_folder, merged, config, step))
         if workspace is not None and group.rank == 0:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()
 
-    def _plan_export(self) -> tuple[Mapper, dict[str, Any]]:
-        """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
-        whole = build_adapted_model(self.model, self.stages.local[0].adapters)
+    def _make_mapper_and_config(self) -> tuple[Mapper, dict[str, Any]]:
+        """Return the mapper from parameters to PEFT's tensors, and the content for `make_peft_config.json`."""
+        whole = build_meta_model_with_adapters(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
-        mapper, config = adapter_mapper(whole, files, tied), adapter_config(whole, files, tied, self.base_model)
-        if (prefix := self._find_prefix()) != DECODER:
+        mapper, config = make_peft_mapper(whole, files, tied), make_peft_config(whole, files, tied, self.base_model)
+        if (prefix := self._find_decoder_prefix()) != DECODER:
             # Ends of names would match modules of other parts, such as a vision tower.
-            names = [pair.target for pair in _list_low_ranks(whole, files) if not pair.fused]
-            mapper = _rename_outputs(mapper, prefix)
-            config = _rename_modules({**config, "target_modules": names}, prefix)
+            names = [pair.target for pair in _describe_low_rank_pairs(whole, files) if not pair.fused]
+            mapper = _replace_decoder_prefix_in_mapper(mapper, prefix)
+            config = _replace_decoder_prefix_in_config({**config, "target_modules": names}, prefix)
         return mapper, config
 
-    def _find_prefix(self) -> str:
+    def _find_decoder_prefix(self) -> str:
         """Return the prefix of the decoder's modules in the base model as transformers builds it."""
         folder = self.stages.initial_folder if isinstance(self.stages, LoadedStages) else None
         if folder is None or not isinstance(self.model, KeepsConfig) or not (folder / "config.json").is_file():
             return DECODER
-        return self.model.prefix_within(folder / "config.json")
+        return self.model.find_decoder_prefix(folder / "config.json")
 
     @property
-    def _target(self) -> Path:
+    def _adapter_folder(self) -> Path:
         return self.folder.folder / "adapter"
 
 
-def _write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], step: int) -> None:
+def _write_adapter_folder(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], step: int) -> None:
     """Write the folder with one tensor file for PEFT, any shapes; the folder appears complete or not at all."""
-    temporary = begin_folder(target)
+    temporary = create_temp_folder(target)
     try:
-        write_tensors(temporary.folder / WEIGHTS, tensors)
+        write_safetensors_file(temporary.folder / WEIGHTS, tensors)
         (temporary.folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
         (temporary.folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         temporary.commit()
@@ -127,24 +129,24 @@ DECODER = "model."
 """Prefix of the decoder's modules in a text model."""
 
 
-def _rename_outputs(mapper: Mapper, prefix: str) -> Mapper:
+def _replace_decoder_prefix_in_mapper(mapper: Mapper, prefix: str) -> Mapper:
     """Return a mapper to PEFT's tensors for a decoder with another prefix."""
     start = PREFIX + DECODER
     outputs = {name: PREFIX + prefix + name.removeprefix(start) for name in mapper.outputs if name.startswith(start)}
     return sequential(mapper, rename(outputs))
 
 
-def _reorder_outputs(factors: Sequence[str], own: Mapping[str, TensorGroup]) -> Mapper:
+def _reorder_expert_outputs(factors: Sequence[str], own: Mapping[str, TensorGroup]) -> Mapper:
     """Give the experts' second factors, (experts, outputs, rank), the order of the weights' outputs in files."""
     groups = []
     for name in factors:
         weight, _, ending = name.rpartition("_lora_")
         if ending == "B" and weight in own:
-            groups.append(TensorGroup((name,), (name,), partial(_convert_outputs, own[weight].convert)))
+            groups.append(TensorGroup((name,), (name,), partial(_convert_factor_outputs, own[weight].convert)))
     return Mapper(tuple(groups))
 
 
-def _convert_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _convert_factor_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Convert a factor (experts, outputs, rank) like a weight (experts, outputs, inputs), but keep its dimensions."""
     [factor] = factors
     probe = convert([torch.empty(len(factor), factor.shape[1], factor.shape[1] + 1, device="meta")])[0]
@@ -152,8 +154,8 @@ def _convert_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequence[Te
     return [converted if probe.shape[1] == factor.shape[1] else converted.transpose(1, 2)]
 
 
-def _rename_modules(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return an `adapter_config.json` for a decoder with another prefix."""
+def _replace_decoder_prefix_in_config(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return an `make_peft_config.json` for a decoder with another prefix."""
 
     def replace_prefix(name: str) -> str:
         return prefix + name.removeprefix(DECODER) if name.startswith(DECODER) else name
@@ -165,23 +167,27 @@ def _rename_modules(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 LISTS = ("target_modules", "target_parameters", "modules_to_save")
 TABLES = ("rank_pattern", "alpha_pattern")
-"""Keys of `adapter_config.json` with names of modules."""
+"""Keys of `make_peft_config.json` with names of modules."""
 
 
-def adapter_mapper(whole: nn.Module, files: Mapper, tied: bool) -> Mapper:
-    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `files` is the model's mapper."""
-    own = {group.inputs[0]: group for group in files.groups if group.inputs == group.outputs and len(group.inputs) == 1}
-    joined = list(find_joined_layers(whole, files))
+def make_peft_mapper(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mapper:
+    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `file_mapper` is the model's."""
+    own = {
+        group.inputs[0]: group
+        for group in file_mapper.groups
+        if group.inputs == group.outputs and len(group.inputs) == 1
+    }
+    joined = list(find_joined_layers(whole, file_mapper))
     parts = {name for layer in joined for name in layer.parts}
-    alone = (layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
-    layers = (sequential(_reorder_outputs(mapper.inputs, own), mapper) for mapper in alone)
-    saved = (_map_saved_tensor(name, tied, own) for name in _list_saved_tensors(whole))
-    return parallel(*(layer.mapper for layer in joined), *layers, *saved)
+    alone = (layer.make_peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
+    layers = (sequential(_reorder_expert_outputs(mapper.inputs, own), mapper) for mapper in alone)
+    saved = (_map_tuned_tensor(name, tied, own) for name in _list_tensors_of_tuned_modules(whole))
+    return parallel(*(layer.peft_mapper_of_parts for layer in joined), *layers, *saved)
 
 
-def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:
-    """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
-    pairs = _list_low_ranks(whole, files)
+def make_peft_config(whole: nn.Module, file_mapper: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:
+    """Return the `make_peft_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
+    pairs = _describe_low_rank_pairs(whole, file_mapper)
     if not pairs:
         raise UserError(
             "an adapter for PEFT needs LoRA, and this run tunes only whole modules; write export.hugging_face in place "
@@ -199,8 +205,8 @@ def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str 
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
     dropouts = {pair.dropout for pair in pairs}
-    _check_saved_tensors(whole, files)
-    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_saved_tensors(whole)))
+    _check_tuned_tensors_are_whole_in_files(whole, file_mapper)
+    saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_tensors_of_tuned_modules(whole)))
     if tied and EMBEDDING in saved:
         saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
     return {
@@ -214,7 +220,7 @@ def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str 
         "use_dora": pairs[0].dora,
         # only training uses dropout, and PEFT rejects it together with fused experts
         "lora_dropout": dropouts.pop() if len(dropouts) == 1 and not fused else 0.0,
-        "target_modules": _target_modules(whole, [pair for pair in pairs if not pair.fused]),
+        "target_modules": _list_target_modules(whole, [pair for pair in pairs if not pair.fused]),
         "target_parameters": [pair.target for pair in fused] or None,
         "rank_pattern": {pair.target: pair.rank for pair in others},
         "alpha_pattern": {pair.target: pair.scale * pair.rank for pair in others},
@@ -226,16 +232,23 @@ def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str 
     }
 
 
-def _list_low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
+def _describe_low_rank_pairs(whole: nn.Module, file_mapper: Mapper) -> list[LowRank]:
     """Return PEFT's descriptions for all low-rank factor pairs; joined layers have one pair."""
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
-    joined = list(find_joined_layers(whole, files))
+    joined = list(find_joined_layers(whole, file_mapper))
     parts = {name for layer in joined for name in layer.parts}
-    single = [pair for name, layer in find_adapted_layers(whole) if name not in parts for pair in layer.low_ranks(name)]
-    return [_name_by_parameter(has_experts, pair) for pair in (*(layer.pair for layer in joined), *single)]
+    single = [
+        pair
+        for name, layer in find_adapted_layers(whole)
+        if name not in parts
+        for pair in layer.list_low_rank_pairs(name)
+    ]
+    return [
+        _name_pair_by_weight_parameter(has_experts, pair) for pair in (*(layer.peft_pair for layer in joined), *single)
+    ]
 
 
-def _name_by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
+def _name_pair_by_weight_parameter(has_experts: bool, pair: LowRank) -> LowRank:
     """
     Name a pair by its weight parameter instead of its module, in a model with experts.
 
@@ -246,7 +259,7 @@ def _name_by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
     return attrs.evolve(pair, target=f"{pair.target}.weight", fused=True)
 
 
-def _target_modules(whole: nn.Module, pairs: list[LowRank]) -> list[str]:
+def _list_target_modules(whole: nn.Module, pairs: list[LowRank]) -> list[str]:
     """
     Return names for `target_modules`: the last part if all modules with this ending are adapted, else the whole
     name.
@@ -259,7 +272,7 @@ def _target_modules(whole: nn.Module, pairs: list[LowRank]) -> list[str]:
     return sorted({ending if (ending := name.rpartition(".")[2]) in adapted_endings else name for name in adapted})
 
 
-def _list_saved_tensors(whole: nn.Module) -> list[str]:
+def _list_tensors_of_tuned_modules(whole: nn.Module) -> list[str]:
     """
     Return parameters and buffers of fully or partly tuned modules, because PEFT saves whole
     modules.
@@ -274,10 +287,10 @@ def _list_saved_tensors(whole: nn.Module) -> list[str]:
     ]
 
 
-def _check_saved_tensors(whole: nn.Module, files: Mapper) -> None:
+def _check_tuned_tensors_are_whole_in_files(whole: nn.Module, file_mapper: Mapper) -> None:
     """Raise UserError for a fully tuned parameter that is a part of another module in files of the family."""
-    saved = set(_list_saved_tensors(whole))
-    for group in files.groups:
+    saved = set(_list_tensors_of_tuned_modules(whole))
+    for group in file_mapper.groups:
         modules = {name.rpartition(".")[0] for name in group.outputs}
         for name in saved.intersection(group.inputs):
             owner = name.rpartition(".")[0]
@@ -289,11 +302,11 @@ def _check_saved_tensors(whole: nn.Module, files: Mapper) -> None:
                 )
 
 
-def _map_saved_tensor(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> Mapper:
+def _map_tuned_tensor(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> Mapper:
     """Map a fully tuned module's tensor; a tied embedding is also mapped to the head."""
     outputs = [f"{PREFIX}{name}"]
     if tied and name == f"{EMBEDDING}.weight":
         outputs.append(f"{PREFIX}{HEAD}")
     elif name in own:
         return Mapper((TensorGroup((name,), tuple(outputs), own[name].convert),))
-    return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*same(tensors)] * len(outputs)),))
+    return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*return_unchanged(tensors)] * len(outputs)),))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.export.origin import find_origin
-from drawloom.components.export.shard_writer import own_share, parameters_by_name, write_shares
+from drawloom.components.export.origin import find_origin_folder
+from drawloom.components.export.shard_writer import make_own_share, model_parameters_by_name, write_shares
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import LanguageModel
@@ -18,7 +18,13 @@ from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.tensor_source import TensorSpec
-from drawloom.components.weights.adapted import HEAD, MergeLoss, build_adapted_model, measure_merge_loss, merge_mapper
+from drawloom.components.weights.adapted import (
+    HEAD,
+    MergeLoss,
+    build_meta_model_with_adapters,
+    make_merge_mapper,
+    measure_merge_loss,
+)
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile
 
@@ -42,7 +48,7 @@ def read_exported_step(folder: Path) -> int | None:
     return state.get("global_step") if isinstance(state, dict) else None
 
 
-def write_folder(
+def write_hugging_face_folder(
     target: Path,
     model: LanguageModel,
     stages: Stages,
@@ -67,31 +73,31 @@ def write_folder(
     adapters = stages.local[0].adapters
     tied, merged = bool(config.get("tie_word_embeddings")), Mapper(())
     if adapters:
-        merged = merge_mapper(build_adapted_model(model, adapters), tied)
+        merged = make_merge_mapper(build_meta_model_with_adapters(model, adapters), tied)
     mapper = sequential(merged, model.hugging_face_mapper())
-    origin = find_origin(model, stages, group)
+    origin = find_origin_folder(model, stages, group)
     if origin is not None:
         config = origin.config
     if tied and HEAD in mapper.outputs:
-        for part in _list_configs(config):
+        for part in _config_and_text_config(config):
             part["tie_word_embeddings"] = False
     if origin is not None:
-        mapper = origin.rename(mapper)
+        mapper = origin.map_to_names_in_folder(mapper)
     if adapters:
-        _log_merge_loss(measure_merge_loss(merged, parameters_by_name(stages), dtype), group)
+        _log_merge_loss(measure_merge_loss(merged, model_parameters_by_name(stages), dtype), group)
 
     def finish(folder: Path, files: list[PlannedFile]) -> None:
         carried = () if origin is None else origin.carried
         specs = {name: spec for file in files for name, spec in file.specs.items() if name not in carried}
-        _write_config(folder, config, specs)
+        _write_config_with_dtype(folder, config, specs)
         if origin is not None:
-            origin.copy_processors(folder)
+            origin.copy_processor_files(folder)
         if tokenizer is not None:  # after the config, which determines the tokenizer class of transformers
             tokenizer.save(folder)
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 
-    own = own_share(stages, mapper, group, workspace, dtype)
+    own = make_own_share(stages, mapper, group, workspace, dtype)
     if origin is not None and group.rank == 0:
         own = origin.add_to(own)
     write_shares(target, own, group, max_shard, finish)
@@ -106,18 +112,18 @@ def _log_merge_loss(loss: MergeLoss, group: Group) -> None:
         log.info(text, 100 * total.relative)
 
 
-def _list_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
+def _config_and_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the config, and its `text_config` table if it has one (multimodal models)."""
     return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
 
 
-def _write_config(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+def _write_config_with_dtype(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> None:
     # vectors may have a wider dtype, such as the bias of a router
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1}
     if len(dtypes) == 1:
         (dtype,) = dtypes
-        if not any(key in part for part in _list_configs(config) for key in DTYPE_KEYS):
+        if not any(key in part for part in _config_and_text_config(config) for key in DTYPE_KEYS):
             config["torch_dtype"] = dtype
-        for part in _list_configs(config):
+        for part in _config_and_text_config(config):
             part |= dict.fromkeys([key for key in DTYPE_KEYS if key in part], dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.export.hf_writer import read_exported_step, write_folder
+from drawloom.components.export.hf_writer import read_exported_step, write_hugging_face_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, Stages, with_averages
+from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
 from drawloom.components.storage.durable_files import remove_folder_at_once
 from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import at_least, component, setting, wired
@@ -45,20 +45,20 @@ class HuggingFaceExport:
 
     def is_finished(self, step: int) -> bool:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
-        return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._target) == step))
+        return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._export_folder) == step))
 
     def finish(self, step: int) -> None:
         """Write the folder; every rank adds its own tensors. A collective over all ranks."""
         if self.is_finished(step):
             return
         run_on_rank0(
-            self.mesh.world, lambda: remove_folder_at_once(self._target)
+            self.mesh.world, lambda: remove_folder_at_once(self._export_folder)
         )  # it may have the export of an earlier step
         # in the run folder, which all ranks see, even across machines
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
-        with with_averages(self.average):
-            write_folder(
-                self._target,
+        with use_averages_if_any(self.average):
+            write_hugging_face_folder(
+                self._export_folder,
                 self.model,
                 self.stages,
                 self.tokenizer,
@@ -68,11 +68,11 @@ class HuggingFaceExport:
                 dtype=None if self.dtype is None else DTYPES[self.dtype],
                 step=step,
             )
-        log.info("exported to %s", self._target)
+        log.info("exported to %s", self._export_folder)
         if workspace is not None and self.mesh.world.rank == 0:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()
 
     @property
-    def _target(self) -> Path:
+    def _export_folder(self) -> Path:
         return self.folder.folder / "export"

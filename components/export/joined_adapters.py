@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import find_adapted_layers
-from drawloom.components.weights.mapper import parallel, same, sequential
+from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.graph import UserError
 
 PREFIX = "base_model.model."
@@ -35,9 +35,9 @@ class JoinedLayer:
     rows: Sequence[int]
 
     @property
-    def pair(self) -> LowRank:
+    def peft_pair(self) -> LowRank:
         """The factors' description for PEFT. Raises UserError for a part without DoRA beside one with it."""
-        pairs = list(self._pairs_by_part.values())
+        pairs = list(self._pairs_by_layer_name.values())
         if any(pair.dora for pair in pairs) and len(pairs) < len(self.rows):
             others = ", ".join(name for name in self._layer_names if name not in self.parts)
             raise UserError(
@@ -46,15 +46,17 @@ class JoinedLayer:
         return attrs.evolve(pairs[0], target=self.name, rank=sum(pair.rank for pair in pairs))
 
     @property
-    def mapper(self) -> Mapper:
+    def peft_mapper_of_parts(self) -> Mapper:
         """Mapper for joining the parts' factors to one pair, with PEFT's tensor names."""
-        joins = {A: _join_rows, B: self._join_columns} | ({MAGNITUDE: self._join_magnitudes} if self.pair.dora else {})
+        joins = {A: _join_input_factors, B: self._join_output_factors} | (
+            {MAGNITUDE: self._join_magnitudes} if self.peft_pair.dora else {}
+        )
         groups = [
             TensorGroup(tuple(f"{PREFIX}{part}.{leaf}" for part in self.parts), (f"{PREFIX}{self.name}.{leaf}",), join)
             for leaf, join in joins.items()
         ]
         return sequential(
-            parallel(*(layer.peft_mapper(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
+            parallel(*(layer.make_peft_mapper(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
         )
 
     @property
@@ -63,14 +65,14 @@ class JoinedLayer:
         return [name.removesuffix(".weight") for name in self.group.inputs]
 
     @property
-    def _pairs_by_part(self) -> dict[str, LowRank]:
+    def _pairs_by_layer_name(self) -> dict[str, LowRank]:
         """PEFT's factor descriptions for the adapted layers, by layer name."""
-        return {name: layer.low_ranks(name)[0] for name, layer in self.parts.items()}
+        return {name: layer.list_low_rank_pairs(name)[0] for name, layer in self.parts.items()}
 
-    def _join_columns(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _join_output_factors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join the parts' B, (outputs, rank) per part, to (all outputs, all ranks)."""
-        factors, pairs = dict(zip(self.parts, tensors, strict=True)), self._pairs_by_part
-        width, scale, start, blocks = self.pair.rank, self.pair.scale, 0, []
+        factors, pairs = dict(zip(self.parts, tensors, strict=True)), self._pairs_by_layer_name
+        width, scale, start, blocks = self.peft_pair.rank, self.peft_pair.scale, 0, []
         for name, rows in zip(self._layer_names, self.rows, strict=True):
             block = tensors[0].new_zeros(rows, width)
             if name in factors:
@@ -87,21 +89,21 @@ class JoinedLayer:
         return [joined.squeeze(1)]
 
 
-def _join_rows(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _join_input_factors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Join the parts' A, (rank, inputs) per part, to (all ranks, inputs)."""
     return [torch.cat([*tensors])]
 
 
-def find_joined_layers(whole: nn.Module, files: Mapper) -> Iterator[JoinedLayer]:
-    """Yield a whole model's adapted linear layers with another form or name in files; `files` maps to these."""
+def find_joined_layers(whole: nn.Module, file_mapper: Mapper) -> Iterator[JoinedLayer]:
+    """Yield a whole model's adapted linear layers with another form or name in files; `file_mapper` maps to these."""
     adapted = {
         name: layer
         for name, layer in find_adapted_layers(whole)
-        if f"{PREFIX}{name}.{A}" in layer.peft_mapper(name).outputs
+        if f"{PREFIX}{name}.{A}" in layer.make_peft_mapper(name).outputs
     }
-    for group in files.groups:
+    for group in file_mapper.groups:
         layers = [name.removesuffix(".weight") for name in group.inputs]
         parts = {name: adapted[name] for name in layers if name in adapted}
-        if parts and (group.outputs != group.inputs or group.convert is not same):
+        if parts and (group.outputs != group.inputs or group.convert is not return_unchanged):
             rows = [len(whole.get_parameter(name)) for name in group.inputs]
             yield JoinedLayer(group.outputs[0].removesuffix(".weight"), group, parts, rows)

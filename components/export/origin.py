@@ -19,7 +19,7 @@ from drawloom.components.storage.safetensors.reader import open_safetensors_fold
 from drawloom.components.storage.tensor_source import TensorSource
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import identity, rename
-from drawloom.components.weights.nested import Style, find_style, nested_name
+from drawloom.components.weights.nested import NameNesting, find_name_nesting, to_multimodal_name
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.run")
@@ -38,12 +38,12 @@ class OriginFolder:
 
     folder: Path
     carried: Sequence[str]
-    style: Style
+    style: NameNesting
     config: dict[str, Any]
 
-    def rename(self, mapper: Mapper) -> Mapper:
+    def map_to_names_in_folder(self, mapper: Mapper) -> Mapper:
         """Return a mapper to the names in the folder, for a mapper to a text model's names."""
-        names = {name: nested_name(name, self.style) for name in mapper.outputs}
+        names = {name: to_multimodal_name(name, self.style) for name in mapper.outputs}
         return sequential(mapper, rename(names)) if self.style else mapper
 
     def add_to(self, share: Share) -> Share:
@@ -51,7 +51,7 @@ class OriginFolder:
         source = _CombinedSource(share.source, open_safetensors_folder(self.folder), frozenset(self.carried))
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
 
-    def copy_processors(self, target: Path) -> None:
+    def copy_processor_files(self, target: Path) -> None:
         """Copy the files for other parts' inputs."""
         for name in PROCESSORS:
             if (self.folder / name).is_file():
@@ -74,7 +74,7 @@ class _CombinedSource:
         return (self.folder if name in self.carried else self.own).tensor(name)
 
 
-def find_origin(model: LanguageModel, stages: Stages, group: Group) -> OriginFolder | None:
+def find_origin_folder(model: LanguageModel, stages: Stages, group: Group) -> OriginFolder | None:
     """
     Return the initial weights' folder if it has other parts, else None.
 
@@ -83,19 +83,19 @@ def find_origin(model: LanguageModel, stages: Stages, group: Group) -> OriginFol
     folder = stages.initial_folder if isinstance(stages, LoadedStages) else None
     if folder is None or not isinstance(model, KeepsConfig):
         return None
-    fields = run_on_rank0(group, lambda: _describe_origin(model, folder))
+    fields = run_on_rank0(group, lambda: _describe_origin_as_json(model, folder))
     return None if fields is None else OriginFolder(folder, **fields)
 
 
-def _describe_origin(model: Any, folder: Path) -> dict[str, Any] | None:
+def _describe_origin_as_json(model: Any, folder: Path) -> dict[str, Any] | None:
     """Return OriginFolder's other fields as JSON, for all ranks; None if the folder has only the text model."""
     try:
         names, patterns = list(open_safetensors_folder(folder).specs()), model.hugging_face_mapper().ignored
         carried = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        style = [list(pair) for pair in find_style(names)]
+        style = [list(pair) for pair in find_name_nesting(names)]
         if not (carried or style):
             return None
-        return {"carried": carried, "style": style, "config": model.config_within(folder / "config.json")}
+        return {"carried": carried, "style": style, "config": model.update_folder_config(folder / "config.json")}
     except UserError as error:
         # The end of a run is too late to refuse the folder.
         log.warning("the export has the text model alone, without other parts of the folder of its weights: %s", error)

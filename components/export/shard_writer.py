@@ -8,21 +8,21 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.durable_files import TempFolder, begin_folder
+from drawloom.components.storage.durable_files import TempFolder, create_temp_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.load import stream
+from drawloom.components.weights.load import stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import to_dtype
 from drawloom.components.weights.save import (
     PlannedFile,
-    check_names,
-    output_specs,
+    check_storable,
+    compute_output_specs,
     plan_files,
     write_files,
     write_index,
@@ -31,30 +31,30 @@ from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import UserError
 
 
-def parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
+def model_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
     """Return the model parameters on this rank, by name."""
     return {name: param for stage in stages.local for name, param in stage.model_parameters().items()}
 
 
-def persistent_buffers(stages: Stages) -> dict[str, ModelParameter]:
+def persistent_buffers_by_name(stages: Stages) -> dict[str, ModelParameter]:
     """Return the model's persistent buffers on this rank, by name."""
     return {name: buffer for stage in stages.local for name, buffer in stage.model_buffers().items()}
 
 
-def describe_parameters(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
+def describe_parameters_as_json(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
     """Return parameter shapes and dtypes, by name, as JSON."""
     return {"tensors": {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}}
 
 
-def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list[int]:
+def choose_owner_by_group(mapper: Mapper, parameters_by_rank: Sequence[Mapping[str, Any]]) -> list[int]:
     """
     Return the owner for every mapper group: the first rank that has all the group's inputs.
 
     Replicated tensors, and a tied head, are thus written once. Raises UserError with missing parameters,
     parameters without a Hugging Face name, and parameters with different shapes or dtypes on different ranks.
     """
-    specs_by_rank = [holding["tensors"] for holding in holdings]
-    _check_parameters(mapper, specs_by_rank)
+    specs_by_rank = [holding["tensors"] for holding in parameters_by_rank]
+    _check_ranks_have_mapper_inputs(mapper, specs_by_rank)
     owners = []
     for group in mapper.groups:
         # the first, so that the choice is the same on every rank and in every run
@@ -66,7 +66,7 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
     return owners
 
 
-def _check_parameters(mapper: Mapper, specs_by_rank: Sequence[Mapping[str, Any]]) -> None:
+def _check_ranks_have_mapper_inputs(mapper: Mapper, specs_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """
     Raise UserError unless the ranks have exactly the mapper's inputs, with equal specs for replicated
     parameters.
@@ -99,9 +99,11 @@ class Share:
     mapper: Mapper
     writes: Collection[str]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def compute_tensors(self) -> dict[str, Tensor]:
         """Return all tensors written by the rank, any shape. Ranks that share slices call this together."""
-        return {name: tensor for name, tensor in stream(self.source, self.mapper) if name in self.writes}
+        return {
+            name: tensor for name, tensor in stream_converted_tensors(self.source, self.mapper) if name in self.writes
+        }
 
 
 @attrs.frozen
@@ -117,7 +119,7 @@ class GatheredParameters:
         return self.parameters[name].whole()
 
 
-def share(
+def make_share(
     parameters: Mapping[str, ModelParameter], mapper: Mapper, owned_groups: Collection[int], dtype: torch.dtype | None
 ) -> Share:
     """
@@ -137,7 +139,7 @@ def share(
     return Share(GatheredParameters(parameters), sequential(chosen, casts), writes)
 
 
-def own_share(
+def make_own_share(
     stages: Stages,
     mapper: Mapper,
     group: Group,
@@ -149,16 +151,16 @@ def own_share(
     Return this rank's share of a mapper's outputs. A collective over the group.
 
     Ranks exchange parameter specs through `workspace`, or through their machine's shared memory. Raises UserError
-    like `choose_owners`, for parameters unknown to the mapper too, unless `only_inputs`.
+    like `choose_owner_by_group`, for parameters unknown to the mapper too, unless `only_inputs`.
     """
     inputs = set(mapper.inputs)
     parameters = {
-        name: param for name, param in parameters_by_name(stages).items() if not only_inputs or name in inputs
+        name: param for name, param in model_parameters_by_name(stages).items() if not only_inputs or name in inputs
     }
-    parameters |= {name: buffer for name, buffer in persistent_buffers(stages).items() if name in inputs}
-    with get_configs_parallel(describe_parameters(parameters), range(group.size), group, workspace) as holdings:
-        owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
-    return share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
+    parameters |= {name: buffer for name, buffer in persistent_buffers_by_name(stages).items() if name in inputs}
+    with get_configs_parallel(describe_parameters_as_json(parameters), range(group.size), group, workspace) as holdings:
+        owners = run_on_rank0(group, lambda: choose_owner_by_group(mapper, holdings))
+    return make_share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
 
 
 def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish: Finish) -> None:
@@ -169,25 +171,27 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
     other files, and renames the folder to the target. Raises UserError on every rank if any rank fails, if two
     ranks would write a tensor with the same name, or if the target exists; the target is then unchanged.
     """
-    _, specs_by_rank = run_on_all(group, lambda: _specs_json(own), share=lambda specs: specs)
+    _, specs_by_rank = run_on_all_ranks(group, lambda: _share_specs_as_json(own), to_json=lambda specs: specs)
     files = plan_files([_parse_specs(specs) for specs in specs_by_rank], max_shard)  # the same on every rank
     # one rank creates the folder, and shares its random name
-    temporary, folders = run_on_all(
-        group, lambda: begin_folder(target) if group.rank == 0 else None, share=_folder_path
+    temporary, folders = run_on_all_ranks(
+        group, lambda: create_temp_folder(target) if group.rank == 0 else None, to_json=_path_or_empty
     )
     try:
         folder = Path(folders[0])
-        run_on_all(group, lambda: _write_own_files(folder, [file for file in files if file.writer == group.rank], own))
-        run_on_all(group, lambda: _commit_folder(temporary, files, finish))
+        run_on_all_ranks(
+            group, lambda: _write_own_files(folder, [file for file in files if file.writer == group.rank], own)
+        )
+        run_on_all_ranks(group, lambda: _commit_folder(temporary, files, finish))
     finally:
         if temporary is not None:
             temporary.discard()
 
 
-def _specs_json(own: Share) -> dict[str, Any]:
+def _share_specs_as_json(own: Share) -> dict[str, Any]:
     """Return shapes and dtypes for the tensors a rank will write, as JSON."""
-    specs = {name: spec for name, spec in output_specs(own.source, own.mapper).items() if name in own.writes}
-    check_names(specs)
+    specs = {name: spec for name, spec in compute_output_specs(own.source, own.mapper).items() if name in own.writes}
+    check_storable(specs)
     return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}
 
 
@@ -195,12 +199,12 @@ def _parse_specs(specs: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tuple(shape), DTYPES[code]) for name, (shape, code) in specs.items()}
 
 
-def _folder_path(temporary: TempFolder | None) -> str:
+def _path_or_empty(temporary: TempFolder | None) -> str:
     return "" if temporary is None else str(temporary.folder)
 
 
 def _write_own_files(folder: Path, files: list[PlannedFile], own: Share) -> None:
-    tensors: Iterator[tuple[str, Tensor]] = stream(own.source, own.mapper)
+    tensors: Iterator[tuple[str, Tensor]] = stream_converted_tensors(own.source, own.mapper)
     try:
         write_files(folder, files, ((name, tensor) for name, tensor in tensors if name in own.writes))
     finally:

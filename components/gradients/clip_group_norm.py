@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Reduce
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters, gradient_of
+from drawloom.components.ports.stages import SpreadParameters, gradient_or_zeros
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.kernels.scale import scale
 
@@ -40,27 +40,27 @@ class ClipGroupNorm:
         group = [
             part.grad
             for name, part in self.parameters.named_parameters()
-            if self._matches_target(name) and part.grad is not None
+            if self._is_in_group(name) and part.grad is not None
         ]
         scale(group, factor.clamp_max(1.0))
 
     def _compute_norm(self) -> Tensor:
         """Return the group's norm over all ranks, float64 ()."""
         gradients = [
-            gradient_of(part) for name, part in self.parameters.owned_parameters() if self._matches_target(name)
+            gradient_or_zeros(part) for name, part in self.parameters.owned_parameters() if self._is_in_group(name)
         ]
         if not self._checked:
-            self._check_patterns(len(gradients))
+            self._check_patterns_match(len(gradients))
         filled = [gradient for gradient in gradients if gradient.numel()]  # a rank may have an empty slice
         p = float(self.norm_type)
-        norms = torch.stack([*torch._foreach_norm(filled, p, dtype=torch.float64)]) if filled else self._zeros(1)
+        norms = torch.stack([*torch._foreach_norm(filled, p, dtype=torch.float64)]) if filled else self._create_zeros(1)
         if math.isinf(p):
-            return self.reduce.largest(norms.amax())
-        return self.reduce.total(norms.pow(p).sum()).pow(1 / p)
+            return self.reduce.max_over_ranks(norms.amax())
+        return self.reduce.sum_over_ranks(norms.pow(p).sum()).pow(1 / p)
 
-    def _check_patterns(self, count: int) -> None:
+    def _check_patterns_match(self, count: int) -> None:
         """Raise UserError if the patterns match no parameter on any rank."""
-        total = self.reduce.total(self._zeros(1) + count)
+        total = self.reduce.sum_over_ranks(self._create_zeros(1) + count)
         if not total.item():
             name = next((name for name, _ in self.parameters.named_parameters()), "")
             raise UserError(
@@ -68,8 +68,8 @@ class ClipGroupNorm:
             )
         self._checked = True
 
-    def _zeros(self, *shape: int) -> Tensor:
+    def _create_zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device.device)
 
-    def _matches_target(self, name: str) -> bool:
+    def _is_in_group(self, name: str) -> bool:
         return any(fnmatchcase(name, target) for target in self.targets)

@@ -20,46 +20,46 @@ DIGIT_BITS = 32  # 2**21 ranks can add their digits before the 53 bits of a floa
 DIGITS = 68  # for the largest float64, 2**1024, times the largest number of parameters
 
 
-def exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device) -> Tensor:
+def compute_exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device) -> Tensor:
     """
     Return the 2-norm, float64 (), of all ranks' gradients (any shape).
 
     Gradients may be slices, but every gradient element must be passed on exactly one rank.
     """
-    root = _exact_root(reduce.total(_exact_sum(gradients, device)))
+    root = _compute_root_of_digits(reduce.sum_over_ranks(_sum_squares_exactly(gradients, device)))
     return torch.tensor(root, dtype=torch.float64, device=device)
 
 
-def _compute_norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+def _compute_gradient_norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return every gradient's 2-norm, float64 (gradients,)."""
     if not gradients:
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack([*torch._foreach_norm(list(gradients), 2, dtype=torch.float64)])
 
 
-def _exact_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+def _sum_squares_exactly(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     Return the sum of non-finite squares, then the digits for the sum of squares: float64 (1 + DIGITS,) on the CPU.
     """
-    squares: list[float] = _compute_norms(gradients, device).square().tolist()
+    squares: list[float] = _compute_gradient_norms(gradients, device).square().tolist()
     # Infinities and NaN have no digits; their sum is the norm.
     nonfinite = [square for square in squares if not math.isfinite(square)]
     return torch.tensor([sum(nonfinite), *_split_into_digits(() if nonfinite else squares)], dtype=torch.float64)
 
 
-def _exact_root(digits: Tensor) -> float:
-    """Return the root of the sum of squares in `_exact_sum`'s result; infinity or NaN if a gradient has one."""
+def _compute_root_of_digits(digits: Tensor) -> float:
+    """Return the square root of `_sum_squares_exactly`'s result; infinity or NaN if a gradient has one."""
     total: list[float] = digits.tolist()
     return math.sqrt(_join_digits(total[1:])) if math.isfinite(total[0]) else total[0]
 
 
 def _split_into_digits(numbers: Iterable[float]) -> list[float]:
     """Return the exact sum of nonnegative numbers as digits, DIGIT_BITS bits each, the lowest first."""
-    total = sum(map(_to_integer, numbers))
+    total = sum(map(_convert_to_integer, numbers))
     return [float(total >> DIGIT_BITS * index & 2**DIGIT_BITS - 1) for index in range(DIGITS)]
 
 
-def _to_integer(number: float) -> int:
+def _convert_to_integer(number: float) -> int:
     """Return a float64 as an integer, in units of the smallest float64."""
     numerator, denominator = number.as_integer_ratio()
     return (numerator << FLOAT64_SHIFT) // denominator

@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drawloom.components.gradients.norm import exact_norm
+from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.ports.distributed import Mesh, Reduce
 from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters, gradient_of
+from drawloom.components.ports.stages import SpreadParameters, gradient_or_zeros
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import component, setting
 from drawloom.kernels.scale import scale
@@ -47,9 +47,9 @@ class Synchronize:
         `loss` is the mean loss per token in nats, `grad_norm` the 2-norm over all gradients, `loss_weight` the tokens'
         total weight, and `tokens` the token count. The step is skipped if the loss or the norm is not finite.
         """
-        total, weight, tokens = self._sum_over_ranks(step.state).unbind()
+        total, weight, tokens = self._sum_losses_over_ranks(step.state).unbind()
         self.parameters.sum_gradients()
-        gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.named_parameters()}
+        gradients = {name: gradient_or_zeros(parameter) for name, parameter in self.parameters.named_parameters()}
         owned = {name for name, _ in self.parameters.owned_parameters()}
         # The sum is divided once, because an average of averages would give ranks with few tokens too much weight.
         factor = torch.where(weight > 0, 1 / weight, 1.0)
@@ -60,16 +60,18 @@ class Synchronize:
         if defers:
             step.scale_gradients(partial(scale, [*gradients.values()]), factor)
         if is_exact:
-            norm = exact_norm([gradients[name] for name in gradients if name in owned], self.reduce, weight.device)
+            norm = compute_exact_norm(
+                [gradients[name] for name in gradients if name in owned], self.reduce, weight.device
+            )
         else:
-            norm = self.reduce.total(squares).sqrt()
+            norm = self.reduce.sum_over_ranks(squares).sqrt()
         loss = torch.where(weight > 0, total / weight, math.nan)
         for name, value in (("loss", loss), ("grad_norm", norm), ("loss_weight", weight), ("tokens", tokens)):
             step.state[name] = value
         # The reason refers only to the state: a step in a reference cycle would wait for the garbage collector.
-        step.skip_if(~(loss.isfinite() & norm.isfinite()), partial(_skip_reason, step.state))
+        step.skip_if(~(loss.isfinite() & norm.isfinite()), partial(_explain_skipped_update, step.state))
 
-    def _sum_over_ranks(self, state: StepState) -> Tensor:
+    def _sum_losses_over_ranks(self, state: StepState) -> Tensor:
         """Return total losses, weights and tokens over all ranks: float64 (3,)."""
         sums = sum_losses(state)
         self.mesh.pipeline_group.sum(sums)
@@ -81,7 +83,7 @@ class Synchronize:
         return sums
 
 
-def _skip_reason(state: StepState) -> str:
+def _explain_skipped_update(state: StepState) -> str:
     """Return why the update is skipped: no trained token, a non-finite loss, or a non-finite norm; else ""."""
     loss, norm = state.number("loss"), state.number("grad_norm")
     if state.number("loss_weight") <= 0:

@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.kernels.choosing import GPU, OPERATIONS, TRITON, Chosen, choose, load
+from drawloom.components.kernels.choosing import (
+    GPU,
+    OPERATIONS,
+    TRITON,
+    ImplementationChoice,
+    choose_implementation,
+    load_implementation,
+)
 from drawloom.components.kernels.recurrence import PieceMask, WholeMask
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
@@ -18,14 +25,16 @@ from drawloom.components.ports.model import RowPart, VocabularyPart
 from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.attention import attention_eager, causal_mask
+from drawloom.kernels.attention import attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.batch_invariant import BLOCKS, MIN_ROWS, attend_in_blocks, with_more_rows
-from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, weigh_losses
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
+from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
-from drawloom.kernels.recompute import cheap, note
+from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8, linears_float8, mlp_float8
+from drawloom.kernels.moe import Routes as RoutingTables
+from drawloom.kernels.recompute import call_recomputable, record_recomputable_call
 from drawloom.kernels.weight_formats import WeightFormat
 
 NOT_ON_GPU = "batch_invariant has been shown on CPUs only"
@@ -40,7 +49,7 @@ class Cached(NamedTuple):
     window: int | None
 
 
-def _operation_setting(default: str, doc: str) -> Any:
+def _declare_operation_setting(default: str, doc: str) -> Any:
     """Declare the setting for an operation's implementation."""
     return setting(default="auto", alias=default, doc=f"implementation of {doc}")
 
@@ -57,24 +66,29 @@ class AutoKernels:
     """
 
     device: Device
-    _linear_float8: Choice = _operation_setting("linear_float8", "linear layers in float8")
-    _dequantize: Choice = _operation_setting("dequantize", "the dequantization of frozen weights")
-    _rms_norm: Choice = _operation_setting("rms_norm", "RMSNorm")
-    _add_rms_norm: Choice = _operation_setting("add_rms_norm", "an addition with the RMSNorm of the sum")
-    _swiglu: Choice = _operation_setting("swiglu", "silu(gate) * up")
-    _swiglu_halves: Choice = _operation_setting(
+    _linear_float8: Choice = _declare_operation_setting("linear_float8", "linear layers in float8")
+    _experts_float8: Choice = _declare_operation_setting("experts_float8", "experts in float8")
+    _dequantize: Choice = _declare_operation_setting("dequantize", "the dequantization of frozen weights")
+    _rms_norm: Choice = _declare_operation_setting("rms_norm", "RMSNorm")
+    _add_rms_norm: Choice = _declare_operation_setting("add_rms_norm", "an addition with the RMSNorm of the sum")
+    _swiglu: Choice = _declare_operation_setting("swiglu", "silu(gate) * up")
+    _swiglu_halves: Choice = _declare_operation_setting(
         "swiglu_halves", "silu(gate) * up of experts, whose gate and up are one tensor"
     )
-    _geglu: Choice = _operation_setting("geglu", "gelu(gate) * up")
-    _oss_swiglu_halves: Choice = _operation_setting(
+    _geglu: Choice = _declare_operation_setting("geglu", "gelu(gate) * up")
+    _oss_swiglu_halves: Choice = _declare_operation_setting(
         "oss_swiglu_halves", "gpt-oss's clamped SwiGLU, gate and up in one tensor"
     )
-    _rope: Choice = _operation_setting("rope", "the rotary position embedding")
-    _qk_norm_rope: Choice = _operation_setting("qk_norm_rope", "the norms and rotations of queries and keys")
-    _attention: Literal["auto", "eager", "cudnn", "flex", "varlen"] = _operation_setting("attention", "attention")
-    _causal_conv: Choice = _operation_setting("causal_conv", "the convolution over tokens in recurrent layers")
-    _gated_delta_rule: Choice = _operation_setting("gated_delta_rule", "the gated delta rule in recurrent layers")
-    _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _operation_setting(
+    _rope: Choice = _declare_operation_setting("rope", "the rotary position embedding")
+    _qk_norm_rope: Choice = _declare_operation_setting("qk_norm_rope", "the norms and rotations of queries and keys")
+    _attention: Literal["auto", "eager", "cudnn", "flex", "varlen"] = _declare_operation_setting(
+        "attention", "attention"
+    )
+    _causal_conv: Choice = _declare_operation_setting("causal_conv", "the convolution over tokens in recurrent layers")
+    _gated_delta_rule: Choice = _declare_operation_setting(
+        "gated_delta_rule", "the gated delta rule in recurrent layers"
+    )
+    _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _declare_operation_setting(
         "linear_cross_entropy", "the loss over the vocabulary"
     )
     filter_eps: float = setting(
@@ -87,13 +101,16 @@ class AutoKernels:
         doc="whether a token's results have the same bits in every batch, at every length and with a cache; CPU only, "
         "without experts and recurrent layers",
     )
-    _moe_routes: Choice = _operation_setting("moe_routes", "the routes from tokens to experts")
-    _moe_permute: Choice = _operation_setting("moe_permute", "copies of tokens for their experts")
-    _moe_unpermute: Choice = _operation_setting("moe_unpermute", "sums of expert rows by token")
-    _moe_peers: Choice = _operation_setting("moe_peers", "copies and sums of tokens in the memory of other ranks")
-    _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _operation_setting(
+    _moe_routes: Choice = _declare_operation_setting("moe_routes", "the routes from tokens to experts")
+    _moe_permute: Choice = _declare_operation_setting("moe_permute", "copies of tokens for their experts")
+    _moe_unpermute: Choice = _declare_operation_setting("moe_unpermute", "sums of expert rows by token")
+    _moe_peers: Choice = _declare_operation_setting(
+        "moe_peers", "copies and sums of tokens in the memory of other ranks"
+    )
+    _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _declare_operation_setting(
         "grouped_gemm", "the matrix products of experts"
     )
+    _add_expert_bias: Choice = _declare_operation_setting("add_expert_bias", "the addition of experts' biases")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -121,44 +138,48 @@ class AutoKernels:
         device = torch.device(available if _read_device_kind(node) == "auto" else _read_device_kind(node))
         for operation in OPERATIONS:
             if node.settings[operation] == "auto":
-                chosen = choose(operation, "auto", device)
+                chosen = choose_implementation(operation, "auto", device)
                 yield f"{operation}: auto is {chosen.name}, for {chosen.why}"
 
     def open(self) -> None:
         """Load the implementations. Raises UserError if the device can't run one."""
         if self.batch_invariant and self.device.device.type != "cpu":
             raise UserError(f"kernels.auto: {NOT_ON_GPU}; write batch_invariant = false", 2)
-        _ = self._functions
+        _ = self._functions_by_operation
 
-    def chosen(self, operation: str) -> Chosen:
+    def choose_implementation_of(self, operation: str) -> ImplementationChoice:
         """Return an operation's implementation and the reason for the choice."""
         if self.batch_invariant and operation == "attention":
-            return Chosen("blocks", "kernels are batch-invariant")
-        return choose(operation, getattr(self, f"_{operation}"), self.device.device)
+            return ImplementationChoice("blocks", "kernels are batch-invariant")
+        return choose_implementation(operation, getattr(self, f"_{operation}"), self.device.device)
 
-    def environment(self) -> dict[str, str]:
+    def list_machine_choices(self) -> dict[str, str]:
         """Return the implementation of every operation."""
-        return {operation: self.chosen(operation).name for operation in OPERATIONS}
+        return {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
 
     @cached_property
-    def _functions(self) -> dict[str, Any]:
-        names = {operation: self.chosen(operation).name for operation in OPERATIONS}
+    def _functions_by_operation(self) -> dict[str, Any]:
+        names = {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
         fixed = {"attention": BLOCKS} if self.batch_invariant else {}
         functions = fixed | {
-            operation: load(operation, name) for operation, name in names.items() if operation not in fixed
+            name: load_implementation(name, implementation)
+            for name, implementation in names.items()
+            if name not in fixed
         }
         # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
-        return functions | {"norm_of_sum": load("rms_norm", self.chosen("add_rms_norm").name)}
+        return functions | {
+            "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
+        }
 
     @cached_property
-    def _loss_of_part(self) -> Any:
-        is_eager = self.chosen("linear_cross_entropy").name == "eager"
-        return cut_cross_entropy_eager if is_eager else load("linear_cross_entropy", "cut")
+    def _vocab_parallel_loss(self) -> Any:
+        is_eager = self.choose_implementation_of("linear_cross_entropy").name == "eager"
+        return cut_cross_entropy_eager if is_eager else load_implementation("linear_cross_entropy", "cut")
 
     @cached_property
     def _loss_options(self) -> Any:
         """Return the loss's options: the ignored target index, and for `cut` the logit filter."""
-        cuts = self.chosen("linear_cross_entropy").name == "cut"
+        cuts = self.choose_implementation_of("linear_cross_entropy").name == "cut"
         return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -169,21 +190,29 @@ class AutoKernels:
     embedding = staticmethod(embedding_eager)
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_float8(self._functions["linear_float8"], x, weight, bias)
+        return linear_float8(self._functions_by_operation["linear_float8"], x, weight, bias)
 
     def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return linears_float8(self._functions["linear_float8"], x, weights)
+        return linears_float8(self._functions_by_operation["linear_float8"], x, weights)
 
     def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return mlp_float8(self._functions["linear_float8"], x, gate, up, down)
+        return mlp_float8(self._functions_by_operation["linear_float8"], x, gate, up, down)
 
     def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
-        return self._functions["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
+        return self._functions_by_operation["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
 
     def linear_quantized(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        stored: Tensor,
+        weight_format: WeightFormat,
+        bias: Tensor | None = None,
+        float8: bool = False,
     ) -> Tensor:
-        dequantize = self._functions["dequantize"]
+        if float8:
+            unpack = partial(self.dequantize, weight_format=weight_format)
+            return linear_quantized_float8(self._functions_by_operation["linear_float8"], unpack, x, stored, bias)
+        dequantize = self._functions_by_operation["dequantize"]
         if self.batch_invariant:
             return with_more_rows(lambda rows: linear_quantized(dequantize, rows, stored, weight_format, bias), x)
         return linear_quantized(dequantize, x, stored, weight_format, bias)
@@ -191,8 +220,8 @@ class AutoKernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
     ) -> Tensor:
-        normed: Tensor = self._functions["rms_norm"](x, weight, eps, zero_centered, float8)
-        note(normed, self._functions["rms_norm"], x, weight, eps, zero_centered)
+        normed: Tensor = self._functions_by_operation["rms_norm"](x, weight, eps, zero_centered, float8)
+        record_recomputable_call(normed, self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)
         return normed
 
     def add_rms_norm(
@@ -204,20 +233,22 @@ class AutoKernels:
         zero_centered: bool = False,
         float8: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps, zero_centered, float8)
+        normed, summed = self._functions_by_operation["add_rms_norm"](x, residual, weight, eps, zero_centered, float8)
         # Recomputation starts from the sum, which is saved anyway, not from its terms.
-        note(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
+        record_recomputable_call(
+            normed, self._functions_by_operation["norm_of_sum"], summed, weight, eps, zero_centered
+        )
         return normed, summed
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return cheap(self._functions["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return cheap(self._functions["geglu"], gate, up)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["geglu"], gate, up)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-        # Not `cheap`: its backward pass does not need x, so that recomputation would save no memory.
-        return self._functions["rope"](x, cos, sin, interleaved)  # type: ignore[no-any-return]
+        # Not `call_recomputable`: its backward pass does not need x, so that recomputation would save no memory.
+        return self._functions_by_operation["rope"](x, cos, sin, interleaved)  # type: ignore[no-any-return]
 
     def qk_norm_rope(
         self,
@@ -234,7 +265,7 @@ class AutoKernels:
         if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
             q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
             return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
-        return cheap(self._functions["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
         self,
@@ -251,12 +282,12 @@ class AutoKernels:
         """
         if cache is not None:
             return Cached(cache, window)
-        chosen = self._functions["attention"]
+        chosen = self._functions_by_operation["attention"]
         if part is None:
             if whole_rows and window is None and chosen.whole_rows is not None:
                 return chosen.whole_rows
             return chosen.mask(documents, window)
-        return PartMask(chosen.mask(part.gather(documents), window, part.places), part)
+        return PartMask(chosen.mask(part.gather(documents), window, part.token_indices), part)
 
     def attention(
         self,
@@ -273,11 +304,11 @@ class AutoKernels:
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
             k, v = mask.cache.extend(k, v)
-            visible = causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
+            visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
             if self.batch_invariant:
                 return attend_in_blocks(q, k, v, visible, options, sinks)
             return attention_eager(q, k, v, visible, options, sinks)
-        return self._functions["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
+        return self._functions_by_operation["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
     def recurrence_mask(
         self, documents: Tensor, part: RowPart | None = None, cache: KeyValueCache | None = None
@@ -285,12 +316,12 @@ class AutoKernels:
         return WholeMask.of(documents, cache) if part is None else PieceMask.of(documents, part)
 
     def causal_conv(self, x: Tensor, weight: Tensor, mask: WholeMask | PieceMask) -> Tensor:
-        return mask.convolve(partial(cheap, self._functions["causal_conv"]), x, weight)
+        return mask.convolve(partial(call_recomputable, self._functions_by_operation["causal_conv"]), x, weight)
 
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: WholeMask | PieceMask
     ) -> Tensor:
-        return mask.apply_rule(self._functions["gated_delta_rule"], (q, k, v, g, beta))
+        return mask.apply_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))
 
     def linear_cross_entropy(
         self,
@@ -312,39 +343,56 @@ class AutoKernels:
             cut = LogitCut(ignore_index=IGNORE_INDEX, tile=(MIN_ROWS, 1), part=part)
             both = cut_cross_entropy_eager(tokens, weight, flat, cut)
             losses, lse = (result[: targets.numel()].view(targets.shape) for result in both)
-            return weigh_losses(losses, token_weights), lse
+            return multiply_by_token_weights(losses, token_weights), lse
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
-            return self._loss_of_part(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
-        function, options = self._functions["linear_cross_entropy"], self._loss_options
+            return self._vocab_parallel_loss(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
+        function, options = self._functions_by_operation["linear_cross_entropy"], self._loss_options
         return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
 
-    def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
-        return cheap(self._functions["swiglu_halves"], both, scale)  # type: ignore[no-any-return]
+    def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
+        return call_recomputable(self._functions_by_operation["swiglu_halves"], gate_and_up, scale)  # type: ignore[no-any-return]
 
-    def oss_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        return cheap(self._functions["oss_swiglu_halves"], both, scale, alpha, limit)  # type: ignore[no-any-return]
+    def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+        return call_recomputable(self._functions_by_operation["oss_swiglu_halves"], gate_and_up, scale, alpha, limit)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
-        return self._functions["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
+        return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
-        return cheap(self._functions["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
+        return call_recomputable(self._functions_by_operation["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
-        return self._functions["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
+        return self._functions_by_operation["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
 
     @property
     def moe_peers(self) -> PeerExchange:
-        return self._functions["moe_peers"]  # type: ignore[no-any-return]
+        return self._functions_by_operation["moe_peers"]  # type: ignore[no-any-return]
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-        return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+        return self._functions_by_operation["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
+
+    def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+        kernels = self._functions_by_operation["experts_float8"]
+        return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
+
+    def expert_rows_float8(
+        self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
+    ) -> Tensor:
+        return expert_rows_float8(
+            self._functions_by_operation["experts_float8"], rows, probabilities, gate_up, down, offsets
+        )
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
     ) -> Tensor:
-        dequantize, grouped_gemm = self._functions["dequantize"], self._functions["grouped_gemm"]
+        dequantize, grouped_gemm = (
+            self._functions_by_operation["dequantize"],
+            self._functions_by_operation["grouped_gemm"],
+        )
         return multiply_quantized_experts(dequantize, grouped_gemm, x, stored, weight_format, offsets)
 
 
@@ -357,9 +405,9 @@ class PartMask(NamedTuple):
 
 def _gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Gather k (rows, tokens, heads, head_dim) and v (rows, tokens, heads, v_dim) of whole rows in one collective."""
-    both = part.gather(torch.cat([k.flatten(2), v.flatten(2)], 2))
-    whole_k, whole_v = torch.split(both, [k.shape[2:].numel(), v.shape[2:].numel()], 2)
-    rows, length = both.shape[:2]
+    keys_and_values = part.gather(torch.cat([k.flatten(2), v.flatten(2)], 2))
+    whole_k, whole_v = torch.split(keys_and_values, [k.shape[2:].numel(), v.shape[2:].numel()], 2)
+    rows, length = keys_and_values.shape[:2]
     return whole_k.view(rows, length, *k.shape[2:]), whole_v.view(rows, length, *v.shape[2:])
 
 

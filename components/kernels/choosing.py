@@ -26,26 +26,23 @@ class Operation:
     on_gpu: tuple[str, ...] = ("triton", "eager")
 
 
-def _make_operation(module: str, triton_module: str, function: str) -> Operation:
+def _create_operation(module: str, triton_module: str, function: str) -> Operation:
     """Return an operation with an implementation in plain torch and one in Triton."""
     return Operation({"eager": f"{module}.{function}_eager", "triton": f"triton.{triton_module}.{function}_triton"})
 
 
 OPERATIONS = {
     "linear_float8": Operation({"eager": "float8.EAGER", "triton": "triton.float8.TRITON"}),
-    "dequantize": _make_operation("dequantize", "dequantize", "dequantize"),
-    "rms_norm": _make_operation("rms_norm", "rms_norm", "rms_norm"),
-    "add_rms_norm": _make_operation("rms_norm", "rms_norm", "add_rms_norm"),
-    "swiglu": _make_operation("swiglu", "swiglu", "swiglu"),
-    "swiglu_halves": _make_operation("swiglu", "swiglu", "swiglu_halves"),
-    "geglu": _make_operation("geglu", "geglu", "geglu"),
-    # Its Triton kernel compiles for Hopper, but its results have not been compared on a GPU.
-    "oss_swiglu_halves": Operation(
-        {"eager": "oss_swiglu.oss_swiglu_halves_eager", "triton": "triton.oss_swiglu.oss_swiglu_halves_triton"},
-        ("eager",),
-    ),
-    "rope": _make_operation("rope", "rope", "rope"),
-    "qk_norm_rope": _make_operation("rope", "qk_norm_rope", "qk_norm_rope"),
+    "experts_float8": Operation({"eager": "grouped_float8.EAGER", "triton": "triton.grouped_float8.TRITON"}),
+    "dequantize": _create_operation("dequantize", "dequantize", "dequantize"),
+    "rms_norm": _create_operation("rms_norm", "rms_norm", "rms_norm"),
+    "add_rms_norm": _create_operation("rms_norm", "rms_norm", "add_rms_norm"),
+    "swiglu": _create_operation("swiglu", "swiglu", "swiglu"),
+    "swiglu_halves": _create_operation("swiglu", "swiglu", "swiglu_halves"),
+    "geglu": _create_operation("geglu", "geglu", "geglu"),
+    "oss_swiglu_halves": _create_operation("oss_swiglu", "oss_swiglu", "oss_swiglu_halves"),
+    "rope": _create_operation("rope", "rope", "rope"),
+    "qk_norm_rope": _create_operation("rope", "qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(
         {
             "eager": "attention.EAGER",
@@ -55,8 +52,8 @@ OPERATIONS = {
         },
         ("cudnn", "flex", "eager"),
     ),
-    "causal_conv": _make_operation("causal_conv", "causal_conv", "causal_conv"),
-    "gated_delta_rule": _make_operation("gated_delta", "gated_delta", "delta_rule"),
+    "causal_conv": _create_operation("causal_conv", "causal_conv", "causal_conv"),
+    "gated_delta_rule": _create_operation("gated_delta", "gated_delta", "delta_rule"),
     "linear_cross_entropy": Operation(
         {
             "eager": "linear_cross_entropy.linear_cross_entropy_eager",
@@ -64,9 +61,9 @@ OPERATIONS = {
             "cut": "triton.cut_cross_entropy.cut_cross_entropy_triton",
         }
     ),
-    "moe_routes": _make_operation("moe", "moe_routes", "moe_routes"),
-    "moe_permute": _make_operation("moe", "moe_permute", "moe_permute"),
-    "moe_unpermute": _make_operation("moe", "moe_permute", "moe_unpermute"),
+    "moe_routes": _create_operation("moe", "moe_routes", "moe_routes"),
+    "moe_permute": _create_operation("moe", "moe_permute", "moe_permute"),
+    "moe_unpermute": _create_operation("moe", "moe_permute", "moe_unpermute"),
     "moe_peers": Operation({"eager": "moe_peers.EAGER", "triton": "triton.moe_peers.TRITON"}),
     "grouped_gemm": Operation(
         {
@@ -75,6 +72,7 @@ OPERATIONS = {
             "triton": "triton.grouped_gemm.grouped_gemm_triton",
         }
     ),
+    "add_expert_bias": _create_operation("expert_bias", "expert_bias", "add_expert_bias"),
 }
 
 TRITON = {"triton", "cut", "cudnn", "flex"}
@@ -85,39 +83,39 @@ GPU = {"varlen", "cudnn", "flex"}
 
 
 @attrs.frozen
-class Chosen:
+class ImplementationChoice:
     """Name and reason for the chosen implementation."""
 
     name: str
     why: str
 
 
-def choose(operation: str, wanted: str, device: torch.device) -> Chosen:
+def choose_implementation(operation: str, wanted: str, device: torch.device) -> ImplementationChoice:
     """
     Choose an implementation for a device. Raises UserError if the requested one can't run there.
 
     On a CPU `auto` is eager, whether or not Triton is installed.
     """
     if wanted != "auto":
-        if problem := why_not(wanted, device):
+        if problem := find_unavailable_reason(wanted, device):
             raise UserError(f"kernels.auto: {operation} is {wanted!r}, but {problem}; write {operation} = 'auto'", 2)
-        return Chosen(wanted, "the recipe says so")
+        return ImplementationChoice(wanted, "the recipe says so")
     if device.type == "cpu":
-        return Chosen("eager", "the device is the CPU")
-    problems = [(name, why_not(name, device)) for name in OPERATIONS[operation].on_gpu]
+        return ImplementationChoice("eager", "the device is the CPU")
+    problems = [(name, find_unavailable_reason(name, device)) for name in OPERATIONS[operation].on_gpu]
     name = next(name for name, problem in problems if not problem)
     reasons = [f"not {other}, for {problem}" for other, problem in problems if problem]
-    return Chosen(name, "; ".join(reasons) or "the device is a GPU")
+    return ImplementationChoice(name, "; ".join(reasons) or "the device is a GPU")
 
 
-def why_not(implementation: str, device: torch.device) -> str:
+def find_unavailable_reason(implementation: str, device: torch.device) -> str:
     """Return why an implementation can't run on a device, or an empty string if it can."""
     if implementation in GPU and device.type == "cpu":
         return "its backward pass runs on GPUs, and the device is the CPU"
     return why_no_triton(device) if implementation in TRITON else ""
 
 
-def load(operation: str, implementation: str) -> Any:
+def load_implementation(operation: str, implementation: str) -> Any:
     """Return an implementation's function."""
     # Modules are imported on demand, so that a run on a CPU never imports triton.
     module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")

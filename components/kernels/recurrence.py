@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import RowPart
-from drawloom.kernels.recurrence import RecurrentDocuments, recurrent_documents
+from drawloom.kernels.recurrence import RecurrentDocuments, number_recurrent_documents
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -31,13 +31,13 @@ class WholeMask(NamedTuple):
     @classmethod
     def of(cls, document_ids: Tensor, cache: KeyValueCache | None) -> Self:
         """Return the mask for document ids int64 (rows, length); with a cache a row's state is for its one document."""
-        documents = recurrent_documents(document_ids)
+        documents = number_recurrent_documents(document_ids)
         if cache is not None and cache.length:
             documents = documents._replace(before=documents.ids[:, 0])
         return cls(documents, cache)
 
     def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        """Apply a causal convolution to x (rows, length, channels) behind the cached tokens."""
+        """Apply a causal convolution to x (rows, length, channels), which continues the cached tokens, if any."""
         ids = self.documents.ids
         if self.cache is None:
             return function(x, weight, ids)
@@ -47,7 +47,7 @@ class WholeMask(NamedTuple):
         return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
 
     def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
-        """Apply the gated delta rule; with a cache to the cached tokens' state."""
+        """Apply the gated delta rule; with a cache, start from the cached state and store the new one."""
         if self.cache is None:
             return rule(*inputs, self.documents)[0]
         mixed, state = rule(*inputs, self.documents, self.cache.read_state())
@@ -70,8 +70,8 @@ class PieceMask(NamedTuple):
     @classmethod
     def of(cls, document_ids: Tensor, part: RowPart) -> Self:
         """Return the mask for document ids int64 (rows, tokens) for this rank's tokens."""
-        row_ids = recurrent_documents(part.gather(document_ids)).ids
-        places = part.places.view(len(part.pieces), -1)
+        row_ids = number_recurrent_documents(part.gather(document_ids)).ids
+        places = part.token_indices.view(len(part.piece_indices), -1)
         return cls(row_ids[:, places], row_ids, places[:, 0], part)
 
     def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
@@ -82,25 +82,27 @@ class PieceMask(NamedTuple):
         tails = self.part.gather_pieces(pieces[:, pieces.shape[1] - kept :].view(len(x), -1, kept, x.shape[2]))
         # The tokens before a piece end where its number of tails ends; short pieces have tokens of several before them.
         earlier = F.pad(tails.flatten(1, 2), (0, 0, lags, 0))
-        history = torch.stack([earlier[:, piece * kept :][:, :lags] for piece in self.part.pieces], 1).flatten(0, 1)
-        ids = torch.cat([self._ids_before(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
+        history = torch.stack([earlier[:, piece * kept :][:, :lags] for piece in self.part.piece_indices], 1).flatten(
+            0, 1
+        )
+        ids = torch.cat([self._document_ids_before_pieces(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
         return function(torch.cat([history, pieces], 1), weight, ids)[:, lags:].reshape(x.shape)
 
     def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
         """Apply the gated delta rule to the states after the previous pieces."""
         q, k, v, g, beta = (self._split_pieces(x) for x in inputs)
-        documents = RecurrentDocuments(self.ids.flatten(0, 1), self._ids_before(1).flatten())
+        documents = RecurrentDocuments(self.ids.flatten(0, 1), self._document_ids_before_pieces(1).flatten())
         heads, width, v_width = v.shape[2], k.shape[3], v.shape[3]
         # Values, and beside them the identity as a state that values of 0 change.
         values = torch.cat([v, v.new_zeros(*v.shape[:3], width)], 3)
         state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
         state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
         _, maps = rule(k, k, values, g=g, beta=beta, documents=documents, state=state)
-        incoming = self._fold_states(maps.unflatten(0, (-1, len(self.part.pieces))), v_width)  # type: ignore[no-untyped-call]
+        incoming = self._compute_states_before_pieces(maps.unflatten(0, (-1, len(self.part.piece_indices))), v_width)  # type: ignore[no-untyped-call]
         mixed, _ = rule(q, k, v, g=g, beta=beta, documents=documents, state=incoming.flatten(0, 1))
         return mixed.reshape(inputs[2].shape)
 
-    def _fold_states(self, own: Tensor, v_width: int) -> Tensor:
+    def _compute_states_before_pieces(self, own: Tensor, v_width: int) -> Tensor:
         """
         Return the states before this rank's pieces: (rows, pieces, heads, K, V).
 
@@ -108,16 +110,16 @@ class PieceMask(NamedTuple):
         """
         maps = self.part.gather_pieces(own)
         states = [torch.zeros_like(maps[:, 0, ..., :v_width])]
-        for piece in range(max(self.part.pieces)):
+        for piece in range(max(self.part.piece_indices)):
             added, factor = maps[:, piece, ..., :v_width], maps[:, piece, ..., v_width:]
             states.append(factor @ states[-1] + added)
-        return torch.stack([states[piece] for piece in self.part.pieces], 1)
+        return torch.stack([states[piece] for piece in self.part.piece_indices], 1)
 
     def _split_pieces(self, x: Tensor) -> Tensor:
         """Split rows into pieces: x (rows, tokens, ...) becomes (rows * pieces, tokens / pieces, ...)."""
-        return x.reshape(len(x) * len(self.part.pieces), -1, *x.shape[2:])
+        return x.reshape(len(x) * len(self.part.piece_indices), -1, *x.shape[2:])
 
-    def _ids_before(self, count: int) -> Tensor:
+    def _document_ids_before_pieces(self, count: int) -> Tensor:
         """Return the documents of the `count` tokens before every piece, int32 (rows, pieces, count); -1 if none."""
         places = self.starts[:, None] + torch.arange(-count, 0, device=self.starts.device)
         return torch.where(places < 0, -1, self.row_ids[:, places.clamp(min=0)])

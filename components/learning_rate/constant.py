@@ -10,7 +10,7 @@ from drawloom.graph import component
 class Constant(AfterWarmup):
     """Constant learning rate after an optional warm-up."""
 
-    def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
+    def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
         """Return 1."""
         return 1.0
 

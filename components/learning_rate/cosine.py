@@ -11,6 +11,6 @@ class Cosine(AfterWarmup):
 
     end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
 
-    def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
-        """Return the cosine's value."""
-        return interpolate("cosine", 1.0, self.end, min(done / rest, 1.0))
+    def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
+        """Return the half cosine from 1 to `end` at `steps_done`."""
+        return interpolate("cosine", 1.0, self.end, min(steps_done / steps_after_warmup, 1.0))

@@ -14,10 +14,10 @@ class InverseSqrt(AfterWarmup):
         default=None, check=at_least(1), doc="timescale in steps; default: the warm-up steps, or 10,000 without warm-up"
     )
 
-    def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
+    def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
         """Return the inverse square root."""
-        scale = self.timescale or self.warmup(total) or 10_000
-        return float((1 + done / scale) ** -0.5)
+        scale = self.timescale or self.count_warmup_steps(total) or 10_000
+        return float((1 + steps_done / scale) ** -0.5)
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:

@@ -13,7 +13,7 @@ from drawloom.graph import Problem
 UNITS = ("steps", "tokens", "percent")
 
 
-def convert_to_steps(
+def count_steps_of_length(
     steps: int | None, tokens: int | None, percent: float | None, total: int, sizes: "TokenCounts", *, at_end: bool
 ) -> int:
     """
@@ -42,18 +42,18 @@ class TokenCounts:
         return bisect_left(range(upper + 1), tokens, key=self.tokens_after)
 
 
-def token_counts(batching: Batching | None, rows: PackedDataset | None) -> TokenCounts:
+def create_token_counts(batching: Batching | None, rows: PackedDataset | None) -> TokenCounts:
     """Return a run's token counts. Counting raises ValueError without the batch size and sequence length."""
 
     def tokens_after(steps: int) -> int:
         if batching is None or rows is None:
             raise ValueError("lengths in tokens need the sizes of steps and rows")
-        return batching.start(steps + 1) * rows.length
+        return batching.first_position(steps + 1) * rows.length
 
     return TokenCounts(tokens_after)
 
 
-def token_counts_from_settings(node: Any) -> TokenCounts | None:
+def create_token_counts_from_settings(node: Any) -> TokenCounts | None:
     """Return the token counts implied by settings; None if they depend on the run, as with a batch-size ramp."""
     batch, rows = (node.neighbour(edge) for edge in SIZES)
     if not batch or not rows or batch.settings.get("ramp"):
@@ -69,13 +69,13 @@ def report_several_units(node: Any, name: str) -> Iterator[Problem]:
         yield node.problem(keys[-1], f"both {keys[0]} and {keys[-1]} are given", "leave one of them out")
 
 
-def steps_from_settings(node: Any, name: str, total: int, *, at_end: bool) -> int:
+def count_steps_from_settings(node: Any, name: str, total: int, *, at_end: bool) -> int:
     """Return a length in steps from a node's settings; 0 for tokens whose step is known only in the run."""
     steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
-    sizes = token_counts_from_settings(node)
+    sizes = create_token_counts_from_settings(node)
     if sizes is None and tokens is not None:
         return 0
-    return convert_to_steps(steps, tokens, percent, total, sizes or token_counts(None, None), at_end=at_end)
+    return count_steps_of_length(steps, tokens, percent, total, sizes or create_token_counts(None, None), at_end=at_end)
 
 
 def find_length_key(node: Any, name: str) -> str:
@@ -84,7 +84,7 @@ def find_length_key(node: Any, name: str) -> str:
 
 
 def report_missing_sizes(node: Any, key: Any, text: str) -> Iterator[Problem]:
-    """Yield a problem at `key` if a length is in tokens and the node lacks an edge to the batch size or the rows."""
+    """Yield a problem at `key` for a length in tokens if the node has no edge to the batch size or to the rows."""
     missing = [f'{edge} = "@{name}"' for edge, name in SIZES.items() if not node.neighbour(edge)]
     if missing:
         yield node.problem(key, f"{text} needs the sizes of steps and rows", f"write {' and '.join(missing)}")

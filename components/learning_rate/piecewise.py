@@ -9,9 +9,9 @@ import attrs
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
+    create_token_counts,
+    create_token_counts_from_settings,
     report_missing_sizes,
-    token_counts,
-    token_counts_from_settings,
 )
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
@@ -50,7 +50,7 @@ class SchedulePiece:
     until_percent: float | None = setting(default=None, doc="end of the phase as a percentage of all steps, 0 to 100")
     power: float = setting(default=2.0, check=above(0), doc="exponent for a polynomial curve")
 
-    def end(self, begin: int, total: int, sizes: TokenCounts) -> int:
+    def end_step(self, begin: int, total: int, sizes: TokenCounts) -> int:
         """Return the first step, from 0, after the phase; for a phase in steps it depends on `begin`."""
         if self.steps is not None:
             return begin + self.steps
@@ -75,8 +75,8 @@ class Piecewise:
     )
 
     @cached_property
-    def _sizes(self) -> TokenCounts:
-        return token_counts(self.batching, self.rows)
+    def _token_counts(self) -> TokenCounts:
+        return create_token_counts(self.batching, self.rows)
 
     def run_phase(self, step: Step) -> None:
         """Write `lr_factor`, which multiplies the base learning rate."""
@@ -86,7 +86,7 @@ class Piecewise:
         """Return the factor after `done` out of `total` steps."""
         value, begin = self.start, 0
         for phase in self.phases:
-            end = max(begin, phase.end(begin, total, self._sizes))
+            end = max(begin, phase.end_step(begin, total, self._token_counts))
             if done < end:
                 return interpolate(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
             value, begin = phase.to, end
@@ -109,11 +109,11 @@ class Piecewise:
         """Report the first phase that ends before it begins, or after the run."""
         if any(cls.constraints(node)):
             return
-        begin, sizes = 0, token_counts_from_settings(node)
+        begin, sizes = 0, create_token_counts_from_settings(node)
         for number, phase in enumerate(node.settings["phases"]):
             if phase.until_tokens is not None and sizes is None:
                 return  # the last steps of this phase and all later ones are known only in the run
-            end = phase.end(begin, total, sizes or token_counts(None, None))
+            end = phase.end_step(begin, total, sizes or create_token_counts(None, None))
             if end < begin:
                 text = f"phases[{number}] ends after step {end}, before it begins: the phases before it take {begin}"
                 yield node.problem(("phases", number), text, "make the phases before it shorter, or let it end later")

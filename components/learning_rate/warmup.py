@@ -6,23 +6,23 @@ from typing import Any
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
-    convert_to_steps,
+    count_steps_from_settings,
+    count_steps_of_length,
+    create_token_counts,
     find_length_key,
     report_missing_sizes,
     report_several_units,
-    steps_from_settings,
-    token_counts,
 )
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
-from drawloom.graph import Problem, at_least, between, inherited, setting
+from drawloom.graph import Problem, at_least, between, inheritable, setting
 
 LENGTHS = ("warmup", "decay")
 
 SHORTEN = "make it shorter, for example {name}_percent = 10.0, or raise `steps` of the trainer"
 
 
-@inherited
+@inheritable
 class AfterWarmup:
     """
     Learning rate schedule that rises linearly from `start` to 1, and then follows a curve.
@@ -50,25 +50,30 @@ class AfterWarmup:
 
     def factor(self, done: int, total: int) -> float:
         """Return the factor after `done` out of `total` steps."""
-        warmup = self.warmup(total)
+        warmup = self.count_warmup_steps(total)
         if done < warmup:
             return self.start + (1 - self.start) * done / warmup
         return self.factor_after_warmup(done - warmup, max(total - warmup, 1), total)
 
-    def warmup(self, total: int) -> int:
+    def count_warmup_steps(self, total: int) -> int:
         """Return the warm-up length in steps, in a run with `total` steps."""
-        return convert_to_steps(
-            self.warmup_steps, self.warmup_tokens, self.warmup_percent, total=total, sizes=self.sizes, at_end=False
+        return count_steps_of_length(
+            self.warmup_steps,
+            self.warmup_tokens,
+            self.warmup_percent,
+            total=total,
+            sizes=self.token_counts,
+            at_end=False,
         )
 
     @property
-    def sizes(self) -> TokenCounts:
+    def token_counts(self) -> TokenCounts:
         """The run's token counts."""
-        return token_counts(self.batching, self.rows)
+        return create_token_counts(self.batching, self.rows)
 
     @abstractmethod
-    def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
-        """Return the factor after `done` out of `rest` steps behind the warm-up, in a run with `total` steps."""
+    def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
+        """Return the factor after `steps_done` out of all `steps_after_warmup`, in a run with `total` steps."""
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:
@@ -79,7 +84,7 @@ class AfterWarmup:
     def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
         """Report a warm-up longer than the run, and a decay longer than the rest of the run."""
         names = [name for name in LENGTHS if f"{name}_steps" in node.settings]
-        steps = {name: steps_from_settings(node, name, total, at_end=name == "decay") for name in names}
+        steps = {name: count_steps_from_settings(node, name, total, at_end=name == "decay") for name in names}
         if steps["warmup"] > total:
             text = f"the warm-up takes {steps['warmup']} steps, and the run has {total}"
             yield node.problem(find_length_key(node, "warmup"), text, SHORTEN.format(name="warmup"))

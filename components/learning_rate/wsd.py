@@ -1,6 +1,6 @@
 """Warmup-stable-decay schedule, WSD (Hu et al. 2024, "MiniCPM", arXiv 2404.06395, section 4.2)."""
 
-from drawloom.components.learning_rate.lengths import convert_to_steps
+from drawloom.components.learning_rate.lengths import count_steps_of_length
 from drawloom.components.learning_rate.piecewise import Curve, interpolate
 from drawloom.components.learning_rate.warmup import AfterWarmup
 from drawloom.graph import at_least, component, setting
@@ -28,11 +28,16 @@ class WarmupStableDecay(AfterWarmup):
     curve: Curve = setting(default="linear", doc="decay curve")
     end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
 
-    def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
+    def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
         """Return 1 before the decay, and then the curve's value."""
-        steps = convert_to_steps(
-            self.decay_steps, self.decay_tokens, self.decay_percent, total=total, sizes=self.sizes, at_end=True
+        steps = count_steps_of_length(
+            self.decay_steps,
+            self.decay_tokens,
+            self.decay_percent,
+            total=total,
+            sizes=self.token_counts,
+            at_end=True,
         )
-        length = min(steps, rest)
-        position = done - (rest - length)
+        length = min(steps, steps_after_warmup)
+        position = steps_done - (steps_after_warmup - length)
         return 1.0 if position <= 0 else interpolate(self.curve, 1.0, self.end, min(position / length, 1.0))

@@ -13,29 +13,29 @@ import attrs
 from drawloom.components.ports.distributed import Mesh, Processes
 from drawloom.components.ports.log_records import PRINTED, is_marked
 from drawloom.components.ports.run import Event, EventKind, RunFolder
-from drawloom.components.storage.regular_file import make_folder, open_to_append
+from drawloom.components.storage.regular_file import create_folder, open_to_append
 from drawloom.graph import Every, UserError, component, setting
 from drawloom.graph.cli.terminal import Stream, print_text
 
 log = logging.getLogger("drawloom.run")
 
 
-def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
+def make_rank_log_path(folder: RunFolder, mesh: Mesh) -> Path:
     """Return `log/rank-N.log` in the run folder, and create `log`. Raises UserError if `log` is a link or a file."""
-    return make_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
+    return create_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
 
 
-def describe_rank(mesh: Mesh, launches: Iterable[Processes]) -> str:
+def describe_host_and_mesh_indices(mesh: Mesh, launches: Iterable[Processes]) -> str:
     """Return this rank's host and mesh indices, without hosts and dimensions of size 1."""
-    sizes = mesh.sizes.dense()
+    sizes = mesh.sizes.without_expert_dimensions()
     parts = [f"host {launch.node_rank}" for launch in launches if launch.node_count > 1]
-    parts += [f"{name} {index}" for name, index in mesh.indices.dense().items() if sizes[name] > 1]
+    parts += [f"{name} {index}" for name, index in mesh.indices.without_expert_dimensions().items() if sizes[name] > 1]
     return f"[{', '.join(parts)}] " if parts else ""
 
 
-def open_log(path: Path) -> TextIO:
+def open_log_for_appending(path: Path) -> TextIO:
     """Open a log file for appending, and create its folder again if it was removed. Raises UserError."""
-    make_folder(path.parent)
+    create_folder(path.parent)
     # a lone surrogate, as in a file name, must not make logging fail
     return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="backslashreplace")
 
@@ -54,7 +54,7 @@ class LogFile(WatchedFileHandler):
             log.warning("%s was removed during the run, and begins anew", self.baseFilename)
 
     def _open(self) -> Any:
-        return open_log(Path(self.baseFilename))
+        return open_log_for_appending(Path(self.baseFilename))
 
 
 @component(impact="safe")
@@ -83,15 +83,17 @@ class RunLogging:
         """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
         # the file comes first, so that a message that fails on the terminal is in the file
-        prefix = describe_rank(self.mesh, self.launches.values())
-        self._add_handler(top, _make_file_handler(rank_log(self.folder, self.mesh), prefix))
+        prefix = describe_host_and_mesh_indices(self.mesh, self.launches.values())
+        self._add_temporary_handler(top, _make_file_handler(make_rank_log_path(self.folder, self.mesh), prefix))
         if self.mesh.world.rank == 0:
             level = logging.getLevelNamesMapping()[self.level.upper()]
-            self._add_handler(run, _make_terminal_handler("stdout", logging.INFO, is_run_line, "%(message)s"))
-            self._add_handler(top, _make_terminal_handler("stderr", level, is_not_run_line))
+            self._add_temporary_handler(
+                run, _make_terminal_handler("stdout", logging.INFO, is_for_stdout, "%(message)s")
+            )
+            self._add_temporary_handler(top, _make_terminal_handler("stderr", level, is_for_stderr))
         self._level_before, self._show_before = top.level, warnings.showwarning
         top.setLevel(logging.DEBUG)
-        warnings.showwarning = _log_warning
+        warnings.showwarning = _log_python_warning
 
     def close(self) -> None:
         """Remove the handlers, and restore the level and warnings."""
@@ -106,7 +108,7 @@ class RunLogging:
     def on_event(self, event: Event) -> None:
         """Do nothing: as a listener, the component is opened before the trainer's other nodes."""
 
-    def _add_handler(self, logger: logging.Logger, handler: logging.Handler) -> None:
+    def _add_temporary_handler(self, logger: logging.Logger, handler: logging.Handler) -> None:
         """Add a handler, to be removed by `close`."""
         logger.addHandler(handler)
         self._added.append((logger, handler))
@@ -137,14 +139,14 @@ class _OneLineFormatter(logging.Formatter):
         return f"{record.levelname.lower()}: {record.getMessage()}"
 
 
-def is_run_line(record: logging.LogRecord) -> bool:
+def is_for_stdout(record: logging.LogRecord) -> bool:
     """Return whether a record is a line for standard output: an INFO message from `drawloom.run`."""
     return record.name == "drawloom.run" and record.levelno == logging.INFO
 
 
-def is_not_run_line(record: logging.LogRecord) -> bool:
+def is_for_stderr(record: logging.LogRecord) -> bool:
     """Return whether a record is neither a line for standard output nor printed already."""
-    return not is_run_line(record) and not is_marked(record, PRINTED)
+    return not is_for_stdout(record) and not is_marked(record, PRINTED)
 
 
 def _make_file_handler(path: Path, prefix: str) -> logging.Handler:
@@ -155,17 +157,17 @@ def _make_file_handler(path: Path, prefix: str) -> logging.Handler:
 
 
 def _make_terminal_handler(
-    stream: Stream, level: int, accepts: Callable[[logging.LogRecord], bool], template: str | None = None
+    stream: Stream, level: int, should_print: Callable[[logging.LogRecord], bool], template: str | None = None
 ) -> logging.Handler:
     """Return a handler for standard output or error, with a level and a filter."""
     handler = Terminal(stream)
     handler.setLevel(level)
-    handler.addFilter(accepts)
+    handler.addFilter(should_print)
     handler.setFormatter(logging.Formatter(template) if template else _OneLineFormatter())
     return handler
 
 
-def _log_warning(
+def _log_python_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
     """Log a Python warning; replaces `warnings.showwarning`."""

@@ -14,7 +14,7 @@ from drawloom.components.ports.memory import MemoryUser, memory_by_kind
 from drawloom.components.ports.pipeline import Schedule, chooses_recompute
 from drawloom.components.ports.run import Batching, Event, EventKind
 from drawloom.components.ports.stages import Stages
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph import Every, UserError, component
 
 log = logging.getLogger("drawloom.run")
@@ -47,8 +47,8 @@ class MemoryReport:
     def preview(self) -> str:
         """Return one line with the total first, then every kind."""
         sizes = memory_by_kind(self.users.values())
-        parts = [f"{name(kind)} {byte_size(size)}" for kind, size in sizes.items()]
-        return "  ".join([f"memory  {byte_size(sum(sizes.values()))}", *parts])
+        parts = [f"{readable_memory_kind(kind)} {format_byte_size(size)}" for kind, size in sizes.items()]
+        return "  ".join([f"memory  {format_byte_size(sum(sizes.values()))}", *parts])
 
     def on_event(self, event: Event) -> None:
         """Log one line when the run starts."""
@@ -60,14 +60,14 @@ class MemoryReport:
         if not is_out_of_memory(error):
             return None
         peak = self.device.memory()
-        sizes = {name(kind): size for kind, size in memory_by_kind(self.users.values(), peak).items()}
-        table = [f"  {kind:25}  {byte_size(size):>12}" for kind, size in [*sizes.items(), ("peak so far", peak)]]
-        remedies = [f"  {remedy}" for remedy in self._list_remedies()]
-        allocation = _describe_allocation(error)
+        sizes = {readable_memory_kind(kind): size for kind, size in memory_by_kind(self.users.values(), peak).items()}
+        table = [f"  {kind:25}  {format_byte_size(size):>12}" for kind, size in [*sizes.items(), ("peak so far", peak)]]
+        remedies = [f"  {remedy}" for remedy in self._list_memory_saving_settings()]
+        allocation = _describe_failed_allocation(error)
         lines = [f"{self.device.device} is out of memory: {allocation}", *table, "what would help:", *remedies]
         return UserError("\n".join(lines))
 
-    def _list_remedies(self) -> Iterator[str]:
+    def _list_memory_saving_settings(self) -> Iterator[str]:
         """Yield settings that reduce memory, with their present values."""
         for node, batching in self.batching.items():
             if batching.micro_size > 1:
@@ -101,22 +101,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def name(kind: str) -> str:
+def readable_memory_kind(kind: str) -> str:
     """Return the words for a kind of memory."""
     return "activations and workspace" if kind == "workspace" else kind.replace("_", " ")
 
 
-def _describe_allocation(error: BaseException) -> str:
+def _describe_failed_allocation(error: BaseException) -> str:
     """Return the failed allocation's size, and the pipeline's note on where it failed, if there is one."""
     match = ALLOCATION.search(str(error))
-    text = "an allocation failed" if match is None else f"{_format_amount(match[1])} could not be allocated"
+    text = "an allocation failed" if match is None else f"{_format_allocation_size(match[1])} could not be allocated"
     return " ".join([text, *getattr(error, "__notes__", ())])
 
 
-def _format_amount(amount: str) -> str:
+def _format_allocation_size(amount: str) -> str:
     """Return an amount such as "1024 bytes" in readable units."""
     number, unit = amount.split()
-    return byte_size(int(number)) if unit == "bytes" else amount
+    return format_byte_size(int(number)) if unit == "bytes" else amount
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

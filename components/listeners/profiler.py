@@ -16,7 +16,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Event, RunFolder, Step
 from drawloom.components.ports.stages import Stages
-from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.storage.regular_file import create_folder
 from drawloom.graph import Every, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -69,47 +69,47 @@ class Profiler:
         if self._off or event.step is None:
             return
         try:
-            self._mark_event(event, event.step)
+            self._begin_or_end_range_for(event, event.step)
         except Exception as error:
             self._off = True
             self._stop_profiler()
             log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
 
-    def _mark_event(self, event: Event, step: Step) -> None:
-        """Begin or end the range for a step or phase."""
+    def _begin_or_end_range_for(self, event: Event, step: Step) -> None:
+        """Begin or end the trace's range for the step or phase that an event is about."""
         if event.kind == "step_started":
-            self._begin_step(step)
-        elif event.kind == "phase_started" and self._is_recording:
-            self._enter_range(event.phase)
-        elif event.kind == "phase_ended" and self._is_recording:
-            self._leave_range()
+            self._begin_step_range(step)
+        elif event.kind == "phase_started" and self._is_step_traced:
+            self._begin_named_range(event.phase)
+        elif event.kind == "phase_ended" and self._is_step_traced:
+            self._end_innermost_range()
         elif event.kind == "step_ended" and self._running is not None:
-            self._end_step(self._running)
+            self._end_step_range(self._running)
 
     @property
-    def _is_recording(self) -> bool:
+    def _is_step_traced(self) -> bool:
         """Whether the current step is traced."""
         return self._running is not None and self._running.current_action in RECORDING
 
-    def _begin_step(self, step: Step) -> None:
+    def _begin_step_range(self, step: Step) -> None:
         """Start the profiler if necessary; in a traced step also observe the layers and begin the step's range."""
         if self._running is None:
             self._start_profiler()
         self._step = step.index
-        if self._is_recording:
+        if self._is_step_traced:
             if not self._hooks:
                 self._first = step.index
-                self._hooks = [*self._observe_layers()]
-            self._enter_range(f"step {step.index}")
+                self._hooks = [*self._add_layer_range_hooks()]
+            self._begin_named_range(f"step {step.index}")
 
-    def _end_step(self, running: profile) -> None:
+    def _end_step_range(self, running: profile) -> None:
         """End the step's range, and let the profiler advance, which writes the trace after the last step."""
-        if self._is_recording:
-            self._leave_range()
+        if self._is_step_traced:
+            self._end_innermost_range()
         running.step()  # writes the trace if it is complete
         if self._failure is not None:
             raise self._failure
-        if not self._is_recording:
+        if not self._is_step_traced:
             self._remove_hooks()
         if self.repeat and self._written == self.repeat:
             self._off = True
@@ -123,7 +123,7 @@ class Profiler:
         self._running = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])],
             schedule=schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat),
-            on_trace_ready=self._on_trace_ready,
+            on_trace_ready=self._write_trace_or_keep_error,
             profile_memory=self.memory,
             # without acc_events, torch 2.11 warns that it drops the events of earlier cycles
             acc_events=True,
@@ -135,38 +135,38 @@ class Profiler:
         running, self._running = self._running, None
         self._remove_hooks()
         while self._ranges:
-            self._leave_range()
+            self._end_innermost_range()
         if running is not None:
             running.stop()
             if self.memory and self.device.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _enter_range(self, name: str) -> None:
+    def _begin_named_range(self, name: str) -> None:
         """Begin a named range in the trace."""
         self._ranges.append(record_function(name))
         self._ranges[-1].__enter__()
 
-    def _leave_range(self) -> None:
+    def _end_innermost_range(self) -> None:
         """End the innermost range."""
         if self._ranges:
             self._ranges.pop().__exit__(None, None, None)
 
-    def _observe_layers(self) -> Iterator[Any]:
+    def _add_layer_range_hooks(self) -> Iterator[Any]:
         """Add hooks with a range for every layer; yield their handles."""
         for stages in self.stages.values():
             for stage in stages.local:
                 for name, module in stage.module.named_modules():
                     if match := LAYER.search(name):
-                        yield from self._observe_module(module, f"layer {match[1]}")
+                        yield from self._add_range_hooks(module, f"layer {match[1]}")
 
-    def _observe_module(self, module: nn.Module, name: str) -> Iterator[Any]:
+    def _add_range_hooks(self, module: nn.Module, name: str) -> Iterator[Any]:
         """Add hooks with a range for a module's forward pass; yield their handles."""
 
         def enter(_module: nn.Module, _inputs: Any) -> None:
-            self._enter_range(name)
+            self._begin_named_range(name)
 
         def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-            self._leave_range()
+            self._end_innermost_range()
 
         yield module.register_forward_pre_hook(enter)
         yield module.register_forward_hook(leave)
@@ -176,43 +176,43 @@ class Profiler:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _on_trace_ready(self, done: profile) -> None:
+    def _write_trace_or_keep_error(self, finished_profile: profile) -> None:
         """Write a complete trace; keep an error for the step's end."""
         if self._off:
             return  # an unfinished trace
         # An error that passes through torch 2.13's profiler makes the profiler kill the process when it stops.
         try:
-            self._write_trace(done)
+            self._write_trace_and_memory_files(finished_profile)
         except Exception as error:
             self._failure = error
 
-    def _write_trace(self, done: profile) -> None:
+    def _write_trace_and_memory_files(self, finished_profile: profile) -> None:
         """Write the trace, and with `memory` its counters and the allocation snapshot."""
         self._written += 1
         name = f"steps-{self._first}-{self._step}-rank-{self.mesh.world.rank}"
-        path = make_folder(self.folder.folder / "traces") / f"{name}.json.gz"
+        path = create_folder(self.folder.folder / "traces") / f"{name}.json.gz"
         path.unlink(missing_ok=True)  # torch would follow a link
-        done.export_chrome_trace(str(path))
+        finished_profile.export_chrome_trace(str(path))
         if self.memory:
-            add_memory_counters(path)
+            add_memory_counters_to_trace(path)
             if self.device.device.type == "cuda":
                 snapshot = path.with_name(f"{name}.pickle")
                 snapshot.unlink(missing_ok=True)
                 torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
 
 
-def add_memory_counters(path: Path) -> None:
+def add_memory_counters_to_trace(path: Path) -> None:
     """Add memory graphs by device, for Perfetto, to a trace; torch writes only allocations."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace: dict[str, Any] = json.load(file)
     trace["traceEvents"] += [
-        _memory_counter(event) for event in trace["traceEvents"] if event.get("name") == "[memory]"
+        _make_memory_counter_event(event) for event in trace["traceEvents"] if event.get("name") == "[memory]"
     ]
     with gzip.open(path, "wt", encoding="utf-8") as file:
         json.dump(trace, file)
 
 
-def _memory_counter(event: Mapping[str, Any]) -> dict[str, Any]:
+def _make_memory_counter_event(event: Mapping[str, Any]) -> dict[str, Any]:
     """Turn a torch memory event into a counter event for Perfetto."""
     values = event["args"]
     device = "CPU" if values["Device Id"] < 0 else f"GPU {values['Device Id']}"

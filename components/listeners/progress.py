@@ -53,7 +53,7 @@ class ProgressBar:
             handler.removeFilter(_is_not_step_line)
         self._filtered = []
         if self._bar is not None:
-            self._show_values(self._bar)
+            self._show_newest_values(self._bar)
             self._bar.stop()
             self._bar = None
 
@@ -84,22 +84,22 @@ class ProgressBar:
         now = self.clock()
         before, self._ended = self._ended, (step, now - step.started - step.excluded_seconds)
         # On a GPU the host does not know this step's loss yet, and does not wait for it.
-        self._shown = self._ended if step.state.is_on_host or step.last else before
+        self._shown = self._ended if step.state.is_on_host or step.is_last else before
         if "validation_loss" in step.state:
             self._values["validation_loss"] = f"val {step.state.number('validation_loss'):.4f}"
         self._bar.update(self._task, completed=step.index)
         if now - self._refreshed >= REFRESH_INTERVAL:
             self._refreshed = now
-            self._show_values(self._bar)
+            self._show_newest_values(self._bar)
             self._bar.refresh()
-        if step.last:
+        if step.is_last:
             self.close()
 
-    def _show_values(self, bar: Progress) -> None:
+    def _show_newest_values(self, bar: Progress) -> None:
         """Put the newest known values into the bar's text."""
         if self._shown is not None:
             step, seconds = self._shown
-            self._values |= values_of(step)
+            self._values |= format_loss_and_learning_rate(step)
             self._values["speed"] = f"{step.tokens / max(seconds, 1e-9):,.0f} tokens/s"
             self._values["memory"] = f"{self.device.memory() / 1e6:,.0f} MB"
             bar.update(self._task, values="  ".join(self._values[name] for name in ORDER if name in self._values))
@@ -108,7 +108,7 @@ class ProgressBar:
 ORDER = ("loss", "validation_loss", "lr", "memory", "speed")
 
 
-def values_of(step: Step) -> dict[str, str]:
+def format_loss_and_learning_rate(step: Step) -> dict[str, str]:
     """Return a step's loss and learning rate; the bar keeps showing earlier values for missing ones."""
     state = step.state
     loss = {"loss": f"loss {state.number('loss'):.4f}"} if "loss" in state else {}

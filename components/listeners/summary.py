@@ -10,8 +10,8 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.float8_layers import count_text, float8_layers, linear_layers
-from drawloom.components.parallel.frozen_formats import chosen_weights
+from drawloom.components.parallel.float8_layers import find_float8_candidates, find_float8_layers, format_layer_count
+from drawloom.components.parallel.frozen_formats import select_weights_to_quantize
 from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
 from drawloom.components.ports.model import LanguageModel, LayerRange, Model
@@ -71,21 +71,21 @@ class RunSummary:
             log.info("%s", self.preview())
         elif event.kind == "phase_ended" and event.step is not None:
             # at the end of phases, because a later phase of the step may save a checkpoint
-            self._keep_best(event.step)
+            self._keep_best_validation_loss(event.step)
         elif event.kind == "step_ended" and event.step is not None:
-            self._count_step(event.step)
+            self._count_step_and_tokens(event.step)
         elif event.kind == "run_ended":
             log.info("%s", "\n".join(f"{label:8}{text}" for label, text in self._summary_lines()))
 
-    def _count_step(self, step: Step) -> None:
+    def _count_step_and_tokens(self, step: Step) -> None:
         """Count the step's tokens; on a GPU one step later."""
         self._first, self._last = self._first or step.index, step.index
         before, self._newest = self._newest, step
         # On a GPU the host does not know this step's tokens yet, and does not wait for them.
-        for ended in (before, step if step.last else None):
+        for ended in (before, step if step.is_last else None):
             self._tokens += ended.tokens if ended is not None else 0
 
-    def _keep_best(self, step: Step) -> None:
+    def _keep_best_validation_loss(self, step: Step) -> None:
         """Keep the step's validation loss if it is the lowest."""
         if "validation_loss" in step.state:
             loss = step.state.number("validation_loss")
@@ -96,23 +96,23 @@ class RunSummary:
         """Yield the header as (subject, text): run, model, data, device."""
         yield "run", f"{self.job.name}, in {self.job.path}"
         for model in self.models.values():
-            whole = _build_whole(model)
+            whole = _build_whole_model(model)
             count = f"{sum(parameter.numel() for parameter in whole.parameters()):,} parameters"
-            yield "model", ", ".join([*_describe_architecture(model), count, *self._describe_dtypes(whole)])
+            yield "model", ", ".join([*_list_architectures(model), count, *self._describe_weight_dtypes(whole)])
         for rows in self.data.values():
-            steps = (_describe_step(rows, batching) for batching in self.batching.values())
+            steps = (_describe_tokens_per_step(rows, batching) for batching in self.batching.values())
             validation = map(_describe_validation, self.validation.values())
-            yield "data", "; ".join([f"{_count_tokens(rows):,} tokens to learn from", *steps, *validation])
+            yield "data", "; ".join([f"{_estimate_training_tokens(rows):,} tokens to learn from", *steps, *validation])
         yield "device", self._describe_device()
 
-    def _describe_dtypes(self, whole: nn.Module) -> Iterator[str]:
+    def _describe_weight_dtypes(self, whole: nn.Module) -> Iterator[str]:
         """Yield the dtypes of weights and computation, with counts for float8 layers and frozen weights."""
         for precision in self.precision.values():
             stored, compute = (str(dtype).removeprefix("torch.") for dtype in (precision.parameter, precision.compute))
             yield stored if stored == compute else f"{stored}, computed in {compute}"
-            if used := len(float8_layers(whole, precision)):
-                yield count_text(used, len(linear_layers(whole)))
-            if stored_weights := len(chosen_weights(whole, precision)):
+            if used := find_float8_layers(whole, precision):
+                yield format_layer_count(used, find_float8_candidates(whole))
+            if stored_weights := len(select_weights_to_quantize(whole, precision)):
                 yield f"{stored_weights} frozen weights in {precision.frozen}"
 
     def _describe_device(self) -> str:
@@ -144,7 +144,7 @@ class RunSummary:
         yield "results", f"in {folder}: {', '.join(sorted(names))}"
 
 
-def _count_tokens(rows: PackedDataset) -> int:
+def _estimate_training_tokens(rows: PackedDataset) -> int:
     """Estimate the training tokens without padding."""
     return round(rows.fill_rate("train") * rows.count("train") * rows.length)
 
@@ -155,7 +155,7 @@ def _describe_validation(validation: ValidationData) -> str:
     return f"validation: {used:,} of {count:,} rows"
 
 
-def _describe_step(rows: PackedDataset, batching: Batching) -> str:
+def _describe_tokens_per_step(rows: PackedDataset, batching: Batching) -> str:
     """Return the tokens in a step, estimated from the fill rate if rows are padded."""
     fill = rows.fill_rate("train")
     if fill > MIN_FULL_RATE:
@@ -164,14 +164,14 @@ def _describe_step(rows: PackedDataset, batching: Batching) -> str:
     return f"about {tokens:,} in a step, whose rows of {rows.length:,} are {100 * fill:.1f} % full"
 
 
-def _describe_architecture(model: Model) -> list[str]:
+def _list_architectures(model: Model) -> list[str]:
     """Return the Hugging Face architectures of a language model, or the model's class name."""
     if not isinstance(model, LanguageModel):
         return [type(model).__name__]
     return [str(name) for name in model.hugging_face_config().get("architectures", [])]
 
 
-def _build_whole(model: Model) -> nn.Module:
+def _build_whole_model(model: Model) -> nn.Module:
     """Build the whole model, without ranks, on the meta device."""
     with torch.device("meta"):
         return model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))

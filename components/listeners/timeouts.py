@@ -13,7 +13,7 @@ from typing import ClassVar, get_args
 import attrs
 
 from drawloom.components.distributed.guard import guard
-from drawloom.components.listeners.logging import open_log, rank_log
+from drawloom.components.listeners.logging import make_rank_log_path, open_log_for_appending
 from drawloom.components.ports.distributed import Mesh, Timed
 from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.graph import above, component, setting
@@ -23,22 +23,22 @@ Clock = Callable[[], float]
 
 class Watchdog:
     """
-    Thread that calls `expired(limit)` once when a time limit is over, and `slow(limit)` once at an earlier time.
+    Thread that calls `on_expired(limit)` once when a time limit is over, and `on_slow(limit)` once at an earlier time.
 
-    It polls every `tick` seconds. At most two ticks count between two polls, so a limit does not expire while the
-    process is suspended or the machine sleeps.
+    It polls every `poll_seconds`, and counts at most twice this time between two polls, so a limit does not expire
+    while the process is suspended or the machine sleeps.
     """
 
     def __init__(
         self,
-        expired: Callable[[float], None],
-        tick: float = 1.0,
+        on_expired: Callable[[float], None],
+        poll_seconds: float = 1.0,
         clock: Clock = time.monotonic,
-        slow: Callable[[float], None] = lambda _limit: None,
+        on_slow: Callable[[float], None] = lambda _limit: None,
     ) -> None:
-        self._expired = expired
-        self._slow = slow
-        self._tick = tick
+        self._expired = on_expired
+        self._slow = on_slow
+        self._tick = poll_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._limit: float | None = None
@@ -58,14 +58,14 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
 
-    def allow(self, seconds: float | None, slow: float = math.inf) -> None:
-        """Start a limit in seconds, or remove it if None; the callback `slow` is called after `slow` seconds."""
+    def start_limit(self, seconds: float | None, slow_after_seconds: float = math.inf) -> None:
+        """Start a limit in seconds, or remove it if None; `on_slow` is called after `slow_after_seconds`."""
         with self._lock:
             self._limit, self._left, self._polled = seconds, seconds or 0.0, self._clock()
-            self._until_slow = self._left - slow
+            self._until_slow = self._left - slow_after_seconds
 
-    def poll(self) -> None:
-        """Check the limit, and call `expired` or `slow`."""
+    def check_limit(self) -> None:
+        """Call `on_expired` or `on_slow` if the limit, or the time until slow, is over."""
         with self._lock:
             now = self._clock()
             self._left -= min(now - self._polled, 2 * self._tick)
@@ -84,9 +84,9 @@ class Watchdog:
             self._slow(limit)
 
     def _poll_until_stopped(self) -> None:
-        """Poll every `tick` seconds until `stop`."""
+        """Check the limit every `poll_seconds` until `stop`."""
         while not self._closing.wait(self._tick):
-            self.poll()
+            self.check_limit()
 
 
 log = logging.getLogger("drawloom.run")
@@ -106,7 +106,7 @@ class _SignOfLife(logging.Handler):
         self._call = call
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Call the function."""
+        """Call the function, unless the message is from this module."""
         if record.module != log_module:
             self._call()
 
@@ -158,7 +158,7 @@ class Timeouts:
 
     def open(self) -> None:
         """Start the watchdog, without a limit yet."""
-        self._watchdog = Watchdog(self._report_and_exit, self.tick, slow=self._warn_slow)
+        self._watchdog = Watchdog(self._report_and_exit, self.tick, on_slow=self._warn_slow)
         self._watchdog.start()
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Timeouts:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-        guard.allow(None)
+        guard.set_time_limit(None)
 
     @contextmanager
     def stage_context(self, stage: str, node: str) -> Iterator[None]:
@@ -174,87 +174,87 @@ class Timeouts:
         before, phase = self._where, self._phase
         self._where, self._phase = f"{stage}() of [{node}]", ""
         self.processes.set_location(self._where)
-        handler = _SignOfLife(self._allow_opening)
+        handler = _SignOfLife(self._start_opening_limit)
         logging.getLogger("drawloom").addHandler(handler)
-        self._allow_opening()
+        self._start_opening_limit()
         try:
             yield
         finally:
             logging.getLogger("drawloom").removeHandler(handler)
             self._where, self._phase = before, phase
-            self.processes.set_location("" if before == BEFORE else self._describe_location())
-            self._start_limit(None)
+            self.processes.set_location("" if before == BEFORE else self._describe_step_and_phase())
+            self._limit_watchdog_and_guard(None)
 
-    def _allow_opening(self) -> None:
+    def _start_opening_limit(self) -> None:
         """Start the limit for opening or closing a component."""
-        self._start_limit(self.opening, slow=min(self.opening / 2, SLOW_OPENING))
+        self._limit_watchdog_and_guard(self.opening, warn_after_seconds=min(self.opening / 2, SLOW_OPENING))
 
     def on_event(self, event: Event) -> None:
         """Set the time limit for the run's next part."""
         try:
-            self._set_location(event)
+            self._note_step_and_phase(event)
             match event.kind:
                 case "run_started":
-                    self._limit_collectives(self.first_step)
+                    self._limit_collectives_and_step(self.first_step)
                 case "step_started":
-                    self._start_limit(self._step_limit())
+                    self._limit_watchdog_and_guard(self._next_step_limit_seconds())
                 case "step_ended" if event.step:
-                    self._limit_next_step(last=event.step.last)
+                    self._limit_next_step_or_final_tasks(is_last_step=event.step.is_last)
                 case "saving_started":
-                    self._limit_collectives(self.saving)
+                    self._limit_collectives_and_step(self.saving)
                 case "saving_ended":
-                    self._limit_collectives(self._step_limit())
+                    self._limit_collectives_and_step(self._next_step_limit_seconds())
                 case "run_ended":
-                    self._start_limit(None)
+                    self._limit_watchdog_and_guard(None)
         except Exception:
             # the dispatcher drops this listener: without further events, an active limit would end a healthy run
-            self._start_limit(None)
+            self._limit_watchdog_and_guard(None)
             raise
 
-    def _set_location(self, event: Event) -> None:
+    def _note_step_and_phase(self, event: Event) -> None:
         """Note the event's step and phase for messages, also for other ranks' diagnosis."""
         if event.step is not None:
             self._where = f"step {event.step.index}"
         if event.kind in ("phase_started", "phase_ended"):
             self._phase = event.phase if event.kind == "phase_started" else ""
-        self.processes.set_location(self._describe_location())
+        self.processes.set_location(self._describe_step_and_phase())
 
-    def _describe_location(self) -> str:
+    def _describe_step_and_phase(self) -> str:
         """Return the current step and phase as text."""
         return f"{self._where}, phase [{self._phase}]" if self._phase else self._where
 
-    def _limit_next_step(self, last: bool) -> None:
+    def _limit_next_step_or_final_tasks(self, is_last_step: bool) -> None:
         """Limit the time until the next step, or for the final tasks after the last step."""
         first, self._stepped = not self._stepped, True
-        if last:
+        if is_last_step:
             self._where = "after the last step"
-            self._limit_collectives(self.saving)
+            self._limit_collectives_and_step(self.saving)
         elif first:
-            self._limit_collectives(self.step)
+            self._limit_collectives_and_step(self.step)
 
-    def _step_limit(self) -> float:
+    def _next_step_limit_seconds(self) -> float:
         """Return the limit for the next step; the process's first step has a longer one."""
         return self.step if self._stepped else self.first_step
 
-    def _limit_collectives(self, seconds: float) -> None:
+    def _limit_collectives_and_step(self, seconds: float) -> None:
         """Set the timeout for collectives, and start the same limit for the watchdog and the guard."""
         self.processes.set_timeout(seconds)
-        self._start_limit(seconds)
+        self._limit_watchdog_and_guard(seconds)
 
-    def _start_limit(self, seconds: float | None, slow: float | None = None) -> None:
+    def _limit_watchdog_and_guard(self, seconds: float | None, warn_after_seconds: float | None = None) -> None:
         """Start a limit for the watchdog and, a margin later, for the guard; None removes both."""
         self._allowed = seconds or 0.0
-        self._slow_after = self._allowed / 2 if slow is None else slow
+        self._slow_after = self._allowed / 2 if warn_after_seconds is None else warn_after_seconds
         limit = None if seconds is None else seconds + self.watchdog_margin
         if self._watchdog is not None:
-            self._watchdog.allow(limit, slow=self._slow_after)
+            self._watchdog.start_limit(limit, slow_after_seconds=self._slow_after)
         # from the environment, because the mesh may not be open yet
-        text = f"rank {os.environ.get('RANK', '0')} hangs: {self._describe_delay()}"
+        text = f"rank {os.environ.get('RANK', '0')} hangs: {self._describe_exceeded_limit()}"
         if self._watchdog is not None:
             text += ", and keeps Python's threads from running"
-        guard.allow(None if limit is None else limit + GUARD_MARGIN, text)
+        guard.set_time_limit(None if limit is None else limit + GUARD_MARGIN, text)
 
-    def _describe_delay(self) -> str:
+    def _describe_exceeded_limit(self) -> str:
         """Return a sentence about the exceeded limit: step, seconds and phase."""
         phase = f" in phase [{self._phase}]" if self._phase else ""
         return f"{self._where} took more than {self._allowed:g} s{phase}"
@@ -266,19 +266,27 @@ class Timeouts:
         log.warning(text, self.mesh.world.rank, self._where, self._slow_after, phase, self._allowed)
 
     def _report_and_exit(self, _limit: float) -> None:
-        """Report the hang, and exit. Runs in the watchdog's thread."""
-        delay = self._describe_delay()
-        reporter = threading.Thread(target=self._report_hang, args=(delay,), name="hang report", daemon=True)
+        """Report the hang, and exit, unless the run goes on without other ranks. Runs in the watchdog's thread."""
+        delay = self._describe_exceeded_limit()
+        healthy: list[str] = []
+        words = delay, healthy
+        reporter = threading.Thread(target=self._report_hang, args=words, name="hang report", daemon=True)
         reporter.start()
         reporter.join(REPORT_TIMEOUT)
-        self.exit(1)
+        if not healthy:
+            self.exit(1)
 
-    def _report_hang(self, delay: str) -> None:
-        """Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks."""
-        path = rank_log(self.folder, self.mesh)
+    def _report_hang(self, delay: str, healthy: list[str]) -> None:
+        """
+        Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks.
+
+        Adds the delay to `healthy` if this process need not end.
+        """
+        path = make_rank_log_path(self.folder, self.mesh)
         rank = self.mesh.world.rank
-        with open_log(path) as file:
+        with open_log_for_appending(path) as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        diagnosis = self.processes.diagnose()
+        diagnosis = self.processes.diagnose_hang()
         why = f"; {diagnosis}" if diagnosis else ""
-        self.processes.fail(f"rank {rank} hangs: {delay}{why}; stacks are in {path}")
+        if not self.processes.fail_all_ranks(f"rank {rank} hangs: {delay}{why}; stacks are in {path}"):
+            healthy.append(delay)

@@ -18,7 +18,7 @@ class DecoderInputs:
         return batch.tokens, TokenContext(batch.positions, batch.document_ids, batch.weights)
 
 
-def target_logps(hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+def compute_target_logps(hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
     """
     Return the log-probabilities of targets with a weight, at least float32 (rows, length), 0 elsewhere.
 

@@ -104,7 +104,7 @@ class Grpo(DecoderInputs):
             yield node.problem("clip_low", text, "leave it out; clip_high = 4.0 clips at 5")
 
     @property
-    def method(self) -> Variant:
+    def variant_with_settings(self) -> Variant:
         """Return the variant with this loss's own settings."""
         given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "mean")}
         return attrs.evolve(
@@ -121,12 +121,12 @@ class Grpo(DecoderInputs):
         """Return the loss sum, the weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.logps is None or batch.advantages is None:
             raise UserError("the batches have no sampled completions; put the phases rollout and advantages first", 2)
-        method = self.method
+        method = self.variant_with_settings
         is_target = batch.weights > 0
         logps = policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
-        ratios = _compute_ratios(differences, counts, method)
+        ratios = _compute_probability_ratios(differences, counts, method)
         low, high = 1 - method.clip_low, 1 + method.clip_high
         advantages, clipped = batch.advantages, ratios.clamp(low, high)
         if method.detached:
@@ -152,7 +152,7 @@ class Grpo(DecoderInputs):
         return (losses * weights).sum(), shares.double().sum(), sums
 
 
-def _compute_ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
+def _compute_probability_ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
     """Return probability ratios (rows, length) from log-probability differences: by token, or one for the whole row."""
     if method.ratio == "token":
         return differences.exp()

@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from drawloom.components.loss.decoder_inputs import DecoderInputs, target_logps
-from drawloom.components.loss.pairwise import sum_by_pair
+from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
+from drawloom.components.loss.pairwise import sum_by_answer
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.graph import UserError, above, at_least, component, setting
@@ -43,25 +43,25 @@ class Kto(DecoderInputs):
     )
 
     def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
-        return target_logps(hidden, head, batch)
+        return compute_target_logps(hidden, head, batch)
 
     def with_reference(self, batch: TokenBatch, values: Tensor) -> TokenBatch:
         return batch.evolve(reference=values)
 
-    def measure(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+    def measure_step_sums(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the weighted sum of mismatched answers' log-ratios, and the sum of weights: float64 (2,)."""
-        ratios, weights = self._compute_log_ratios(target_logps(hidden, head, batch), batch)
+        ratios, weights = self._compute_log_ratios(compute_target_logps(hidden, head, batch), batch)
         return torch.stack([(ratios[..., 1] * weights).sum(), weights.sum()])
 
-    def with_measured(self, batch: TokenBatch, sums: Tensor) -> TokenBatch:
+    def with_step_sums(self, batch: TokenBatch, sums: Tensor) -> TokenBatch:
         return batch.evolve(measured=sums)
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the sum of losses, the sum of weights, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.labels is None or batch.measured is None:
             raise UserError('the data have no labels; write use = "data.feedback" in the corpus', 2)
-        ratios, weights = self._compute_log_ratios(target_logps(hidden, head, batch), batch)
-        labels = sum_by_pair(batch.labels, batch.document_ids)[..., 0]
+        ratios, weights = self._compute_log_ratios(compute_target_logps(hidden, head, batch), batch)
+        labels = sum_by_answer(batch.labels, batch.document_ids)[..., 0]
         divergence = (batch.measured[0] / batch.measured[1].clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(0)
         is_good = labels > 0
         distances = torch.where(is_good, 1, -1) * self.beta * (ratios[..., 0] - divergence)
@@ -78,5 +78,5 @@ class Kto(DecoderInputs):
         """
         documents, reference = batch.document_ids, batch.reference
         assert reference is not None  # the executor computes it
-        weights = sum_by_pair(batch.weights, documents).sum(-1)
-        return sum_by_pair(logps, documents) - sum_by_pair(reference, documents), weights
+        weights = sum_by_answer(batch.weights, documents).sum(-1)
+        return sum_by_answer(logps, documents) - sum_by_answer(reference, documents), weights

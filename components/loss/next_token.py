@@ -57,20 +57,20 @@ class NextToken(DecoderInputs):
             sums["z_loss"] = penalty.detach()
         with torch.no_grad():
             if self.accuracy:
-                correct = head.map_logits(_is_likeliest, hidden, batch.targets)
+                correct = head.map_logits(_mark_likeliest_targets, hidden, batch.targets)
                 sums["accuracy"] = (correct * batch.weights).sum()
             if self.top_k is not None:
-                correct = head.map_logits(partial(_is_among_likeliest, k=self.top_k), hidden, batch.targets)
+                correct = head.map_logits(partial(_mark_targets_among_k_likeliest, k=self.top_k), hidden, batch.targets)
                 sums["top_k_accuracy"] = (correct * batch.weights).sum()
         return total, batch.weights.double().sum(), sums
 
 
-def _is_likeliest(logits: Tensor, targets: Tensor) -> Tensor:
+def _mark_likeliest_targets(logits: Tensor, targets: Tensor) -> Tensor:
     """Return 1.0 where the target int64 (tokens,) has the greatest logit (tokens, vocabulary): float32 (tokens,)."""
     return (logits.argmax(-1) == targets).float()
 
 
-def _is_among_likeliest(logits: Tensor, targets: Tensor, k: int) -> Tensor:
+def _mark_targets_among_k_likeliest(logits: Tensor, targets: Tensor, k: int) -> Tensor:
     """Return 1.0 where a target int64 (tokens,) has one of the k greatest logits (tokens, vocabulary), as float32."""
     # Equal logits are common in bfloat16; the lower id comes first, as in argmax.
     target = targets.clamp(min=0).unsqueeze(-1)

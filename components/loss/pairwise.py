@@ -11,10 +11,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.loss.decoder_inputs import DecoderInputs, target_logps
+from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import Head
-from drawloom.graph import UserError, above, inherited, setting
+from drawloom.graph import UserError, above, inheritable, setting
 
 TIE_ROUNDINGS = 2
 """
@@ -51,7 +51,7 @@ class PairScores:
         return -(self.logps / self.counts)[..., 0]
 
 
-@inherited
+@inheritable
 class PairwiseLoss(DecoderInputs):
     """
     Base for losses over answer pairs: means over the pairs, weighted.
@@ -75,7 +75,7 @@ class PairwiseLoss(DecoderInputs):
 
     def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the log-probabilities of targets with a weight, at least float32 (rows, length), 0 elsewhere."""
-        return target_logps(hidden, head, batch)
+        return compute_target_logps(hidden, head, batch)
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
@@ -86,14 +86,14 @@ class PairwiseLoss(DecoderInputs):
         else:
             logps, document_nll = self.token_logps(hidden, head, batch), None
         # The difference is of documents, because the data contain sums over documents, not log-probabilities of tokens.
-        sums = sum_by_pair(logps, documents)
-        counts = sum_by_pair(is_answer, documents).clamp_min(1)
+        sums = sum_by_answer(logps, documents)
+        counts = sum_by_answer(is_answer, documents).clamp_min(1)
         factor = self.beta / counts if self.length_normalized else self.beta
-        rewards = factor * (sums - self._sum_reference_logps(batch))
+        rewards = factor * (sums - self._sum_reference_logps_by_answer(batch))
         scores = PairScores(rewards, sums, counts, document_nll)
-        weights = sum_by_pair(batch.weights, documents).sum(-1)
+        weights = sum_by_answer(batch.weights, documents).sum(-1)
         total = (self.pair_losses(scores) * weights).sum()
-        squares = (sum_by_pair(logps.detach().double().square(), documents) * factor**2).sum(-1)
+        squares = (sum_by_answer(logps.detach().double().square(), documents) * factor**2).sum(-1)
         rounding = TIE_ROUNDINGS * torch.finfo(hidden.dtype).eps * squares.sqrt()
         margin = scores.margin.detach()
         accuracy = torch.where(margin.abs() <= rounding, 0.5, (margin > 0).double())
@@ -101,12 +101,12 @@ class PairwiseLoss(DecoderInputs):
         values = {"margin": margin, "accuracy": accuracy, "chosen": chosen, "rejected": rejected}
         return total, weights.sum(), {f"reward_{name}": (value * weights).sum() for name, value in values.items()}
 
-    def _sum_reference_logps(self, batch: TokenBatch) -> Tensor | float:
+    def _sum_reference_logps_by_answer(self, batch: TokenBatch) -> Tensor | float:
         """Sum the reference's log-probabilities by answer: float64 (rows, pairs, 2); 0 for losses without one."""
         return 0.0
 
 
-@inherited
+@inheritable
 class ReferencedLoss(PairwiseLoss):
     """
     Base for losses with rewards relative to a reference model.
@@ -126,17 +126,17 @@ class ReferencedLoss(PairwiseLoss):
     def with_reference(self, batch: TokenBatch, values: Tensor) -> TokenBatch:
         return batch.evolve(reference=values)
 
-    def _sum_reference_logps(self, batch: TokenBatch) -> Tensor:
+    def _sum_reference_logps_by_answer(self, batch: TokenBatch) -> Tensor:
         if batch.reference is None:
             raise UserError(
                 'loss.reference = "data", but not every line has ref_chosen_logps and ref_rejected_logps; write them '
                 "with `drawloom reference-logps`"
             )
-        return sum_by_pair(batch.reference, batch.document_ids)
+        return sum_by_answer(batch.reference, batch.document_ids)
 
 
-def sum_by_pair(values: Tensor, documents: Tensor) -> Tensor:
-    """Sum values (rows, length) by document: float64 (rows, pairs, 2), zeros for missing documents."""
+def sum_by_answer(values: Tensor, documents: Tensor) -> Tensor:
+    """Sum values (rows, length) over the tokens in every answer: float64 (rows, pairs, 2), 0 for missing answers."""
     rows, length = values.shape
     # A row has at most as many documents as tokens; counting the documents would wait for the GPU.
     slots = length + length % 2
@@ -148,5 +148,5 @@ def sum_by_pair(values: Tensor, documents: Tensor) -> Tensor:
 
 def _compute_document_nll(logps: Tensor, batch: TokenBatch) -> Tensor:
     """Return the mean loss over all targets in chosen documents, float64 (rows, pairs); logps are (rows, length)."""
-    counts = sum_by_pair(batch.targets != IGNORE_INDEX, batch.document_ids).clamp_min(1)
-    return -(sum_by_pair(logps, batch.document_ids) / counts)[..., 0]
+    counts = sum_by_answer(batch.targets != IGNORE_INDEX, batch.document_ids).clamp_min(1)
+    return -(sum_by_answer(logps, batch.document_ids) / counts)[..., 0]

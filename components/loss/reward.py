@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.loss.pairwise import sum_by_pair
+from drawloom.components.loss.pairwise import sum_by_answer
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Head, LanguageModel
@@ -83,10 +83,10 @@ class RewardModel(DecoderInputs):
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
         documents = batch.document_ids
-        rewards = sum_by_pair(self.score_tokens(hidden) * is_last_token(documents), documents)
-        weights = sum_by_pair(batch.weights, documents).sum(-1)
+        rewards = sum_by_answer(self.score_tokens(hidden) * mark_last_tokens(documents), documents)
+        weights = sum_by_answer(batch.weights, documents).sum(-1)
         chosen, rejected = rewards.unbind(-1)
-        margins = 0.0 if batch.labels is None else sum_by_pair(batch.labels, documents)[..., 0]
+        margins = 0.0 if batch.labels is None else sum_by_answer(batch.labels, documents)[..., 0]
         losses = F.softplus(margins + rejected - chosen)  # softplus(-x) is -log(sigmoid(x))
         if self.centring:
             losses = losses + self.centring * (chosen + rejected).square()
@@ -101,7 +101,7 @@ class RewardModel(DecoderInputs):
         return (losses * weights).sum(), weights.sum(), sums
 
 
-def is_last_token(documents: Tensor) -> Tensor:
+def mark_last_tokens(documents: Tensor) -> Tensor:
     """Return where a document ends, from document ids int64 (rows, length): bool (rows, length)."""
     last = torch.ones_like(documents[:, :1], dtype=torch.bool)  # the end of a row
     return torch.cat([documents[:, 1:] != documents[:, :-1], last], 1)

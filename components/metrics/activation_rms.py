@@ -12,7 +12,7 @@ from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.model import BatchContext, TokenContext
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.stages import Stages
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError, component
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
@@ -50,8 +50,8 @@ class ActivationRms:
         if not self._layers:
             raise UserError("no module of the model is called layers.<number>; leave out metrics.activation_rms", 2)
         self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=self.device.device)
-        self._hooks = [stage.module.register_forward_pre_hook(self._count_forward) for stage in self.stages.local]
-        self._hooks += [self._observe_layer(module, self._layers.index(number)) for number, module in local.items()]
+        self._hooks = [stage.module.register_forward_pre_hook(self._note_token_count) for stage in self.stages.local]
+        self._hooks += [self._add_layer_hook(module, self._layers.index(number)) for number, module in local.items()]
 
     def close(self) -> None:
         """Stop observing layers."""
@@ -78,28 +78,28 @@ class ActivationRms:
             for layer, value, is_known in zip(self._layers, means.tolist(), known, strict=True)
         }
 
-    def _count_forward(self, _module: nn.Module, inputs: tuple[Any, BatchContext]) -> None:
+    def _note_token_count(self, _module: nn.Module, inputs: tuple[Any, BatchContext]) -> None:
         """Note the microbatch's token count before a forward pass, to exclude padding along `tensor`."""
         shared = inputs[1]
         self._tokens = shared.positions.numel() if isinstance(shared, TokenContext) else None
 
-    def _observe_layer(self, module: nn.Module, index: int) -> Any:
+    def _add_layer_hook(self, module: nn.Module, index: int) -> Any:
         """Add a hook to sum a layer's squared outputs."""
 
         def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
             # Evaluations run without gradients. A recomputed forward pass changes sum and count alike.
             if torch.is_grad_enabled():
-                hidden = next(leaf for leaf in leaves(output) if isinstance(leaf, Tensor)).detach().flatten(0, -2)
+                hidden = next(leaf for leaf in list_leaves(output) if isinstance(leaf, Tensor)).detach().flatten(0, -2)
                 if self._tokens is not None:
                     # The last ranks along `tensor` have padding if tokens do not divide evenly.
                     hidden = hidden[: max(self._tokens - self.mesh.indices.tensor * len(hidden), 0)]
-                self._sums[index, 0] += _sum_of_squares(hidden)
+                self._sums[index, 0] += _sum_squares_in_float32(hidden)
                 self._sums[index, 1] += hidden.numel()
 
         return module.register_forward_hook(add)
 
 
-def _sum_of_squares(tensor: Tensor) -> Tensor:
+def _sum_squares_in_float32(tensor: Tensor) -> Tensor:
     """Sum the squares, float64 (), without a wider copy of the tensor."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)

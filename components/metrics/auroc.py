@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from drawloom.components.metrics.class_counts import auroc
-from drawloom.components.metrics.named_sums import losses_of, tensor_sum
+from drawloom.components.metrics.class_counts import compute_auroc
+from drawloom.components.metrics.named_sums import read_losses, sum_tensor_over_microbatches
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import between, component, setting
 
@@ -28,9 +28,13 @@ class Auroc:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's histogram, float64 (2, bins), or {} on ranks without the last stage."""
-        losses = losses_of(step)
-        return {} if losses is None else {"histogram": tensor_sum(losses, self.of, (2, self.bins), "bins")}
+        losses = read_losses(step)
+        return (
+            {}
+            if losses is None
+            else {"histogram": sum_tensor_over_microbatches(losses, self.of, (2, self.bins), "bins")}
+        )
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return `auroc`, None unless both labels occur; `histogram` is float64 (2, bins)."""
-        return {"auroc": auroc(totals["histogram"])}
+        return {"auroc": compute_auroc(totals["histogram"])}

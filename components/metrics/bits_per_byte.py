@@ -8,9 +8,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import losses_of, total_of
+from drawloom.components.metrics.named_sums import read_losses, sum_scalar_over_microbatches
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import target_bytes
+from drawloom.components.ports.data import count_target_bytes
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
@@ -37,11 +37,14 @@ class BitsPerByte:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Return nats and bytes for this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
-        if (losses := losses_of(step)) is None:
+        if (losses := read_losses(step)) is None:
             return {}
         # batches are on the CPU, so that nothing waits for a device
-        counts = [target_bytes(batch.targets, batch.weights, self._table) for batch in step.state["batches"]]
-        return {"nats": total_of(losses, self.of), "bytes": sum(counts, torch.zeros((), dtype=torch.float64))}
+        counts = [count_target_bytes(batch.targets, batch.weights, self._table) for batch in step.state["batches"]]
+        return {
+            "nats": sum_scalar_over_microbatches(losses, self.of),
+            "bytes": sum(counts, torch.zeros((), dtype=torch.float64)),
+        }
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the value, None if targets have no bytes or the loss is not finite."""

@@ -1,9 +1,9 @@
 """
 Counts over classified items, as named sums of a loss, and scores computed from them: pure functions on tensors.
 
-Losses call `confusion_matrix`, `label_counts`, `top_k_predictions` and `score_histogram`, which do not wait for the
-device. `scores`, `label_scores` and `auroc` take totals over microbatches and ranks. Counts are float64, because
-float32 counts would stop growing at 2^24.
+Losses call `confusion_matrix`, `count_label_confusion`, `predict_target_if_in_top_k` and `score_histogram`, which do
+not wait for the device. `compute_class_scores`, `compute_label_scores` and `compute_auroc` take totals over
+microbatches and ranks. Counts are float64, because float32 counts would stop growing at 2^24.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def confusion_matrix(predictions: Tensor, targets: Tensor, classes: int, weights
     return counts.index_add_(0, row * classes + column, counted.double().flatten()).view(classes, classes)
 
 
-def label_counts(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+def count_label_confusion(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """
     Return one confusion matrix per label, for items with several labels: float64 (labels, 2, 2).
 
@@ -45,7 +45,7 @@ def label_counts(predictions: Tensor, targets: Tensor, weights: Tensor | None = 
     return counts.scatter_add_(0, 2 * row + column, counted).T.reshape(-1, 2, 2)
 
 
-def top_k_predictions(class_scores: Tensor, targets: Tensor, k: int) -> Tensor:
+def predict_target_if_in_top_k(class_scores: Tensor, targets: Tensor, k: int) -> Tensor:
     """
     Return the target where its score is among the k highest, and elsewhere the class with the highest score.
 
@@ -72,7 +72,7 @@ def score_histogram(scores: Tensor, labels: Tensor, bins: int, weights: Tensor |
     return counts.index_add_(0, row * bins + column, counted.double().flatten()).view(2, bins)
 
 
-def auroc(histogram: Tensor) -> float | None:
+def compute_auroc(histogram: Tensor) -> float | None:
     """
     Return the area under the ROC curve from a `score_histogram`, float64 (2, bins), or None without items of a label.
 
@@ -85,7 +85,9 @@ def auroc(histogram: Tensor) -> float | None:
     return float((positives * below).sum() / pairs) if pairs > 0 else None
 
 
-def scores(confusion: Tensor, averages: Sequence[Average], beta: float = 1.0) -> Mapping[str, float | None]:
+def compute_class_scores(
+    confusion: Tensor, averages: Sequence[Average], beta: float = 1.0
+) -> Mapping[str, float | None]:
     """
     Return `accuracy`, and precision, recall and F-beta for classes: averages as `f1/macro`, single classes as `f1/3`.
 
@@ -94,32 +96,34 @@ def scores(confusion: Tensor, averages: Sequence[Average], beta: float = 1.0) ->
     averages equal the accuracy, because an item has one target and one prediction.
     """
     hits, support = confusion.diagonal(), confusion.sum(1)
-    accuracy = _divide(hits.sum(), support.sum())
-    return {"accuracy": accuracy, **_average_scores(hits, support, confusion.sum(0), averages, beta)}
+    accuracy = _divide_or_none(hits.sum(), support.sum())
+    return {"accuracy": accuracy, **_average_precision_recall_f_beta(hits, support, confusion.sum(0), averages, beta)}
 
 
-def label_scores(counts: Tensor, averages: Sequence[Average], beta: float = 1.0) -> Mapping[str, float | None]:
+def compute_label_scores(
+    label_confusion: Tensor, averages: Sequence[Average], beta: float = 1.0
+) -> Mapping[str, float | None]:
     """
-    Return `label_accuracy`, and precision, recall and F-beta for labels, named and averaged as in `scores`.
+    Return `label_accuracy`, and precision, recall and F-beta for labels, averaged as in `compute_class_scores`.
 
-    counts: float64 (labels, 2, 2) from `label_counts`. The accuracy is the fraction of right decisions over all
-    items and labels. A label without items is treated like a class without items. "micro" sums the counts of all labels
-    before it divides.
+    label_confusion: float64 (labels, 2, 2) from `count_label_confusion`. The accuracy is the fraction of right
+    decisions over all items and labels. A label without items is treated like a class without items. "micro" sums the
+    counts of all labels before it divides.
     """
-    hits, support, predicted = counts[:, 1, 1], counts[:, 1].sum(-1), counts[..., 1].sum(-1)
-    accuracy = _divide(hits.sum() + counts[:, 0, 0].sum(), counts.sum())
-    return {"label_accuracy": accuracy, **_average_scores(hits, support, predicted, averages, beta)}
+    hits, support, predicted = label_confusion[:, 1, 1], label_confusion[:, 1].sum(-1), label_confusion[..., 1].sum(-1)
+    accuracy = _divide_or_none(hits.sum() + label_confusion[:, 0, 0].sum(), label_confusion.sum())
+    return {"label_accuracy": accuracy, **_average_precision_recall_f_beta(hits, support, predicted, averages, beta)}
 
 
-def _average_scores(
+def _average_precision_recall_f_beta(
     hits: Tensor, support: Tensor, predicted: Tensor, averages: Sequence[Average], beta: float
 ) -> Mapping[str, float | None]:
     """Return scores by name and average, from counts by class: hits, true items, predictions; float64 (classes,)."""
     is_target = support > 0
     weights = {"macro": is_target.double(), "weighted": support}
     by_class, total = (
-        _scores_by_class(hits, support, predicted, beta),
-        _scores_by_class(hits.sum(), support.sum(), predicted.sum(), beta),
+        _precision_recall_f_beta_by_class(hits, support, predicted, beta),
+        _precision_recall_f_beta_by_class(hits.sum(), support.sum(), predicted.sum(), beta),
     )
     averaged: dict[str, float | None] = {}
     for name, values in by_class.items():
@@ -132,11 +136,13 @@ def _average_scores(
             else:
                 # Indexing, because a class without items may be NaN, and NaN times 0 is NaN.
                 weighted = (values * weights[average])[is_target].sum()
-                averaged[f"{name}/{average}"] = _divide(weighted, weights[average].sum())
+                averaged[f"{name}/{average}"] = _divide_or_none(weighted, weights[average].sum())
     return averaged
 
 
-def _scores_by_class(hits: Tensor, support: Tensor, predicted: Tensor, beta: float) -> dict[str, Tensor]:
+def _precision_recall_f_beta_by_class(
+    hits: Tensor, support: Tensor, predicted: Tensor, beta: float
+) -> dict[str, Tensor]:
     """Return precision, recall and F-beta from counts; NaN for classes without items."""
     square = beta**2
     return {
@@ -146,6 +152,6 @@ def _scores_by_class(hits: Tensor, support: Tensor, predicted: Tensor, beta: flo
     }
 
 
-def _divide(part: Tensor, whole: Tensor) -> float | None:
-    """Divide, or return None if the divisor is 0."""
-    return float(part / whole) if whole > 0 else None
+def _divide_or_none(dividend: Tensor, divisor: Tensor) -> float | None:
+    """Return dividend / divisor as a float, or None if the divisor is 0."""
+    return float(dividend / divisor) if divisor > 0 else None

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from drawloom.components.metrics.class_counts import Average, scores
-from drawloom.components.metrics.named_sums import losses_of, tensor_sum
+from drawloom.components.metrics.class_counts import Average, compute_class_scores
+from drawloom.components.metrics.named_sums import read_losses, sum_tensor_over_microbatches
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import above, between, component, setting
 
@@ -16,8 +16,9 @@ class Classification:
     `accuracy`, and `precision`, `recall` and `f1` by class and on average, over all microbatches and replicas.
 
     The loss must make a named sum by `class_counts.confusion_matrix`; with predictions by
-    `class_counts.top_k_predictions`, the accuracy is the top-k accuracy. Names of averages are like `f1/macro`, names
-    of classes like `f1/0`; with `beta = 2` the F-score is `f2`. Averages ignore classes without items.
+    `class_counts.predict_target_if_in_top_k`, the accuracy is the top-k accuracy. Names of averages are like
+    `f1/macro`, names of classes like `f1/0`; with `beta = 2` the F-score is `f2`. Averages ignore classes without
+    items.
     """
 
     classes: int = setting(check=between(2, 10_001), doc="number of classes")
@@ -32,10 +33,10 @@ class Classification:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's matrix, float64 (classes, classes), or {} on ranks without the last stage."""
-        losses = losses_of(step)
+        losses = read_losses(step)
         shape = (self.classes, self.classes)
-        return {} if losses is None else {"confusion": tensor_sum(losses, self.of, shape, "classes")}
+        return {} if losses is None else {"confusion": sum_tensor_over_microbatches(losses, self.of, shape, "classes")}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return numbers from 0 to 1, None without items; `confusion` is float64 (classes, classes)."""
-        return scores(totals["confusion"], self.averages, self.beta)
+        return compute_class_scores(totals["confusion"], self.averages, self.beta)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.experts import ExpertRouter, routers_of
+from drawloom.components.ports.experts import ExpertRouter, find_routers
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError, component, setting
@@ -40,7 +40,7 @@ class ExpertLoad:
 
     def open(self) -> None:
         """Gather all stages' routers, and observe this rank's. Raises UserError if there are none."""
-        local = {_layer_name(path): router for path, router in routers_of(self.stages).items()}
+        local = {_layer_number_or_path(path): router for path, router in find_routers(self.stages).items()}
         by_rank = self.mesh.pipeline_group.gather_json({name: router.num_experts for name, router in local.items()})
         sizes: dict[str, int] = {name: size for rank_sizes in by_rank for name, size in rank_sizes.items()}
         if not sizes:
@@ -50,15 +50,15 @@ class ExpertLoad:
         shape = self.accumulators["sums"].shape
         self._sums = torch.zeros(shape, dtype=torch.float64, device=self.device.device)
         for name, router in local.items():
-            observer = self._make_observer(self._names.index(name))
-            router.observe(observer)
+            observer = self._make_load_counter(self._names.index(name))
+            router.add_routing_observer(observer)
             self._observed.append((router, observer))
 
     def close(self) -> None:
         """Stop observing routers."""
         while self._observed:
             router, observer = self._observed.pop()
-            router.ignore(observer)
+            router.remove_routing_observer(observer)
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -76,22 +76,24 @@ class ExpertLoad:
         return dict(
             value
             for name, row in zip(self._names, totals["sums"], strict=True)
-            for value in self._layer_values(name, row)
+            for value in self._values_of_layer(name, row)
         )
 
-    def _layer_values(self, name: str, row: Tensor) -> Iterator[tuple[str, Value]]:
+    def _values_of_layer(self, layer_name: str, layer_sums: Tensor) -> Iterator[tuple[str, Value]]:
         """Yield a layer's values from its row in the totals (experts + 2,)."""
-        tokens, entropy, count = row[:-2], float(row[-2]), float(row[-1])
-        yield f"expert_imbalance/{name}", float(tokens.max() / tokens.mean()) if count else None
-        yield f"router_entropy/{name}", entropy / count if count else None
+        tokens, entropy, count = layer_sums[:-2], float(layer_sums[-2]), float(layer_sums[-1])
+        yield f"expert_imbalance/{layer_name}", float(tokens.max() / tokens.mean()) if count else None
+        yield f"router_entropy/{layer_name}", entropy / count if count else None
         if self.by_expert:
-            yield from ((f"expert_tokens/{name}/{expert}", number) for expert, number in enumerate(tokens.tolist()))
+            yield from (
+                (f"expert_tokens/{layer_name}/{expert}", number) for expert, number in enumerate(tokens.tolist())
+            )
 
-    def _make_observer(self, index: int) -> Callable[[Tensor, Tensor], None]:
+    def _make_load_counter(self, layer_index: int) -> Callable[[Tensor, Tensor], None]:
         """Return a function to add a router's token counts and score entropies to a layer's sums."""
 
         def add(tokens: Tensor, scores: Tensor) -> None:
-            row = self._sums[index]
+            row = self._sums[layer_index]
             row[:-2] += tokens
             row[-2] -= torch.special.xlogy(scores, scores).sum(dtype=torch.float64)
             row[-1] += scores[..., 0].numel()
@@ -99,7 +101,7 @@ class ExpertLoad:
         return add
 
 
-def _layer_name(path: str) -> str:
+def _layer_number_or_path(path: str) -> str:
     """Return a router's layer number, or its whole path outside numbered layers."""
     match = LAYER.search(f"{path}.")
     return match[1] if match else path

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Accumulator, Cadence, Step, Value, check_cadence, due
+from drawloom.components.ports.run import Accumulator, Cadence, Step, Value, check_cadence, is_due
 from drawloom.components.ports.stages import SpreadParameters
 from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import UserError, at_least, component, setting
@@ -21,14 +21,14 @@ CHUNK = 2**22
 """Elements that are counted at once, which bounds memory: 64 MB for their bins and bounds."""
 
 
-def check_bins(value: int) -> str | None:
+def describe_invalid_bins(value: int) -> str | None:
     """Check the setting: return why a number of bins is invalid, or None."""
     return at_least(1)(value) or (
         f"{value} is more than {MAX_BINS}, the most that trackers take" if value > MAX_BINS else None
     )
 
 
-def check_targets(patterns: list[str]) -> str | None:
+def describe_invalid_targets(patterns: list[str]) -> str | None:
     """Check the setting: return why parameter name patterns are invalid, or None."""
     return None if patterns else 'an empty list names no parameter; write ["*"] for all'
 
@@ -46,14 +46,14 @@ class Histograms:
     parameters: SpreadParameters
     mesh: Mesh
     device: Device
-    targets: list[str] = setting(check=check_targets, doc="parameter name patterns (fnmatch)")
+    targets: list[str] = setting(check=describe_invalid_targets, doc="parameter name patterns (fnmatch)")
     of: tuple[Literal["gradients", "weights"], ...] = setting(
         default=("gradients", "weights"), doc="tensors to count by parameter"
     )
     per: Literal["parameter", "pattern"] = setting(
         default="parameter", doc="one histogram per parameter, or one per pattern for all its matches"
     )
-    bins: int = setting(default=64, check=check_bins, doc=f"bins of a histogram, at most {MAX_BINS}")
+    bins: int = setting(default=64, check=describe_invalid_bins, doc=f"bins of a histogram, at most {MAX_BINS}")
     every: Cadence = setting(default=100, check=check_cadence, doc='steps between histograms, or "last" or "never"')
 
     _series: list[str] = attrs.field(init=False, factory=list)
@@ -74,10 +74,10 @@ class Histograms:
     def run_phase(self, step: Step) -> None:
         """Count elements in gradients and weights while there are gradients, at the steps in `every`."""
         self._measured = {}
-        if due(self.every, step):
-            parts = [*self._read_chunks()]
-            low, high = self._find_bounds(parts)
-            self._measured = {"low": low, "high": high, "counts": self._count_elements(parts, low, high)}
+        if is_due(self.every, step):
+            parts = [*self._iterate_chunks_by_histogram()]
+            low, high = self._find_bounds_over_ranks(parts)
+            self._measured = {"low": low, "high": high, "counts": self._count_elements_by_bin(parts, low, high)}
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -107,25 +107,27 @@ class Histograms:
             if low < high < float("inf")
         }
 
-    def _read_chunks(self) -> Iterator[tuple[int, Tensor]]:
+    def _iterate_chunks_by_histogram(self) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's gradients and weights in flat chunks, once per histogram index in which they count."""
         for name, parameter in self.parameters.owned_parameters():
             for kind in self.of:
                 tensor = parameter if kind == "weights" else parameter.grad
                 chunks = () if tensor is None else torch.split(tensor.detach().flatten(), CHUNK)
-                yield from ((index, chunk) for index in self._histogram_indices(kind, name) for chunk in chunks)
+                yield from (
+                    (index, chunk) for index in self._indices_of_counting_histograms(kind, name) for chunk in chunks
+                )
 
-    def _histogram_indices(self, kind: str, name: str) -> list[int]:
+    def _indices_of_counting_histograms(self, kind: str, name: str) -> list[int]:
         """Return the indices of the histograms that count a parameter's gradients or weights (`kind`)."""
         matching = [pattern for pattern in self.targets if fnmatchcase(name, pattern)]
         names = matching if self.per == "pattern" else [name] if matching else []
         return [self._series.index(f"{kind}/{label}") for label in names]
 
-    def _find_bounds(self, parts: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _find_bounds_over_ranks(self, indexed_chunks: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
         """Return the finite minimum and maximum over all ranks, float64 (histograms,), widened if they are equal."""
         size, device = len(self._series), self.device.device
         bounds = torch.full((2, size), float("-inf"), dtype=torch.float64, device=device)
-        for index, chunk in parts:
+        for index, chunk in indexed_chunks:
             if chunk.numel():
                 finite = chunk.isfinite()
                 chunk_bounds = torch.stack(
@@ -137,10 +139,10 @@ class Histograms:
         margin = 0.5 * (low == high)
         return low - margin, high + margin
 
-    def _count_elements(self, parts: list[tuple[int, Tensor]], low: Tensor, high: Tensor) -> Tensor:
+    def _count_elements_by_bin(self, indexed_chunks: list[tuple[int, Tensor]], low: Tensor, high: Tensor) -> Tensor:
         """Count this rank's elements by histogram and bin: float64 (histograms, bins)."""
         counts = torch.zeros(len(self._series), self.bins, dtype=torch.float64, device=low.device)
-        for index, chunk in parts:
+        for index, chunk in indexed_chunks:
             scaled = (chunk.double() - low[index]) * (self.bins / (high[index] - low[index]))
             finite = chunk.isfinite()
             bins = torch.where(finite, scaled, 0.0).clamp(0, self.bins - 1).long()

@@ -33,7 +33,7 @@ class LayerNorms:
 
     def open(self) -> None:
         """Gather all stages' layers."""
-        local = [layer_of(name) for name, _ in self.parameters.named_parameters()]
+        local = [layer_number_or_module_name(name) for name, _ in self.parameters.named_parameters()]
         names = {name for rank_names in self.mesh.pipeline_group.gather_json(local) for name in rank_names}
         numbers, words = ([name for name in names if name.isdecimal() is is_number] for is_number in (True, False))
         self._layers = [*sorted(numbers, key=int), *sorted(words)]
@@ -42,8 +42,8 @@ class LayerNorms:
         """Sum squared gradients and weights while there are gradients."""
         owned = self.parameters.owned_parameters()
         self._squares = {
-            "grad_norm": self._sum_squares(owned, lambda parameter: parameter.grad),
-            "weight_norm": self._sum_squares(owned, lambda parameter: parameter),
+            "grad_norm": self._sum_squares_by_layer(owned, lambda parameter: parameter.grad),
+            "weight_norm": self._sum_squares_by_layer(owned, lambda parameter: parameter),
         }
 
     @property
@@ -69,9 +69,9 @@ class LayerNorms:
             for layer, value in zip(self._layers, totals[kind].sqrt().tolist(), strict=True)
         }
 
-    def _sum_squares(self, owned: list[tuple[str, nn.Parameter]], tensor_of: Any) -> Tensor:
+    def _sum_squares_by_layer(self, owned: list[tuple[str, nn.Parameter]], tensor_of: Any) -> Tensor:
         """Sum the parameters' squared elements by layer: float64 (layers,)."""
-        tensors = [(layer_of(name), tensor_of(parameter)) for name, parameter in owned]
+        tensors = [(layer_number_or_module_name(name), tensor_of(parameter)) for name, parameter in owned]
         present = [(self._layers.index(layer), tensor) for layer, tensor in tensors if tensor is not None]
         if not present:
             return torch.zeros(len(self._layers), dtype=torch.float64)
@@ -81,9 +81,9 @@ class LayerNorms:
         return zeros.index_add_(0, indices, norms.square())
 
 
-def layer_of(name: str) -> str:
+def layer_number_or_module_name(parameter_name: str) -> str:
     """Return the layer number in a parameter's name, or its module's name: `norm` for `model.norm.weight`."""
-    if match := LAYER.match(name):
+    if match := LAYER.match(parameter_name):
         return match[1]
-    parts = name.split(".")
-    return parts[-2] if len(parts) > 1 else name
+    parts = parameter_name.split(".")
+    return parts[-2] if len(parts) > 1 else parameter_name

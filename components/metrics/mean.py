@@ -6,7 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import losses_of, mean_by_microbatch, total_of, weight_of
+from drawloom.components.metrics.named_sums import (
+    mean_by_microbatch,
+    read_losses,
+    sum_scalar_over_microbatches,
+    sum_weights,
+)
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
@@ -36,12 +41,12 @@ class Mean:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Return sum and divisor on this rank, 0-dimensional, or {} on ranks without the last stage."""
-        if (losses := losses_of(step)) is None:
+        if (losses := read_losses(step)) is None:
             return {}
         if self.per == "microbatch":
             means = mean_by_microbatch(losses, self.of, self.mesh)
             return {"total": means.nansum(), "count": (~means.isnan()).sum()}
-        return {"total": total_of(losses, self.of), "count": weight_of(losses)}
+        return {"total": sum_scalar_over_microbatches(losses, self.of), "count": sum_weights(losses)}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the mean, None if it is not finite or all the step's weights are 0."""

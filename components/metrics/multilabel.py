@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from drawloom.components.metrics.class_counts import Average, label_scores
-from drawloom.components.metrics.named_sums import losses_of, tensor_sum
+from drawloom.components.metrics.class_counts import Average, compute_label_scores
+from drawloom.components.metrics.named_sums import read_losses, sum_tensor_over_microbatches
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import above, between, component, setting
 
@@ -15,8 +15,8 @@ class Multilabel:
     """
     `label_accuracy`, and `precision`, `recall` and `f1` by label and on average, over all microbatches and replicas.
 
-    The loss must make a named sum by `class_counts.label_counts`. Names are as in `metrics.classification`; to use
-    both, put one into a `metrics.group` with a prefix. The accuracy is the fraction of right decisions over all
+    The loss must make a named sum by `class_counts.count_label_confusion`. Names are as in `metrics.classification`;
+    to use both, put one into a `metrics.group` with a prefix. The accuracy is the fraction of right decisions over all
     items and labels. Averages except "micro" ignore labels without items.
     """
 
@@ -34,9 +34,13 @@ class Multilabel:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's counts, float64 (labels, 2, 2), or {} on ranks without the last stage."""
-        losses = losses_of(step)
-        return {} if losses is None else {"counts": tensor_sum(losses, self.of, (self.labels, 2, 2), "labels")}
+        losses = read_losses(step)
+        return (
+            {}
+            if losses is None
+            else {"counts": sum_tensor_over_microbatches(losses, self.of, (self.labels, 2, 2), "labels")}
+        )
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return numbers from 0 to 1, None without items; `counts` are float64 (labels, 2, 2)."""
-        return label_scores(totals["counts"], self.averages, self.beta)
+        return compute_label_scores(totals["counts"], self.averages, self.beta)

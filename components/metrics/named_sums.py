@@ -12,21 +12,21 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 
 
-def losses_of(step: Step) -> Mapping[str, Any] | None:
+def read_losses(step: Step) -> Mapping[str, Any] | None:
     """Return the step's value `losses`, the losses by microbatch, or None on ranks without the last stage."""
     losses: Mapping[str, Any] | None = step.state.get(LOSSES)
     return None if losses is None or not len(losses["weight"]) else losses
 
 
-def weight_of(losses: Mapping[str, Any]) -> Tensor:
+def sum_weights(losses: Mapping[str, Any]) -> Tensor:
     """Sum the weights over this rank's microbatches: float64 ()."""
     weight: Tensor = losses["weight"]
     return weight.double().sum()
 
 
-def total_of(losses: Mapping[str, Any], name: str) -> Tensor:
+def sum_scalar_over_microbatches(losses: Mapping[str, Any], name: str) -> Tensor:
     """Return a named sum, or `loss`, over this rank's microbatches: float64 (). Raises UserError for tensors."""
-    total = _stack_microbatches(losses, name).double().sum(0)
+    total = _read_values_by_microbatch(losses, name).double().sum(0)
     if total.ndim:
         raise UserError(
             f"the loss's sum {name!r} is a tensor of shape {tuple(total.shape)}, and the metric needs a number; "
@@ -36,9 +36,9 @@ def total_of(losses: Mapping[str, Any], name: str) -> Tensor:
     return total
 
 
-def tensor_sum(losses: Mapping[str, Any], name: str, shape: tuple[int, ...], setting: str) -> Tensor:
+def sum_tensor_over_microbatches(losses: Mapping[str, Any], name: str, shape: tuple[int, ...], setting: str) -> Tensor:
     """Return a named sum over this rank's microbatches, float64 (*shape,). Raises UserError for other shapes."""
-    total = _stack_microbatches(losses, name).double().sum(0)
+    total = _read_values_by_microbatch(losses, name).double().sum(0)
     if total.shape != shape:
         text = f"the loss's sum {name!r} has shape {tuple(total.shape)}, and the metric needs shape {shape}"
         raise UserError(f"{text}; set `{setting}` to the value in the loss, or name another sum in `of`", exit_code=2)
@@ -51,13 +51,13 @@ def mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tens
 
     Collective along `context`: ranks with parts of the same rows return the mean over whole rows.
     """
-    total_of(losses, name)
-    both = torch.stack([_stack_microbatches(losses, name).double(), losses["weight"].double()])
+    sum_scalar_over_microbatches(losses, name)
+    both = torch.stack([_read_values_by_microbatch(losses, name).double(), losses["weight"].double()])
     mesh.context_group.sum(both)
     return both[0] / both[1]
 
 
-def _stack_microbatches(losses: Mapping[str, Any], name: str) -> Tensor:
+def _read_values_by_microbatch(losses: Mapping[str, Any], name: str) -> Tensor:
     """Return a named sum's value, or the loss, for every microbatch: (microbatches, ...). Raises UserError."""
     values = {"loss": losses["loss"], **losses["sums"]}
     if name not in values:

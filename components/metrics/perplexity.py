@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import losses_of, total_of, weight_of
+from drawloom.components.metrics.named_sums import read_losses, sum_scalar_over_microbatches, sum_weights
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
@@ -23,17 +23,21 @@ class Perplexity:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Return nats and weights on this rank, 0-dimensional, or {} on ranks without the last stage."""
-        losses = losses_of(step)
-        return {} if losses is None else {"total": total_of(losses, self.of), "weight": weight_of(losses)}
+        losses = read_losses(step)
+        return (
+            {}
+            if losses is None
+            else {"total": sum_scalar_over_microbatches(losses, self.of), "weight": sum_weights(losses)}
+        )
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the values, None without tokens or if infinite."""
-        values: dict[str, Value] = {"perplexity": _finite_exp(float(totals["total"] / totals["weight"]))}
+        values: dict[str, Value] = {"perplexity": _exp_or_none(float(totals["total"] / totals["weight"]))}
         if "validation_loss" in step.state:
-            values["validation_perplexity"] = _finite_exp(step.state.number("validation_loss"))
+            values["validation_perplexity"] = _exp_or_none(step.state.number("validation_loss"))
         return values
 
 
-def _finite_exp(nats: float) -> float | None:
+def _exp_or_none(nats: float) -> float | None:
     """Return exp(nats), or None if it is not finite."""
     return math.exp(nats) if nats < MAX_NATS else None  # NaN is not less

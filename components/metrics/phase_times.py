@@ -12,7 +12,7 @@ from torch import Tensor
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Accumulator, Event, EventKind, Phase, Step, Value
 from drawloom.graph import Every, component
-from drawloom.graph.component import flow_of
+from drawloom.graph.component import find_declared_flow
 
 DATA, PASSES, SYNC, UPDATE = "data", "forward_backward", "sync", "update"
 
@@ -42,11 +42,11 @@ class PhaseTimes:
         if event.kind == "step_started":
             self._marks = []
         elif event.kind == "data_loaded":
-            self._add_mark(DATA)
+            self._mark_present_time(DATA)
         elif event.kind == "phase_started":
-            self._add_mark("")
+            self._mark_present_time("")
         elif event.kind == "phase_ended":
-            self._add_mark(self._phase_kind(event.phase))
+            self._mark_present_time(self._choose_label(event.phase))
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Keep this step's marks until `compute`, which on a GPU is a step later."""
@@ -58,10 +58,10 @@ class PhaseTimes:
         times: dict[str, float] = {}
         for (_, start), (name, end) in pairwise(self._measured):
             if name:
-                times[name] = times.get(name, 0.0) + _seconds_between(start, end)
+                times[name] = times.get(name, 0.0) + _seconds_between_marks(start, end)
         return {f"seconds/{name}": seconds for name, seconds in times.items()}
 
-    def _add_mark(self, name: str) -> None:
+    def _mark_present_time(self, name: str) -> None:
         """Record the present time, on a GPU by an event, under a name."""
         if self.device.device.type == "cuda":
             mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -70,20 +70,20 @@ class PhaseTimes:
             mark = self.clock()
         self._marks.append((name, mark))
 
-    def _phase_kind(self, phase: str) -> str:
+    def _choose_label(self, phase_name: str) -> str:
         """Return `forward_backward`, `sync` or `update` by a phase's declared values; otherwise the phase's name."""
-        if phase not in self.phases:
-            return phase
-        flow = flow_of(self.phases[phase])
+        if phase_name not in self.phases:
+            return phase_name
+        flow = find_declared_flow(self.phases[phase_name])
         if "local_gradients" in flow.writes:
             return PASSES
         if "gradients" in flow.writes:
             return SYNC
         changed = {*flow.writes, *flow.changes}
-        return UPDATE if changed & {"gradients", "weights", "lr_factor"} else phase
+        return UPDATE if changed & {"gradients", "weights", "lr_factor"} else phase_name
 
 
-def _seconds_between(start: Any, end: Any) -> float:
+def _seconds_between_marks(start: Any, end: Any) -> float:
     """Return the seconds between two marks."""
     if not isinstance(start, float):
         end.synchronize()  # does not block, because the totals of the step have arrived

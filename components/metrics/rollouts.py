@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import losses_of
+from drawloom.components.metrics.named_sums import read_losses
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.rollouts import Reward, Scored
 from drawloom.components.ports.run import Accumulator, Step, Value
@@ -42,9 +42,9 @@ class RolloutMetrics:
         values: dict[str, Tensor] = {}
         if self.mesh.indices.pipeline == 0:
             for scored in step.state.get("rollouts", []):
-                for name, value in _sum_scores(scored, [*self.rewards]).items():
+                for name, value in _sum_over_completions(scored, [*self.rewards]).items():
                     values[name] = values[name] + value if name in values else value
-        losses, is_fresh = losses_of(step), all(scored.age == 0 for scored in step.state.get("rollouts", []))
+        losses, is_fresh = read_losses(step), all(scored.age == 0 for scored in step.state.get("rollouts", []))
         if losses is not None and is_fresh and LARGEST_DIFFERENCE in losses["sums"]:
             values[LARGEST_DIFFERENCE] = losses["sums"][LARGEST_DIFFERENCE].max()
         return values
@@ -53,21 +53,21 @@ class RolloutMetrics:
         """Return the means; None for a mean over nothing."""
         rows = totals["rows"]
         values = {
-            "reward": _divide(totals["reward"], totals["scored"]),
-            "length": _divide(totals["tokens"], rows),
-            "entropy": _divide(totals["entropy"], totals["tokens"]),
-            "truncated": _divide(totals["truncated"], rows),
-            "unscored": _divide(rows - totals["scored"], rows),
-            "equal_groups": _divide(totals["equal"], totals["groups"]),
+            "reward": _mean_or_none(totals["reward"], totals["scored"]),
+            "length": _mean_or_none(totals["tokens"], rows),
+            "entropy": _mean_or_none(totals["entropy"], totals["tokens"]),
+            "truncated": _mean_or_none(totals["truncated"], rows),
+            "unscored": _mean_or_none(rows - totals["scored"], rows),
+            "equal_groups": _mean_or_none(totals["equal"], totals["groups"]),
         }
         if len(self.rewards) > 1:
             means = zip(self.rewards, *totals["rewards"], strict=True)
-            values |= {f"reward/{name}": _divide(total, count) for name, total, count in means}
+            values |= {f"reward/{name}": _mean_or_none(total, count) for name, total, count in means}
         largest = totals[LARGEST_DIFFERENCE]
         return values | {"sampler_difference": float(largest) if largest.isfinite() else None}
 
 
-def _sum_scores(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
+def _sum_over_completions(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
     """Return the sums over a microbatch's completions, by name."""
     scores = scored.scores[:, [scored.names.index(name) for name in rewards]]
     completions, groups = scored.completions, scored.totals.view(-1, scored.group_size)
@@ -77,7 +77,7 @@ def _sum_scores(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
         "rows": torch.tensor(float(groups.numel())),
         "scored": is_scored.sum(),
         "reward": groups.nansum(),
-        "tokens": completions.counts.sum(),
+        "tokens": completions.sampled_counts.sum(),
         "entropy": completions.entropies.double().sum(),
         "truncated": (~completions.is_ended).sum(),
         "groups": torch.tensor(float(len(groups))),
@@ -86,6 +86,6 @@ def _sum_scores(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
     }
 
 
-def _divide(total: Tensor, count: Tensor) -> float | None:
-    """Divide, or return None if there is nothing to average."""
+def _mean_or_none(total: Tensor, count: Tensor) -> float | None:
+    """Return total / count as a float, or None if the count is 0."""
     return float(total / count) if count > 0 else None

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import losses_of, mean_by_microbatch
+from drawloom.components.metrics.named_sums import mean_by_microbatch, read_losses
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import Problem, between, component, setting
@@ -51,7 +51,7 @@ class Spread:
 
         Return {} on ranks without the last stage.
         """
-        if (losses := losses_of(step)) is None:
+        if (losses := read_losses(step)) is None:
             return {}
         means = mean_by_microbatch(losses, self.of, self.mesh)
         minimum, maximum = means.nan_to_num(nan=float("inf")).min(), means.nan_to_num(nan=float("-inf")).max()
@@ -67,13 +67,13 @@ class Spread:
         ends = {f"{self.of}_{name}": float(totals[name]) for name in ("min", "max")}
         values: dict[str, Value] = {key: value if abs(value) != float("inf") else None for key, value in ends.items()}
         for part in self.quantiles:
-            values[f"{self.of}_p{100 * part:g}"] = self._find_quantile(totals["histogram"], part)
+            values[f"{self.of}_p{100 * part:g}"] = self._find_quantile_bin_center(totals["histogram"], part)
         return values
 
-    def _find_quantile(self, counts: Tensor, part: float) -> float | None:
-        """Return the center of the first bin with a cumulative count of at least the fraction `part`."""
+    def _find_quantile_bin_center(self, counts: Tensor, fraction: float) -> float | None:
+        """Return the center of the first bin with a cumulative count of at least `fraction`."""
         reached = counts.cumsum(0)
         if reached[-1] == 0:
             return None
-        index = int(torch.searchsorted(reached, (part * reached[-1]).clamp(min=1).unsqueeze(0)))
+        index = int(torch.searchsorted(reached, (fraction * reached[-1]).clamp(min=1).unsqueeze(0)))
         return self.low + (index + 0.5) * (self.high - self.low) / self.bins

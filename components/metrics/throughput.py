@@ -29,7 +29,7 @@ class Throughput:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the token count so far."""
-        return {"tokens": self._count_tokens()}
+        return {"tokens": self._add_tokens_of_last_step()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved count."""
@@ -37,15 +37,18 @@ class Throughput:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Read the clock. On a GPU, the host learns all ranks' token count later."""
-        self._count_tokens()
+        self._add_tokens_of_last_step()
         self._measured, self._seconds = step, self.clock() - step.started - step.excluded_seconds
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the values; `step.tokens` is a sum over ranks already."""
-        return {"tokens": self._count_tokens(), "tokens_per_second": step.tokens / max(self._seconds, MIN_SECONDS)}
+        return {
+            "tokens": self._add_tokens_of_last_step(),
+            "tokens_per_second": step.tokens / max(self._seconds, MIN_SECONDS),
+        }
 
-    def _count_tokens(self) -> int:
+    def _add_tokens_of_last_step(self) -> int:
         """Add the last measured step's tokens once, and return the token count so far."""
         measured, self._measured = self._measured, None
         if measured is not None:

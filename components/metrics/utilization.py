@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device_model import peak_tflops_of, products_in
+from drawloom.components.distributed.device_model import get_peak_tflops, get_product_key
 from drawloom.components.ports.data import token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, count_attended_pairs
@@ -56,7 +56,7 @@ class Utilization:
         self._flops = model.forward_flops()
         self._peak = self.peak_tflops
         if self._peak is None:
-            self._peak = peak_tflops_of(torch.cuda.get_device_name(device), products_in(self.precision.compute))
+            self._peak = get_peak_tflops(torch.cuda.get_device_name(device), get_product_key(self.precision.compute))
         frozen = [
             name for stage in self.stages.local for name, param in stage.named_parameters() if not param.requires_grad
         ]
@@ -83,7 +83,7 @@ class Utilization:
         if self._flops is None or self.mesh.indices.pipeline:
             return {}
         batches = step.state["batches"]
-        pairs = [sum(_count_pairs(batch, window) for batch in batches) for window in self._flops.per_pair]
+        pairs = [sum(_count_query_key_pairs(batch, window) for batch in batches) for window in self._flops.per_pair]
         positions = float(sum(batch.weights.numel() for batch in batches))
         return {
             "positions": torch.tensor(positions, dtype=torch.float64),
@@ -96,13 +96,18 @@ class Utilization:
             return {}
         ranks = self.mesh.world.size
         pairs = dict(zip(self._flops.per_pair, totals["pairs"].tolist(), strict=True))
-        tflops = self._flops.of_training(int(totals["positions"]), pairs, self._frozen) / self._seconds / ranks / 1e12
+        tflops = (
+            self._flops.count_training_flops(int(totals["positions"]), pairs, self._frozen)
+            / self._seconds
+            / ranks
+            / 1e12
+        )
         values: dict[str, Value] = (
             {"device_tokens_per_second": step.tokens / self._seconds / ranks} if ranks > 1 else {}
         )
         return values | {"tflops": tflops} | ({} if self._peak is None else {"mfu": tflops / self._peak})
 
 
-def _count_pairs(batch: Batch, window: int | None) -> float:
+def _count_query_key_pairs(batch: Batch, window: int | None) -> float:
     """Count the query-key pairs that causal attention computes in a batch, optionally within a window."""
     return count_attended_pairs(token_batch(batch, "utilization").document_ids, window)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
-from drawloom.components.model.decoder.config import num_experts, tensor_faults
-from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
-from drawloom.components.model.decoder.rope import rope_context_faults
+from drawloom.components.model.decoder.config import find_tensor_parallel_faults, num_experts
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_json
+from drawloom.components.model.decoder.rope import find_rope_context_faults
 from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
@@ -35,14 +35,14 @@ from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
-from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens
+from drawloom.components.model.split_vocabulary import NewTokens, find_new_tokens_fault
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import open_fitting_folder
+from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph import UserError, component, setting, wired
 from drawloom.graph.recipe.lockfile import LOCK
 
@@ -90,7 +90,7 @@ class AutoModel:
     path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
     new_tokens: NewTokens = setting(
         default=0,
-        check=fault_of_new_tokens,
+        check=find_new_tokens_fault,
         doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
         "which the folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
@@ -125,20 +125,20 @@ class AutoModel:
             raise UserError(f"{path} is a file, but weights are loaded from a folder; write {path.parent}")
 
     @classmethod
-    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            yield from tensor_faults(
+            yield from find_tensor_parallel_faults(
                 attrs.asdict(read_config(_find_component(path).family, path), recurse=False), ranks
             )
 
     @classmethod
-    def context_faults(cls, node: Any) -> Iterator[str]:
+    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            yield from rope_context_faults(read_config(_find_component(path).family, path).rope_scaling)
+            yield from find_rope_context_faults(read_config(_find_component(path).family, path).rope_scaling)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -148,7 +148,7 @@ class AutoModel:
         return 0
 
     @classmethod
-    def module_of(cls, node: Any) -> nn.Module | None:
+    def build_meta_module(cls, node: Any) -> nn.Module | None:
         """Return the whole model on the meta device; None if the folder's config is invalid."""
         with suppress(UserError):  # a problem of its own
             return _create_builder_without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_module()
@@ -164,8 +164,8 @@ class AutoModel:
     def initial_weights(self) -> Path | None:
         return self.path if self.weights else None
 
-    def files_read(self) -> dict[str, list[Path]]:
-        return {"path": [config_path(self.path)]}
+    def list_input_files(self) -> dict[str, list[Path]]:
+        return {"path": [locate_config_json(self.path)]}
 
     @property
     def num_hidden_layers(self) -> int:
@@ -176,8 +176,8 @@ class AutoModel:
         return self.builder.vocab_size
 
     @property
-    def longest_text(self) -> int:
-        return self.builder.longest_text
+    def max_sequence_length(self) -> int:
+        return self.builder.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
         return self.builder.build(span)
@@ -185,8 +185,8 @@ class AutoModel:
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return self.builder.blocks(module)
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
-        self.builder.initialise(name, parameter, seed, part_of)
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
+        self.builder.initialise(name, parameter, seed, tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
         return self.builder.forward_flops()
@@ -194,11 +194,11 @@ class AutoModel:
     def hugging_face_config(self) -> dict[str, Any]:
         return self.builder.hugging_face_config()
 
-    def config_within(self, path: Path) -> dict[str, Any]:
-        return self.builder.config_within(path)
+    def update_folder_config(self, path: Path) -> dict[str, Any]:
+        return self.builder.update_folder_config(path)
 
-    def prefix_within(self, path: Path) -> str:
-        return self.builder.prefix_within(path)
+    def find_decoder_prefix(self, path: Path) -> str:
+        return self.builder.find_decoder_prefix(path)
 
     def hugging_face_mapper(self) -> Mapper:
         return self.builder.hugging_face_mapper()
@@ -209,7 +209,7 @@ def _check_weights(path: Path, new_tokens: NewTokens) -> None:
     builder = _create_builder_without_kernels(path, new_tokens)
     with torch.device("meta"):
         module = builder.build(LayerRange(0, builder.num_hidden_layers, embedding=True, head=True))
-    open_fitting_folder(path, module, builder.hugging_face_mapper().inverse())
+    open_and_check_folder(path, module, builder.hugging_face_mapper().inverse())
 
 
 def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:
@@ -220,7 +220,7 @@ def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> Decode
 
 def _find_component(path: Path) -> type[DecoderBuilder]:
     """Return the builder class for a `config.json`'s family. Raises UserError for an unknown family."""
-    file = config_path(path)
+    file = locate_config_json(path)
     kind = read_json(file).get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)

@@ -7,7 +7,12 @@ import attrs
 from drawloom.components.model.decoder.grouped_experts import RENAMED
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.router import Routing
-from drawloom.components.model.deepseek_v3 import LatentBuilder, LatentConfig, read_query_rank, write_query_rank
+from drawloom.components.model.deepseek_v3 import (
+    LatentBuilder,
+    LatentConfig,
+    query_rank_from_files,
+    query_rank_to_files,
+)
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.graph import component, setting
 
@@ -38,17 +43,20 @@ class DeepseekV2Config(LatentConfig):
         )
 
 
-def _read_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert a null query rank; set one group for the greedy method. Raises ValueError for an unknown method."""
+def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+    """
+    Convert a `config.json`: a null query rank becomes 0, and the greedy method one group. Raises ValueError for other
+    methods.
+    """
     method = config.get("topk_method", METHODS[False])
     if method not in METHODS.values():
         raise ValueError(f"says topk_method = {method!r}, where only {' and '.join(METHODS.values())} can be built")
-    return read_query_rank(config) | ({"n_group": 1, "topk_group": 1} if method == METHODS[False] else {})
+    return query_rank_from_files(config) | ({"n_group": 1, "topk_group": 1} if method == METHODS[False] else {})
 
 
-def _write_config(config: dict[str, Any]) -> dict[str, Any]:
+def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a query rank of 0 to null, and add the topk_method for the number of groups."""
-    return write_query_rank(config) | {"topk_method": METHODS[config["n_group"] > 1]}
+    return query_rank_to_files(config) | {"topk_method": METHODS[config["n_group"] > 1]}
 
 
 DEEPSEEK_V2 = Family(
@@ -61,8 +69,8 @@ DEEPSEEK_V2 = Family(
     hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
     fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
     renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
-    read=_read_config,
-    write=_write_config,
+    read=_config_from_files,
+    write=_config_to_files,
 )
 
 

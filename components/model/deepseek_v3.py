@@ -1,11 +1,11 @@
-"""The component `model.deepseek_v3`: DeepSeek-V3 (arXiv 2412.19437), Moonlight and Kimi K2."""
+"""The component `model.deepseek_v3`: DeepSeek-V3 (arXiv 2412.19437), Moonlight, Kimi K2 and K2.5 for text."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import MAX_SIZES, size
+from drawloom.components.model.decoder.config import MAX_SIZES, create_size_check
 from drawloom.components.model.decoder.grouped_experts import (
     RENAMED,
     GroupedExpertsBuilder,
@@ -14,11 +14,11 @@ from drawloom.components.model.decoder.grouped_experts import (
     SigmoidExpertsConfig,
 )
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope, score_multiplier
+from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.components.model.decoder.values import COUNT, config_key
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.graph import between, component, inherited, setting
+from drawloom.graph import between, component, inheritable, setting
 from drawloom.kernels.attention_options import AttentionOptions
 
 
@@ -46,8 +46,8 @@ class LatentConfig(GroupedExpertsConfig):
         rope = super().rope_of(layer)
         return rope and attrs.evolve(rope, interleaved=self.rope_interleave)
 
-    def attention_of(self, layer: int) -> LatentSpec:
-        scale = (self.qk_nope_head_dim + self.head_dim) ** -0.5 * score_multiplier(self.rope_scaling)
+    def mixer_spec_of(self, layer: int) -> LatentSpec:
+        scale = (self.qk_nope_head_dim + self.head_dim) ** -0.5 * latent_score_multiplier(self.rope_scaling)
         return LatentSpec(
             heads=self.num_attention_heads,
             nope_dim=self.qk_nope_head_dim,
@@ -60,13 +60,13 @@ class LatentConfig(GroupedExpertsConfig):
         )
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """
         Yield the inherited faults, and one if the number of key heads is not the number of query heads.
 
         Latent attention has equally many of both.
         """
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         heads = given["num_attention_heads"]
         if (kv_heads := given.get("num_key_value_heads", heads)) != heads:
             why = f"num_key_value_heads = {kv_heads}, and latent attention has num_attention_heads = {heads}"
@@ -80,19 +80,19 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     rope_interleave: bool = True
 
 
-def read_query_rank(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with 0 for a query rank that is null, since recipes have no null."""
+def query_rank_from_files(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config whose query rank is 0 instead of null, because recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
-def write_query_rank(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with null for a query rank that is 0."""
+def query_rank_to_files(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config whose query rank is null instead of 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 
 
-def _read_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+def _dense_layer_count_from_layer_types(config: dict[str, Any]) -> dict[str, Any]:
     """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
-    config, types = read_query_rank(config), config.get("mlp_layer_types")
+    config, types = query_rank_from_files(config), config.get("mlp_layer_types")
     if types is None:
         return config
     dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
@@ -101,12 +101,15 @@ def _read_layer_types(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "first_k_dense_replace": dense}
 
 
-def _write_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+def _dense_layer_count_to_layer_types(config: dict[str, Any]) -> dict[str, Any]:
     """Convert `first_k_dense_replace` to `mlp_layer_types`, as in GLM-4.7-Flash's files."""
     dense = config["first_k_dense_replace"]
     types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
-    return {**write_query_rank(config), "mlp_layer_types": types}
+    return {**query_rank_to_files(config), "mlp_layer_types": types}
 
+
+MTP = "model.layers.{layers}.*"
+"""The layer for multi-token prediction, which is not trained."""
 
 DEEPSEEK_V3 = Family(
     "model.deepseek_v3",
@@ -125,11 +128,18 @@ DEEPSEEK_V3 = Family(
         "routed_scaling_factor": 2.5,
         "num_experts_per_tok": 8,
     },
-    read=read_query_rank,
-    write=write_query_rank,
+    read=query_rank_from_files,
+    write=query_rank_to_files,
     renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
     other_types=("kimi_k2",),
-    ignored=("model.layers.{layers}.*",),
+    nested_types={"kimi_k25": "model.language_model."},
+    ignored=(
+        "model.layers.{layers}.*",
+        "vision_tower.*",
+        "mm_projector.*",
+        "model.vision_tower.*",
+        "model.mm_projector.*",
+    ),
 )
 
 GLM4_MOE_LITE = attrs.evolve(
@@ -151,27 +161,33 @@ GLM4_MOE_LITE = attrs.evolve(
         "first_k_dense_replace": 1,
     },
     other_types=(),
-    read=_read_layer_types,
-    write=_write_layer_types,
+    nested_types={},
+    ignored=(MTP,),
+    read=_dense_layer_count_from_layer_types,
+    write=_dense_layer_count_to_layer_types,
 )
 
 
-@inherited
+@inheritable
 class LatentBuilder(GroupedExpertsBuilder):
     """Builder for a decoder with latent attention."""
 
     head_dim: int | None = setting(
         default=None,
-        check=size("head_dim"),
+        check=create_size_check("head_dim"),
         doc="rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
         "hidden_size / num_attention_heads",
     )
     qk_nope_head_dim: int | None = setting(
-        default=None, check=size("head_dim"), doc="channels of queries and keys that are not rotated; default: 128"
+        default=None,
+        check=create_size_check("head_dim"),
+        doc="channels of queries and keys without rotation; default: 128",
     )
-    v_head_dim: int | None = setting(default=None, check=size("head_dim"), doc="width of values; default: 128")
+    v_head_dim: int | None = setting(
+        default=None, check=create_size_check("head_dim"), doc="width of values; default: 128"
+    )
     kv_lora_rank: int | None = setting(
-        default=None, check=size("hidden_size"), doc="width of the latent of keys and values; default: 512"
+        default=None, check=create_size_check("hidden_size"), doc="width of the latent of keys and values; default: 512"
     )
     q_lora_rank: int | None = setting(
         default=None,
@@ -188,7 +204,7 @@ class DeepseekV3(LatentBuilder, SigmoidExpertsBuilder):
     """
     A DeepSeek-V3 language model, with sizes from this table or a Hugging Face `config.json`.
 
-    Moonlight and Kimi K2 are of this family, too.
+    Moonlight, Kimi K2 and the text model of Kimi K2.5 are of this family, too.
     """
 
     family = DEEPSEEK_V3

@@ -7,9 +7,9 @@ import attrs
 import torch
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import LayerTypesConfig, size
+from drawloom.components.model.decoder.config import LayerTypesConfig, create_size_check
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import Rope, read_by_layer_type, write_by_layer_type
+from drawloom.components.model.decoder.rope import Rope, join_rope_by_layer_type, split_rope_by_layer_type
 from drawloom.components.model.decoder.specs import Branch
 from drawloom.graph import above, at_least, component, setting
 
@@ -31,7 +31,7 @@ class Gemma3Config(LayerTypesConfig):
     attention_bias: bool = False
 
     @property
-    def score_scale(self) -> float:
+    def attention_score_scale(self) -> float:
         return float(self.query_pre_attn_scalar**-0.5)
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
@@ -48,23 +48,23 @@ class Gemma3Config(LayerTypesConfig):
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         return (
-            Branch("input_layernorm", "self_attn", self.attention_of(layer), "post_attention_layernorm"),
-            Branch("pre_feedforward_layernorm", "mlp", self.mlp_of(layer), "post_feedforward_layernorm"),
+            Branch("input_layernorm", "self_attn", self.mixer_spec_of(layer), "post_attention_layernorm"),
+            Branch("pre_feedforward_layernorm", "mlp", self.mlp_spec_of(layer), "post_feedforward_layernorm"),
         )
 
 
-def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rope_parameters by layer type, and derive missing layer types from `sliding_window_pattern`."""
-    config = read_by_layer_type(config, "rope_local_base_freq", SLIDING_THETA)
+    config = split_rope_by_layer_type(config, "rope_local_base_freq", SLIDING_THETA)
     interval, layers = config.pop("sliding_window_pattern", None), config.get("num_hidden_layers")
     if config.get("layer_types") is None and type(interval) is int and type(layers) is int and interval > 0:
-        config["layer_types"] = list(Gemma3Config.default_types(layers, interval))
+        config["layer_types"] = list(Gemma3Config.default_layer_types(layers, interval))
     return config
 
 
-def _write_config(config: dict[str, Any]) -> dict[str, Any]:
+def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rotary positions to rope_parameters by layer type."""
-    return write_by_layer_type(config, config["rope_local_base_freq"])
+    return join_rope_by_layer_type(config, config["rope_local_base_freq"])
 
 
 GELU = "gelu_pytorch_tanh"
@@ -93,8 +93,8 @@ GEMMA3 = Family(
     derives_head_dim=False,
     nested_types={"gemma3": "model.language_model."},
     ignored=tuple(f"{start}{part}.*" for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
-    read=_read_config,
-    write=_write_config,
+    read=_config_from_files,
+    write=_config_to_files,
 )
 
 
@@ -123,7 +123,7 @@ class Gemma3(DecoderBuilder):
     )
     query_pre_attn_scalar: int | None = setting(
         default=None,
-        check=size("head_dim"),
+        check=create_size_check("head_dim"),
         impact="changes_training",
         doc="attention scores are divided by the root of this number; default: 256",
     )

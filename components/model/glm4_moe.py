@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import rotary_faults
+from drawloom.components.model.decoder.config import find_rotary_dim_faults
 from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsBuilder, SigmoidExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
@@ -27,17 +27,17 @@ class Glm4MoeConfig(SigmoidExpertsConfig):
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
 
-    def attention_of(self, layer: int) -> MixerSpec:
-        plain = self.grouped_attention_of(layer)
+    def mixer_spec_of(self, layer: int) -> MixerSpec:
+        plain = self.grouped_attention_spec_of(layer)
         return attrs.evolve(plain, qk_norm="head") if self.use_qk_norm else plain
 
     def has_bias(self, projection: str) -> bool:
         return self.attention_bias and projection in ("q_proj", "k_proj", "v_proj")
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        yield from super().faults(given)
-        yield from rotary_faults({"partial_rotary_factor": 0.5, **given})
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        yield from super().find_faults(given)
+        yield from find_rotary_dim_faults({"partial_rotary_factor": 0.5, **given})
 
 
 GLM4_MOE = Family(

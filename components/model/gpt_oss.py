@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, LayerTypesConfig, expert_faults, size
+from drawloom.components.model.decoder.config import (
+    DecoderConfig,
+    LayerTypesConfig,
+    create_size_check,
+    find_expert_count_faults,
+)
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
@@ -41,10 +46,10 @@ class GptOssConfig(LayerTypesConfig):
     def has_bias(self, projection: str) -> bool:
         return self.attention_bias
 
-    def attention_of(self, layer: int) -> MixerSpec:
-        return attrs.evolve(self.grouped_attention_of(layer), sinks=True)
+    def mixer_spec_of(self, layer: int) -> MixerSpec:
+        return attrs.evolve(self.grouped_attention_spec_of(layer), sinks=True)
 
-    def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
+    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
         return ExpertSpec(
             experts=self.num_experts,
             choices=self.num_experts_per_tok,
@@ -58,12 +63,12 @@ class GptOssConfig(LayerTypesConfig):
         )
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        yield from super().faults(given)
-        yield from expert_faults(given)
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        yield from super().find_faults(given)
+        yield from find_expert_count_faults(given)
 
 
-def _interleave(name: str, dim: int) -> Mapper:
+def _create_interleave_mapper(name: str, dim: int) -> Mapper:
     """Interleave a tensor's halves along `dim`: gate and up alternate in files."""
 
     def interleave(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -76,29 +81,29 @@ def _interleave(name: str, dim: int) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), interleave, deinterleave),))
 
 
-def _map_parameters(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
+def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters to tensors in files."""
-    return parallel(*map(_map_parameter, names))
+    return parallel(*map(_create_parameter_mapper, names))
 
 
-def _map_parameter(name: str) -> Mapper:
+def _create_parameter_mapper(name: str) -> Mapper:
     """Return the mapper for one parameter; expert matrices are transposed and interleaved."""
     if name.endswith(".experts.gate_up_proj"):
-        return sequential(_interleave(name, 1), transpose(name, 1, 2))
+        return sequential(_create_interleave_mapper(name, 1), transpose(name, 1, 2))
     if name.endswith(".experts.gate_up_proj_bias"):
-        return _interleave(name, 1)
+        return _create_interleave_mapper(name, 1)
     return transpose(name, 1, 2) if name.endswith(".experts.down_proj") else identity(name)
 
 
-def _read_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Fill in transformers' scaling of positions, if a config has none."""
+def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+    """Add transformers' default rotary scaling to a config without one."""
     if config.get("rope_scaling") or config.get("rope_parameters"):
         return config
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     return {"rope_theta": 150_000.0, **config, "rope_parameters": yarn}
 
 
-def _write_config(config: dict[str, Any]) -> dict[str, Any]:
+def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}, **config}
 
 
@@ -119,9 +124,9 @@ GPT_OSS = Family(
     hf_defaults={"max_position_embeddings": 131_072, "head_dim": 64, "num_key_value_heads": 8},
     renamed={"num_experts": "num_local_experts"},
     derives_head_dim=False,
-    read=_read_config,
-    write=_write_config,
-    mapper=_map_parameters,
+    read=_config_from_files,
+    write=_config_to_files,
+    mapper=_create_family_mapper,
 )
 
 
@@ -137,11 +142,13 @@ class GptOss(DecoderBuilder):
 
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
-        default=None, check=size("intermediate_size"), doc="inner width of an expert"
+        default=None, check=create_size_check("intermediate_size"), doc="inner width of an expert"
     )
-    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="number of experts per layer")
+    num_experts: int | None = setting(
+        default=None, check=create_size_check("num_experts"), doc="number of experts per layer"
+    )
     num_experts_per_tok: int | None = setting(
-        default=None, check=size("num_experts_per_tok"), doc="number of experts per token"
+        default=None, check=create_size_check("num_experts_per_tok"), doc="number of experts per token"
     )
     sliding_window: int | None = setting(
         default=None,

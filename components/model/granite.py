@@ -20,7 +20,7 @@ class GraniteConfig(LlamaConfig):
     logits_scaling: float = 1.0
 
     @property
-    def score_scale(self) -> float:
+    def attention_score_scale(self) -> float:
         return float(self.attention_multiplier)
 
     @property

@@ -65,16 +65,17 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
         omits_bias = self.style == "rowwise" and self.ranks.group.rank > 0
-        return self.multiply(x, None if omits_bias else self.bias)
+        return self.multiply_by_weight(x, None if omits_bias else self.bias)
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiply_by_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias (..., outputs) for x (..., inputs), in the layer's format."""
         if (weight_format := self.weight_formats.get("weight")) is not None:
-            return self.kernels.linear_quantized(x.to(self.weight.dtype), self.weight, weight_format, bias)
+            rows = x.to(self.weight.dtype)
+            return self.kernels.linear_quantized(rows, self.weight, weight_format, bias, self.uses_float8)
         product = self.kernels.linear_float8 if self.uses_float8 else self.kernels.linear
         return product(x.to(self.weight.dtype), self.weight, bias)
 
-    def dense_weight(self, weight: Tensor) -> Tensor:
+    def dequantize_if_quantized(self, weight: Tensor) -> Tensor:
         """Return `weight` (outputs, inputs), dequantized if the layer's weight is stored quantized."""
         weight_format = self.weight_formats.get("weight")
         return weight if weight_format is None else self.kernels.dequantize(weight, weight_format)
@@ -99,8 +100,10 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
 
 
 def multiplies_in_float8(layer: nn.Module) -> bool:
-    """Return whether a layer is a plain product in float8: no adapter, no bias, and no hook that sees its result."""
+    """Return whether a layer is a plain product in float8: no adapter, bias, quantized weight, or hook."""
     if type(layer) is not Linear or layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    if layer.weight_formats:
         return False
     return layer.uses_float8
 
@@ -139,9 +142,9 @@ class ProjectionNorm(RMSNorm, TensorParallel):
         """Normalise x (..., width), or this rank's channels of it, in its dtype."""
         if self.ranks.size == 1:
             return super().forward(x, float8)
-        wide = x.to(_widen_dtype(x))
+        wide = x.to(_at_least_float32(x))
         # Each rank divides its own channels by the norm of all, so both sums have to be over the ranks.
-        squares = self.ranks.copy(self.ranks.sum(wide.square().sum(-1, keepdim=True)))
+        squares = self.ranks.copy_to_ranks(self.ranks.all_reduce(wide.square().sum(-1, keepdim=True)))
         return (wide * (squares / self.width + self.eps).rsqrt() * self.weight.to(wide.dtype)).to(x.dtype)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
@@ -167,11 +170,11 @@ class Embedding(nn.Embedding, TensorParallel, HeadLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
-        return self.look_up(tokens, self.weight)
+        return self.look_up_rows(tokens, self.weight)
 
-    def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
+    def look_up_rows(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Return rows (..., width) from a table (vocab_size, width), or from its part, for token ids int64 (...)."""
-        rows, is_local = self.ranks.rows_of(tokens, self.num_embeddings)
+        rows, is_local = self.ranks.find_local_rows(tokens, self.num_embeddings)
         vectors = self.kernels.embedding(rows, table)
         return vectors if is_local is None else vectors * is_local
 
@@ -205,10 +208,10 @@ class _Chunked:
         flat = [tensor.flatten(0, len(shape) - 1) for tensor in (hidden, *tensors)]
         # The rows are flattened, so that a chunk may end inside of a row and `max_bytes` also bounds long rows.
         chunks = zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
-        values = torch.cat([self._map_chunk(function, *parts) for parts in chunks])
+        values = torch.cat([self._map_logits_chunk(function, *parts) for parts in chunks])
         return values.view(*shape, *values.shape[1:])
 
-    def _map_chunk(self, function: Callable[..., Tensor], hidden: Tensor, *parts: Tensor) -> Tensor:
+    def _map_logits_chunk(self, function: Callable[..., Tensor], hidden: Tensor, *parts: Tensor) -> Tensor:
         """Apply `function` to one chunk's logits; the backward pass computes the logits again."""
 
         def compute(hidden: Tensor, *parts: Tensor) -> Tensor:
@@ -236,18 +239,18 @@ class LinearHead(_Chunked):
     ranks: TensorRanks = ALONE
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        part = self.ranks.vocabulary_part(self.vocab_size)
+        part = self.ranks.get_vocabulary_part(self.vocab_size)
         return self.kernels.linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, targets, weights, part)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        local = self.kernels.linear(self.ranks.copy(hidden.to(self.weight.dtype)), self.weight)
-        return self.ranks.gather_last(local, self.vocab_size)
+        local = self.kernels.linear(self.ranks.copy_to_ranks(hidden.to(self.weight.dtype)), self.weight)
+        return self.ranks.gather_last_dimension(local, self.vocab_size)
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # The mean of the logits is the logit of the weight's mean row: one product with a vector.
         row = self.weight.sum(0, dtype=dtype) / self.vocab_size
-        return self.ranks.sum(self.ranks.copy(hidden.to(dtype)) @ row)
+        return self.ranks.all_reduce(self.ranks.copy_to_ranks(hidden.to(dtype)) @ row)
 
 
 @attrs.define(eq=False)
@@ -263,23 +266,23 @@ class ChunkedHead(_Chunked):
     ranks: TensorRanks = ALONE
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ranks.gather_last(self.project(self.ranks.copy(hidden)), self.vocab_size)
+        return self.ranks.gather_last_dimension(self.project(self.ranks.copy_to_ranks(hidden)), self.vocab_size)
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        both = self.map_logits(_target_and_lse, hidden, targets)
+        both = self.map_logits(_gather_target_logit_and_lse, hidden, targets)
         losses = (both[..., 1] - both[..., 0]).masked_fill(targets == IGNORE_INDEX, 0.0)
         return losses if weights is None else losses * weights, both[..., 1]
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
-        return self.map_logits(lambda logits: logits.mean(-1, dtype=_widen_dtype(logits)), hidden)
+        return self.map_logits(lambda logits: logits.mean(-1, dtype=_at_least_float32(logits)), hidden)
 
 
-def _target_and_lse(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the target's logit (arbitrary if ignored) and the log-sum-exp: (tokens, 2), at least float32."""
-    wide = logits.to(_widen_dtype(logits))
+def _gather_target_logit_and_lse(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return by token the target's logit (arbitrary if ignored) and the log-sum-exp: (tokens, 2), at least float32."""
+    wide = logits.to(_at_least_float32(logits))
     return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], wide.logsumexp(-1)], -1)
 
 
-def _widen_dtype(tensor: Tensor) -> torch.dtype:
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
     """Return the tensor's dtype, or float32 if it is narrower."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -8,7 +8,7 @@ import attrs
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import LayerTypesConfig, post_norm_branches
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import Rope, read_by_layer_type, write_by_layer_type
+from drawloom.components.model.decoder.rope import Rope, join_rope_by_layer_type, split_rope_by_layer_type
 from drawloom.components.model.decoder.specs import Branch
 from drawloom.graph import at_least, component, setting
 
@@ -35,9 +35,9 @@ class Olmo3Config(LayerTypesConfig):
         return super().rope_of(layer) if self.window_of(layer) is None else Rope(self.rotary_dim, self.rope_theta)
 
 
-def _read_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Merge the bases for both layer types into one. Raises ValueError if they differ."""
-    config = read_by_layer_type(config, "sliding_theta", THETA)
+def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+    """Replace the rotary bases by layer type by a single base. Raises ValueError if they differ."""
+    config = split_rope_by_layer_type(config, "sliding_theta", THETA)
     full = config.get("rope_parameters") or {}
     theta = full.get("rope_theta", config.get("rope_theta", THETA)) if isinstance(full, dict) else THETA
     if (sliding := config.pop("sliding_theta", theta)) != theta:
@@ -47,9 +47,9 @@ def _read_config(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _write_config(config: dict[str, Any]) -> dict[str, Any]:
+def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rotary positions to rope_parameters by layer type, with one base."""
-    return write_by_layer_type(config, config["rope_theta"])
+    return join_rope_by_layer_type(config, config["rope_theta"])
 
 
 OLMO3 = Family(
@@ -59,8 +59,8 @@ OLMO3 = Family(
     "olmo3",
     "Olmo3ForCausalLM",
     hf_defaults={"max_position_embeddings": 2048, "rope_theta": THETA, "rms_norm_eps": 1e-5},
-    read=_read_config,
-    write=_write_config,
+    read=_config_from_files,
+    write=_config_to_files,
 )
 
 

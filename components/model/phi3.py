@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, rotary_faults
+from drawloom.components.model.decoder.config import DecoderConfig, find_rotary_dim_faults
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.ports.weights import Mapper
@@ -36,31 +36,33 @@ class Phi3Config(DecoderConfig):
         return self.sliding_window
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults in the rotated part, and in scalings that transformers does not have for this family."""
-        yield from super().faults(given)
-        yield from rotary_faults({"partial_rotary_factor": 1.0, **given})
+        yield from super().find_faults(given)
+        yield from find_rotary_dim_faults({"partial_rotary_factor": 1.0, **given})
         for key in ("rope_scaling", "rope_parameters"):
             if (rope := given.get(key)) and rope.rope_type not in EXPORTED_ROPES:
                 why = f"{key}.rope_type = {rope.rope_type!r}, and transformers has only longrope for Phi-3"
                 yield InvalidSetting((key, "rope_type"), why, 'write "longrope"')
 
 
-def _read_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Rename the scaling `su`, as LongRoPE was called in the first files."""
+def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+    """Rename rotary scaling `su` to `longrope`: the first files have the old name."""
     rope = config.get("rope_scaling")
     if isinstance(rope, Mapping) and rope.get("type") == "su":
         config = {**config, "rope_scaling": {**rope, "type": "longrope"}}
     return config
 
 
-def _write_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Repeat the original length at the top of a config, where transformers has a default."""
+def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
+    """
+    Copy the original length from the rotary scaling to the top of a config, where transformers would use a default.
+    """
     original = config.get("rope_parameters", {}).get("original_max_position_embeddings")
     return {**config, "original_max_position_embeddings": original or config["max_position_embeddings"]}
 
 
-def _map_parameters(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+def _create_family_mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper that joins queries, keys and values to one tensor, and gate and up to another, as in files."""
     names = list(parameters)
     joined = []
@@ -88,9 +90,9 @@ PHI3 = Family(
     hf_defaults={"rope_theta": 1e4},
     fixed={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
     nullable=("sliding_window",),
-    read=_read_config,
-    write=_write_config,
-    mapper=_map_parameters,
+    read=_config_from_files,
+    write=_config_to_files,
+    mapper=_create_family_mapper,
 )
 
 

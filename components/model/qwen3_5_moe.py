@@ -4,14 +4,19 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import MoeConfig, size
+from drawloom.components.model.decoder.config import MoeConfig, create_size_check
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, HybridBuilder, HybridConfig, read_hybrid
+from drawloom.components.model.decoder.hybrid import (
+    HYBRID_DEFAULTS,
+    HybridBuilder,
+    HybridConfig,
+    hybrid_config_from_files,
+)
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.components.model.qwen3_5 import qwen3_5_mapper
+from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
 from drawloom.components.ports.recurrence import HybridKernels
-from drawloom.graph import at_least, component, inherited, setting
+from drawloom.graph import at_least, component, inheritable, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -21,20 +26,20 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
     shared_expert_intermediate_size: int = 512
 
     @property
-    def shared_width(self) -> int:
+    def shared_expert_width(self) -> int:
         return self.shared_expert_intermediate_size
 
-    def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
-        spec = super().mlp_of(layer)
+    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
+        spec = super().mlp_spec_of(layer)
         return attrs.evolve(spec, shared="shared_expert", shared_gate=True) if isinstance(spec, ExpertSpec) else spec
 
 
-def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
     """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
     choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
     if "intermediate_size" not in config and type(choices) is int and type(width) is int:
         config = {**config, "intermediate_size": choices * width}
-    return read_hybrid(config)
+    return hybrid_config_from_files(config)
 
 
 QWEN3_5_MOE = Family(
@@ -48,26 +53,28 @@ QWEN3_5_MOE = Family(
     derives_head_dim=False,
     nested_types={"qwen3_5_moe": "model."},
     ignored=("mtp.*", "model.visual.*"),
-    read=_read_config,
-    mapper=qwen3_5_mapper,
+    read=_config_from_files,
+    mapper=create_qwen3_5_mapper,
 )
 
 
-@inherited
+@inheritable
 class HybridMoeBuilder(HybridBuilder):
     """Builder of a decoder with gated delta nets and experts."""
 
     kernels: HybridKernels
-    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="number of experts per layer")
+    num_experts: int | None = setting(
+        default=None, check=create_size_check("num_experts"), doc="number of experts per layer"
+    )
     num_experts_per_tok: int | None = setting(
-        default=None, check=size("num_experts_per_tok"), doc="number of experts per token"
+        default=None, check=create_size_check("num_experts_per_tok"), doc="number of experts per token"
     )
     moe_intermediate_size: int | None = setting(
-        default=None, check=size("moe_intermediate_size"), doc="inner width of an expert"
+        default=None, check=create_size_check("moe_intermediate_size"), doc="inner width of an expert"
     )
     shared_expert_intermediate_size: int | None = setting(
         default=None,
-        check=size("intermediate_size"),
+        check=create_size_check("intermediate_size"),
         doc="inner width of the expert that all tokens visit; default: 512",
     )
     router_aux_loss_coef: float | None = setting(

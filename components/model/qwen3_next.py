@@ -5,11 +5,11 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import DecoderConfig, Qwen3MoeConfig, size
-from drawloom.components.model.decoder.hugging_face import Family, decoder_mapper
-from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, find_delta_nets, read_hybrid
+from drawloom.components.model.decoder.config import DecoderConfig, Qwen3MoeConfig, create_size_check
+from drawloom.components.model.decoder.hugging_face import Family, create_decoder_mapper
+from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, find_delta_net_paths, hybrid_config_from_files
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.components.model.qwen3_5 import convolution_mapper
+from drawloom.components.model.qwen3_5 import create_convolution_mapper
 from drawloom.components.model.qwen3_5_moe import HybridMoeBuilder, Qwen35MoeConfig
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel
@@ -22,14 +22,18 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
     """Config of Qwen3-Next: Qwen3.5's layers, but some may have no experts."""
 
 
-def _map_parameters(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+def _create_family_mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper to files, in which projections in gated delta nets are joined."""
     names = list(parameters)
-    joined = parallel(*(mapper for net in find_delta_nets(names) for mapper in _join_projections(net, architecture)))
-    return parallel(joined, decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture))
+    joined = parallel(
+        *(mapper for net in find_delta_net_paths(names) for mapper in _create_projection_mappers(net, architecture))
+    )
+    return parallel(
+        joined, create_decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture)
+    )
 
 
-def _join_projections(net: str, config: Any) -> Iterator[Mapper]:
+def _create_projection_mappers(net: str, config: Any) -> Iterator[Mapper]:
     """Yield mappers that join a gated delta net's projections as in files: key head by key head."""
     delta = config.delta
     group = delta.value_heads // delta.key_heads
@@ -38,7 +42,7 @@ def _join_projections(net: str, config: Any) -> Iterator[Mapper]:
         parts = [f"{net}.in_proj_{part}.weight" for part in sizes]
         target = f"{net}.in_proj_{''.join(sizes)}.weight"
         yield concatenate_blocks(parts, target, delta.key_heads, list(sizes.values()))
-    yield convolution_mapper(net, config)
+    yield create_convolution_mapper(net, config)
 
 
 QWEN3_NEXT = Family(
@@ -52,8 +56,8 @@ QWEN3_NEXT = Family(
     | {"num_key_value_heads": 2, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "intermediate_size": 5632},
     derives_head_dim=False,
     ignored=("mtp.*",),
-    read=read_hybrid,
-    mapper=_map_parameters,
+    read=hybrid_config_from_files,
+    mapper=_create_family_mapper,
 )
 
 
@@ -65,7 +69,7 @@ class Qwen3Next(HybridMoeBuilder):
 
     intermediate_size: int | None = setting(
         default=None,
-        check=size("intermediate_size"),
+        check=create_size_check("intermediate_size"),
         doc="inner width of the feed-forward network in layers without experts",
     )
     norm_topk_prob: bool | None = setting(

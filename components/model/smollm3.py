@@ -46,17 +46,17 @@ class SmolLm3Config(LlamaConfig):
         return self.sliding_window if self.use_sliding_window and not self.no_rope_layers[layer] else None
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the fault of layers that no_rope_layers does not mention."""
-        yield from super().faults(given)
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """Yield the inherited faults, and one if `no_rope_layers` is shorter than the model."""
+        yield from super().find_faults(given)
         layers, flags = given["num_hidden_layers"], given.get("no_rope_layers")
         if flags is not None and len(flags) < layers:
             why = f"no_rope_layers has {len(flags)} numbers, and num_hidden_layers = {layers}"
             yield InvalidSetting("no_rope_layers", why, f"write {layers} numbers, or leave no_rope_layers out")
 
 
-def _read_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Derive missing no_rope_layers from no_rope_layer_interval."""
+def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+    """Add `no_rope_layers`, if a config lacks it, computed from `no_rope_layer_interval`."""
     interval, layers = config.get("no_rope_layer_interval", 4), config.get("num_hidden_layers")
     if config.get("no_rope_layers") is None and type(layers) is int and type(interval) is int and interval > 0:
         return {**config, "no_rope_layers": [int((layer + 1) % interval != 0) for layer in range(layers)]}
@@ -71,7 +71,7 @@ SMOLLM3 = Family(
     "SmolLM3ForCausalLM",
     hf_defaults={"max_position_embeddings": 32_768, "rope_theta": 2e6, "num_key_value_heads": 4},
     nullable=("sliding_window",),
-    read=_read_config,
+    read=_config_from_files,
 )
 
 

@@ -28,7 +28,7 @@ NEW = "new_tokens"
 LAYERS = ("embed_tokens", "lm_head")
 
 
-def split_sizes(new_tokens: NewTokens) -> dict[str, int]:
+def row_counts_by_parameter(new_tokens: NewTokens) -> dict[str, int]:
     """Return a setting `new_tokens` as a table: the number of rows by parameter name, in token id order."""
     if isinstance(new_tokens, int):
         return {NEW: new_tokens} if new_tokens else {}
@@ -37,10 +37,10 @@ def split_sizes(new_tokens: NewTokens) -> dict[str, int]:
 
 def count_new_tokens(new_tokens: NewTokens) -> int:
     """Return the number of rows in all splits."""
-    return sum(split_sizes(new_tokens).values())
+    return sum(row_counts_by_parameter(new_tokens).values())
 
 
-def fault_of_new_tokens(value: Any) -> str | None:
+def find_new_tokens_fault(value: Any) -> str | None:
     """Return why a setting `new_tokens` is invalid, or None if it is valid."""
     maximum = MAX_SIZES["vocab_size"]
     if isinstance(value, int):
@@ -70,79 +70,79 @@ class Split:
     rows: int
 
     @property
-    def end(self) -> int:
+    def end_id(self) -> int:
         """The id after the last one with a separate row."""
         return self.first + sum(self.sizes.values())
 
     @property
-    def size(self) -> int:
+    def id_count(self) -> int:
         """The number of token ids."""
-        return max(self.rows, self.end)
+        return max(self.rows, self.end_id)
 
-    def ranges(self) -> Iterator[tuple[str, int, int]]:
+    def id_ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yield every name with its first id and the id after its last one."""
         ends = accumulate(self.sizes.values(), initial=self.first)
         yield from ((name, end, end + size) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
 
-    def join(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def join_rows(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join the table (rows, hidden_size) and the separate rows to one table (size, hidden_size)."""
         table, *new = tensors
-        return [torch.cat([table[: self.first], *new, table[self.end :]])]
+        return [torch.cat([table[: self.first], *new, table[self.end_id :]])]
 
-    def part(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def split_rows(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """
         Return the table (rows, hidden_size) and copies of its rows for the separate parameters.
 
         Missing rows become the mean of the rows before `first`, so that new tokens begin as likely as others.
         """
         (table,) = tensors
-        known = table[self.first : self.end]
+        known = table[self.first : self.end_id]
         mean = table[: self.first].to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
-        missing = mean.to(table.dtype).expand(self.end - self.first - len(known), -1)
+        missing = mean.to(table.dtype).expand(self.end_id - self.first - len(known), -1)
         return [table, *torch.split(torch.cat([known, missing]), [*self.sizes.values()])]
 
 
-def _register_new_rows(layer: nn.Module, split: Split, width: int) -> None:
+def _register_new_row_parameters(layer: nn.Module, split: Split, width: int) -> None:
     """Register an uninitialized parameter (ids, width) for every name in the split."""
     for name, size in split.sizes.items():
         layer.register_parameter(name, nn.Parameter(torch.empty(size, width)))
 
 
-class PartedEmbedding(Embedding):
+class SplitEmbedding(Embedding):
     """Embedding with a table `weight` (rows, hidden_size), and a parameter (ids, hidden_size) per name in the split."""
 
     def __init__(self, base: Embedding, split: Split) -> None:
         rows, width = base.weight.shape
         super().__init__(rows, width, base.kernels)
         self.weight, self.split = base.weight, split
-        _register_new_rows(self, split, width)
+        _register_new_row_parameters(self, split, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
-        is_new = (tokens >= self.split.first) & (tokens < self.split.end)
+        is_new = (tokens >= self.split.first) & (tokens < self.split.end_id)
         vectors = self.kernels.embedding(tokens.masked_fill(is_new, 0), self.weight)
-        for name, first, end in self.split.ranges():
-            is_named = (tokens >= first) & (tokens < end)
-            rows = self.kernels.embedding((tokens - first).masked_fill(~is_named, 0), self.get_parameter(name))
-            vectors = torch.where(is_named[..., None], rows.to(vectors.dtype), vectors)
+        for name, first, end in self.split.id_ranges():
+            needs_named_nodes = (tokens >= first) & (tokens < end)
+            rows = self.kernels.embedding((tokens - first).masked_fill(~needs_named_nodes, 0), self.get_parameter(name))
+            vectors = torch.where(needs_named_nodes[..., None], rows.to(vectors.dtype), vectors)
         return vectors
 
     def head(self) -> Head:
         """Return the head tied to the layer."""
-        return ChunkedHead(partial(_compute_logits, self), self.split.size)
+        return ChunkedHead(partial(_compute_logits, self), self.split.id_count)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return dict.fromkeys(("weight", *self.split.sizes), TABLE_ROLE)
 
 
-class PartedHead(Linear):
+class SplitHead(Linear):
     """Head with a table `weight` (rows, hidden_size), and a parameter (ids, hidden_size) per name in the split."""
 
     def __init__(self, base: Linear, split: Split) -> None:
         rows, width = base.weight.shape
         super().__init__(width, rows, base.kernels)
         self.weight, self.split = base.weight, split
-        _register_new_rows(self, split, width)
+        _register_new_row_parameters(self, split, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size), of any floating dtype, to logits (..., size) in the weight's dtype."""
@@ -150,30 +150,30 @@ class PartedHead(Linear):
 
     def head(self) -> Head:
         """Return the layer as a model's head."""
-        return ChunkedHead(self, self.split.size)
+        return ChunkedHead(self, self.split.id_count)
 
 
-def _compute_logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tensor:
+def _compute_logits(layer: SplitEmbedding | SplitHead, hidden: Tensor) -> Tensor:
     """Return logits (..., size), in id order and the table's dtype, for hidden (..., hidden_size)."""
     # The products use whole weights, not slices, so that weight gradients can be deferred.
     table = layer.kernels.linear(hidden.to(layer.weight.dtype), layer.weight)
     rows = (layer.get_parameter(name) for name in layer.split.sizes)
     new = [layer.kernels.linear(hidden.to(weight.dtype), weight).to(table.dtype) for weight in rows]
-    return torch.cat([table[..., : layer.split.first], *new, table[..., layer.split.end :]], -1)
+    return torch.cat([table[..., : layer.split.first], *new, table[..., layer.split.end_id :]], -1)
 
 
-def split_module(module: nn.Module, split: Split) -> nn.Module:
+def replace_by_split_layers(module: nn.Module, split: Split) -> nn.Module:
     """Replace a module's embeddings and heads, with `split.rows` rows, by split ones in place; return the module."""
     for name, layer in list(module.named_modules()):
         owner, _, leaf = name.rpartition(".")
         if type(layer) is Embedding:
-            setattr(module.get_submodule(owner), leaf, PartedEmbedding(layer, split))
+            setattr(module.get_submodule(owner), leaf, SplitEmbedding(layer, split))
         elif leaf == "lm_head" and type(layer) is Linear:
-            setattr(module.get_submodule(owner), leaf, PartedHead(layer, split))
+            setattr(module.get_submodule(owner), leaf, SplitHead(layer, split))
     return module
 
 
-def join_mapper(names: Sequence[str], split: Split) -> Mapper:
+def create_join_mapper(names: Sequence[str], split: Split) -> Mapper:
     """
     Return a mapper that joins the tables and separate rows for all embeddings and heads among the parameter names.
     """
@@ -183,8 +183,8 @@ def join_mapper(names: Sequence[str], split: Split) -> Mapper:
         TensorGroup(
             (f"{layer}.weight", *(f"{layer}.{name}" for name in split.sizes)),
             (f"{layer}.weight",),
-            split.join,
-            split.part,
+            split.join_rows,
+            split.split_rows,
         )
         for layer in layers
     ]

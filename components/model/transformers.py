@@ -11,25 +11,25 @@ from torch import Tensor, nn
 
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.decoder.builder import fill_with_initial_weights
-from drawloom.components.model.decoder.hugging_face import config_path, read_json
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_json
 from drawloom.components.model.fallback.build import (
     allocate_parameters,
-    build_without_memory,
-    float32_parameters,
-    load_config,
+    build_on_meta_device,
+    find_float32_patterns,
+    load_transformers_config,
 )
-from drawloom.components.model.fallback.checks import Verdict, self_check
-from drawloom.components.model.fallback.conversion import conversion_mapper
+from drawloom.components.model.fallback.checks import Verdict, run_self_check
+from drawloom.components.model.fallback.conversion import create_conversion_mapper
 from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.module import TransformersLM
-from drawloom.components.model.fallback.parts import name_without_layer, value_of
+from drawloom.components.model.fallback.parts import first_config_value, replace_layer_number_by_star
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import open_fitting_folder, persistent_tensors
+from drawloom.components.weights.load import open_and_check_folder, persistent_tensors
 from drawloom.graph import Problem, UserError, component, setting, wired
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -59,27 +59,27 @@ class Transformers:
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Warn about a folder that a faster component reads."""
         with suppress(UserError):  # reported elsewhere
-            kind = read_json(config_path(node.settings["path"])).get("model_type")
+            kind = read_json(locate_config_json(node.settings["path"])).get("model_type")
             if kind in FAMILIES:
                 native = FAMILIES[kind].family.component
                 text = f"{kind} has the component {native}, which is faster and has every mesh dimension"
                 yield node.warning("path", text, f'write use = "model.auto", or use = "{native}"')
 
     @classmethod
-    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         yield "model.transformers can't partition its layers over ranks"
 
     @classmethod
-    def context_faults(cls, node: Any) -> Iterator[str]:
+    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         yield "model.transformers can't split rows over ranks"
 
     def check_machine(self) -> None:
         """Raise UserError for an invalid folder, a model that fails a check, or a tokenizer with too many ids."""
         try:
             self._check_path()
-            _ = self._verdict
+            _ = self._self_check_result
             if self.weights:
-                open_fitting_folder(self.path, self._build_whole_span(), self.hugging_face_mapper().inverse())
+                open_and_check_folder(self.path, self._build_meta_span(), self.hugging_face_mapper().inverse())
             self._check_tokenizer()
         except UserError as error:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
@@ -88,7 +88,7 @@ class Transformers:
         """Raise UserError if the path, its config.json, or safetensors files to load are missing."""
         if not self.path.exists():
             raise UserError(f"there is no folder {self.path}; write one with a config.json")
-        read_json(config_path(self.path))
+        read_json(locate_config_json(self.path))
         if self.weights and not (self.path.is_dir() and any(self.path.glob("*.safetensors"))):
             raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
 
@@ -102,13 +102,13 @@ class Transformers:
 
     @cached_property
     def _config(self) -> Any:
-        return load_config(self.path)
+        return load_transformers_config(self.path)
 
     @cached_property
-    def _verdict(self) -> Verdict:
+    def _self_check_result(self) -> Verdict:
         """The self-check's result. Raises UserError if the model fails."""
         try:
-            return self_check(self._config)
+            return run_self_check(self._config)
         except SelfCheckError as error:
             raise self._create_check_error(error.check, error.reason) from error
 
@@ -121,37 +121,37 @@ class Transformers:
         )
 
     @cached_property
-    def _empty_model(self) -> Any:
+    def _meta_model(self) -> Any:
         """transformers' whole model on the meta device, to look up names and shapes; it must not be changed."""
-        return build_without_memory(self._config)
+        return build_on_meta_device(self._config)
 
     @property
     def initial_weights(self) -> Path | None:
         return self.path if self.weights else None
 
-    def files_read(self) -> dict[str, list[Path]]:
-        return {"path": [config_path(self.path)]}
+    def list_input_files(self) -> dict[str, list[Path]]:
+        return {"path": [locate_config_json(self.path)]}
 
     @property
     def num_hidden_layers(self) -> int:
-        layers: int = value_of(self._config, "num_hidden_layers")
+        layers: int = first_config_value(self._config, "num_hidden_layers")
         return layers
 
     @property
     def vocab_size(self) -> int:
-        size: int = value_of(self._config, "vocab_size")
+        size: int = first_config_value(self._config, "vocab_size")
         return size
 
     @property
-    def longest_text(self) -> int | None:
-        longest: int | None = value_of(self._config, "max_position_embeddings")
+    def max_sequence_length(self) -> int | None:
+        longest: int | None = first_config_value(self._config, "max_position_embeddings")
         return longest
 
     def build(self, span: LayerRange) -> nn.Module:
-        reason = self._verdict.no_stages
+        reason = self._self_check_result.no_stages
         if reason and not (span.embedding and span.head):
             raise self._create_check_error("stages", f"{reason}, so that it has only one pipeline stage")
-        module = TransformersLM(build_without_memory(self._config), self._verdict.parts, span, self.kernels)
+        module = TransformersLM(build_on_meta_device(self._config), self._self_check_result.parts, span, self.kernels)
         if (device := torch.get_default_device()).type != "meta":
             allocate_parameters(module, device)
         return module
@@ -159,64 +159,68 @@ class Transformers:
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [block for part in module.modules() if isinstance(part, TransformersLM) for block in part.blocks]
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
-        constant = self._verdict.constants.get(name_without_layer(name))
-        std = value_of(self._config, "initializer_range", "init_std") or 0.02
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
+        constant = self._self_check_result.constants.get(replace_layer_number_by_star(name))
+        std = first_config_value(self._config, "initializer_range", "init_std") or 0.02
         role = Role(False, "normal" if constant is None else constant)
         fill_with_initial_weights(
-            name, parameter, role, seed=seed, layers=self.num_hidden_layers, std=std, part_of=part_of
+            name, parameter, role, seed=seed, layers=self.num_hidden_layers, std=std, tensor_slice=tensor_slice
         )
 
     def uncast_parameters(self) -> Sequence[str]:
-        return float32_parameters(self._empty_model)
+        return find_float32_patterns(self._meta_model)
 
     def forward_flops(self) -> ForwardFlops:
-        whole = self._build_whole_span()
+        whole = self._build_meta_span()
         shapes = dict(whole.named_parameters())
         by_parameter = {
-            name: 2.0 * shapes[name].numel() * self._count_products(name, shapes[name], role)
+            name: 2.0 * shapes[name].numel() * self._count_products_per_token(name, shapes[name], role)
             for name, role in parameter_roles(whole)
             if name in shapes
         }
         return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, self._count_pair_flops())
 
-    def _count_products(self, name: str, parameter: Tensor, role: Role) -> float:
+    def _count_products_per_token(self, name: str, parameter: Tensor, role: Role) -> float:
         """Return how often a token is multiplied by a parameter, a fraction for experts: chosen / all."""
-        parts = self._verdict.parts
+        parts = self._self_check_result.parts
         if name == f"{parts.embedding}.weight":
             return float(parts.tied)
-        experts: int | None = value_of(self._config, *EXPERT_COUNTS)
+        experts: int | None = first_config_value(self._config, *EXPERT_COUNTS)
         if ".experts." in name and parameter.ndim > 1 and experts:
-            return float(value_of(self._config, *CHOSEN_EXPERTS) or experts) / experts
+            return float(first_config_value(self._config, *CHOSEN_EXPERTS) or experts) / experts
         return role.products
 
     def _count_pair_flops(self) -> dict[int | None, float]:
         """Return FLOPs per query-key pair, summed over layers, by window (None: full attention)."""
         config = self._config
-        heads = value_of(config, "num_attention_heads")
-        width = value_of(config, "head_dim") or value_of(config, "hidden_size") // heads
+        heads = first_config_value(config, "num_attention_heads")
+        width = first_config_value(config, "head_dim") or first_config_value(config, "hidden_size") // heads
         both = 2 * width
-        if rope_width := value_of(config, "qk_rope_head_dim"):
-            both = (value_of(config, "qk_nope_head_dim") or 0) + rope_width + (value_of(config, "v_head_dim") or width)
-        kinds = value_of(config, "layer_types") or ["full_attention"] * self.num_hidden_layers
+        if rope_width := first_config_value(config, "qk_rope_head_dim"):
+            both = (
+                (first_config_value(config, "qk_nope_head_dim") or 0)
+                + rope_width
+                + (first_config_value(config, "v_head_dim") or width)
+            )
+        kinds = first_config_value(config, "layer_types") or ["full_attention"] * self.num_hidden_layers
         flops: dict[int | None, float] = {}
         for kind in kinds:
-            window = value_of(config, "sliding_window") if kind == "sliding_attention" else None
+            window = first_config_value(config, "sliding_window") if kind == "sliding_attention" else None
             flops[window] = flops.get(window, 0.0) + 2.0 * heads * both
         return flops
 
     def hugging_face_config(self) -> dict[str, Any]:
         # A file may leave the tie out, and adapters of a table depend on it.
-        return read_json(config_path(self.path)) | {"tie_word_embeddings": self._verdict.parts.tied}
+        return read_json(locate_config_json(self.path)) | {"tie_word_embeddings": self._self_check_result.parts.tied}
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self._build_whole_span())]
+        names = [*persistent_tensors(self._build_meta_span())]
         try:
-            return conversion_mapper(self._empty_model, names)
+            return create_conversion_mapper(self._meta_model, names)
         except SelfCheckError as error:
             raise self._create_check_error(error.check, error.reason) from error
 
-    def _build_whole_span(self) -> TransformersLM:
+    def _build_meta_span(self) -> TransformersLM:
         """Build drawloom's span with all layers on the meta device."""
         span = LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
-        return TransformersLM(build_without_memory(self._config), self._verdict.parts, span, self.kernels)
+        return TransformersLM(build_on_meta_device(self._config), self._self_check_result.parts, span, self.kernels)

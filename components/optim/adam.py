@@ -16,4 +16,4 @@ class Adam(AdamSettings):
 
     def open(self) -> None:
         """Create the parameters' optimizer."""
-        self._optimizers = [torch.optim.Adam(self._param_groups(), fused=True, **self._options())]
+        self._optimizers = [torch.optim.Adam(self._create_torch_param_groups(), fused=True, **self._options())]

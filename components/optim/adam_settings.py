@@ -7,14 +7,14 @@ import attrs
 import torch
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AMSGRAD_MOMENTS
-from drawloom.components.optim.parameter_groups import AdamGroup, check_betas
+from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, inherited, setting
+from drawloom.graph import above, inheritable, setting
 
 
-@inherited
+@inheritable
 class AdamSettings(TorchOptimizer):
     """Settings and state size of torch's Adam and AdamW, which differ in their weight decay."""
 
@@ -23,7 +23,7 @@ class AdamSettings(TorchOptimizer):
     lr: float = setting(check=above(0), doc="base learning rate")
     betas: tuple[float, float] = setting(
         default=(0.9, 0.999),
-        check=check_betas,
+        check=find_betas_fault,
         doc="decay rates for the running means of gradients and squared gradients",
     )
     eps: float = setting(default=1e-8, check=above(0), doc="constant added to the denominator for numerical stability")

@@ -1,8 +1,10 @@
 """AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2."""
 
+from typing import ClassVar
+
 from drawloom.components.optim.adam_settings import AdamSettings
-from drawloom.components.optim.adamw_step import adamw
-from drawloom.components.optim.parameter_groups import check_betas
+from drawloom.components.optim.adamw_step import create_fastest_adamw
+from drawloom.components.optim.parameter_groups import find_betas_fault
 from drawloom.graph import at_least, component, setting
 
 
@@ -10,13 +12,15 @@ from drawloom.graph import at_least, component, setting
 class AdamW(AdamSettings):
     """AdamW with decoupled weight decay; norms and biases do not decay."""
 
+    defers_scaling: ClassVar[bool] = True
+
     betas: tuple[float, float] = setting(
         default=(0.9, 0.95),
-        check=check_betas,
+        check=find_betas_fault,
         doc="decay rates for the running means of gradients and squared gradients",
     )
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
 
     def open(self) -> None:
         """Create the parameters' optimizer."""
-        self._optimizers = [adamw(self._param_groups(), **self._options())]
+        self._optimizers = [create_fastest_adamw(self._create_torch_param_groups(), **self._options())]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.kernels.adamw import ParamState, step_scalars
+from drawloom.kernels.adamw import ParamState, compute_step_scalars
 from drawloom.kernels.operation import why_no_triton
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights that the kernel is tested with."""
 
 
-def adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
+def create_fastest_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
     """Return the fastest AdamW for the parameter groups; Triton's and torch's have the same state format."""
     groups = list(groups)
     use_triton = all(_fits_triton(part) for group in groups for part in group["params"])
@@ -62,24 +62,26 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         for number, group in enumerate(self.param_groups):
             parts = [part for part in group["params"] if part.grad is not None]
             if parts:
-                self._update(parts, group, self._prepare_stepper(number, parts, group["weight_decay"]))
+                self._update_weights(parts, group, self._get_stepper(number, parts, group["weight_decay"]))
 
-    def _update(self, parts: list[nn.Parameter], group: dict[str, Any], stepper: Any) -> None:
+    def _update_weights(self, parts: list[nn.Parameter], group: dict[str, Any], stepper: Any) -> None:
         # The device counts the steps, because the host learns too late which of them were skipped.
         steps = [self.state[part]["step"] for part in parts]
-        scalars = step_scalars(group["lr"], group["betas"], group["eps"], torch.stack(steps) + 1)
+        scalars = compute_step_scalars(group["lr"], group["betas"], group["eps"], torch.stack(steps) + 1)
         stepper.step([part.grad for part in parts], scalars, found_inf=self.found_inf, factors=self.factors)
         # A list of tensors, because the host would read (and wait for) a single tensor without dimensions.
         torch._foreach_add_(steps, 1 if self.found_inf is None else [1 - self.found_inf] * len(steps))
 
-    def _prepare_stepper(self, number: int, parts: list[nn.Parameter], weight_decay: float) -> Any:
-        """Return the kernel with the addresses of these weights and their state, built anew if the weights changed."""
+    def _get_stepper(self, number: int, parts: list[nn.Parameter], weight_decay: float) -> Any:
+        """
+        Return a kernel launcher for these weights and their state, the cached one if the same weights have gradients.
+        """
         known, stepper = self._steppers.get(number, ((), None))
         if len(known) != len(parts) or any(a is not b for a, b in zip(known, parts, strict=True)):
             # Imported here, because Triton is not available on every machine.
             from drawloom.kernels.triton.adamw import AdamwTriton
 
-            states = [self._prepare_state(part) for part in parts]
+            states = [self._get_or_create_state(part) for part in parts]
             stepper = AdamwTriton(
                 [
                     ParamState(
@@ -96,7 +98,7 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
             self._steppers[number] = parts, stepper
         return stepper
 
-    def _prepare_state(self, part: nn.Parameter) -> dict[str, Tensor]:
+    def _get_or_create_state(self, part: nn.Parameter) -> dict[str, Tensor]:
         """Return a weight's state; before its first step, fill it with zeros."""
         state: dict[str, Tensor] = self.state[part]
         if not state:

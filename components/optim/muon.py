@@ -8,13 +8,18 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep, adamw
-from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, match_targets
-from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
+from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep, create_fastest_adamw
+from drawloom.components.optim.parameter_groups import (
+    AdamGroup,
+    find_betas_fault,
+    find_group_indices,
+    find_targets_fault,
+)
+from drawloom.components.optim.shared_matrices import SharedMatrices, count_orthogonalize_flops
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, gradient_of
+from drawloom.components.ports.stages import Parameters, gradient_or_zeros
 from drawloom.graph import above, at_least, between, component, setting
 
 Adjustment = Literal["original", "match_rms_adamw"]
@@ -35,7 +40,7 @@ class Muon(TorchOptimizer):
     lr: float = setting(check=above(0), doc="base learning rate for Muon and AdamW")
     targets: list[str] = setting(
         factory=lambda: ["*layers.*"],
-        check=check_targets,
+        check=find_targets_fault,
         impact="incompatible",
         doc="name patterns (fnmatch) for Muon's matrices",
     )
@@ -50,7 +55,7 @@ class Muon(TorchOptimizer):
     nesterov: bool = setting(default=True, doc="mix the gradient into its running mean once more (Nesterov momentum)")
     ns_steps: int = setting(default=5, check=between(1, 1001), doc="Newton-Schulz iterations")
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=check_betas, doc="decay rates for AdamW's two running means"
+        default=(0.9, 0.95), check=find_betas_fault, doc="decay rates for AdamW's two running means"
     )
     eps: float = setting(default=1e-8, check=above(0), doc="constant added to AdamW's denominator")
     maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
@@ -60,7 +65,7 @@ class Muon(TorchOptimizer):
 
     def moments(self) -> dict[str, Sequence[str]]:
         """Return one name for Muon's matrices, and AdamW's two names for other parameters."""
-        matrices = self._muon_matrices()
+        matrices = self._find_muon_matrices()
         return {
             name: ("momentum_buffer",) if part in matrices else ADAM_MOMENTS
             for name, part in self.parameters.named_parameters()
@@ -68,10 +73,10 @@ class Muon(TorchOptimizer):
 
     def update_flops(self) -> float:
         """Return this rank's FLOPs for the orthogonalisation. Ranks with a common matrix split the work."""
-        slices, matrices = self.parameters.slices(), self._muon_matrices()
+        slices, matrices = self.parameters.slices(), self._find_muon_matrices()
         parts = ((slices[name], part) for name, part in self.parameters.named_parameters() if part in matrices)
         shapes = (tuple(part.shape) if tensor_slice is None else tensor_slice.shape for tensor_slice, part in parts)
-        return sum(orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing_group.size
+        return sum(count_orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing_group.size
 
     @property
     def _sharing_group(self) -> Group:
@@ -80,7 +85,7 @@ class Muon(TorchOptimizer):
 
     def open(self) -> None:
         """Create both optimizers, and plan which rank orthogonalises which matrices."""
-        chosen, groups = self._muon_matrices(), self._param_groups()
+        chosen, groups = self._find_muon_matrices(), self._create_torch_param_groups()
         muon_groups, adamw_groups = (
             [group | {"params": [part for part in group["params"] if (part in chosen) == wanted]} for group in groups]
             for wanted in (True, False)
@@ -92,14 +97,14 @@ class Muon(TorchOptimizer):
         options = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
         self._optimizers = [
             MuonStep(muon_groups, matrices, slices, shared, self.adjust_lr_fn, maximize=self.maximize, **options),
-            adamw(adamw_groups, lr=self.lr, betas=self.betas, eps=self.eps, maximize=self.maximize),
+            create_fastest_adamw(adamw_groups, lr=self.lr, betas=self.betas, eps=self.eps, maximize=self.maximize),
         ]
 
-    def _muon_matrices(self) -> set[nn.Parameter]:
+    def _find_muon_matrices(self) -> set[nn.Parameter]:
         """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
         roles = self.parameters.roles()
         matrices = [(name, part) for name, part in self.parameters.named_parameters() if roles[name].is_matrix]
-        indices = match_targets([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
+        indices = find_group_indices([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
         return {part for (_, part), index in zip(matrices, indices, strict=True) if index}
 
 
@@ -137,24 +142,24 @@ class MuonStep(WideGradientStep):
         for group in self.param_groups:
             for part in group["params"]:
                 name = self._names[part]
-                rate = group["lr"] * _lr_multiplier(self._adjust, self._slices[name].shape)
+                rate = group["lr"] * _compute_lr_multiplier(self._adjust, self._slices[name].shape)
                 updated = part * (1 - group["lr"] * group["weight_decay"])
-                self._assign_if_finite(part, updated.add_(directions[name], alpha=-rate))
+                self._copy_unless_inf_found(part, updated.add_(directions[name], alpha=-rate))
 
     def _update_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise."""
-        state, gradient = self.state[parameter], gradient_of(parameter).to(parameter.dtype)
+        state, gradient = self.state[parameter], gradient_or_zeros(parameter).to(parameter.dtype)
         gradient = -gradient if group["maximize"] else gradient
         mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         averaged = torch.lerp(mean, gradient, 1 - group["momentum"])
-        self._assign_if_finite(mean, averaged)
+        self._copy_unless_inf_found(mean, averaged)
         return gradient.lerp(averaged, group["momentum"]) if group["nesterov"] else averaged
 
-    def _assign_if_finite(self, tensor: Tensor, value: Tensor) -> None:
+    def _copy_unless_inf_found(self, tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, tensor, value))
 
 
-def _lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...]) -> float:
+def _compute_lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...]) -> float:
     """Return the learning-rate multiplier for whole matrices (..., rows, columns)."""
     rows, columns = shape[-2:]
     return math.sqrt(max(1, rows / columns)) if adjustment == "original" else 0.2 * math.sqrt(max(rows, columns))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import known_module
+from drawloom.components.ports.model import build_known_module
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.pipeline import TrainableLoss
 from drawloom.components.ports.stages import Parameters
@@ -19,12 +19,12 @@ ParameterKind = Literal["parameter", "matrix"]
 """Parameters that patterns are matched with: all trained parameters, or matrices by their roles."""
 
 
-def check_betas(value: tuple[float, float] | None) -> str | None:
+def find_betas_fault(value: tuple[float, float] | None) -> str | None:
     """Return why betas are invalid (a beta is at least 0 and below 1), or None if they are valid."""
     return next((reason for beta in value or () if (reason := between(0, 1)(beta))), None)
 
 
-def check_targets(patterns: list[str]) -> str | None:
+def find_targets_fault(patterns: list[str]) -> str | None:
     """Return why patterns are invalid (there is none), or None if they are valid."""
     return None if patterns else "an empty list names no parameter; write at least one pattern"
 
@@ -37,7 +37,7 @@ class ParameterGroup:
     A parameter belongs to its first matching group.
     """
 
-    targets: list[str] = setting(check=check_targets, doc="parameter name patterns (fnmatch)")
+    targets: list[str] = setting(check=find_targets_fault, doc="parameter name patterns (fnmatch)")
     lr_multiplier: float = setting(default=1.0, check=at_least(0), doc="learning-rate multiplier")
     weight_decay: float | None = setting(
         default=None, check=at_least(0), doc="the group's weight decay coefficient, for norms and biases, too"
@@ -54,11 +54,11 @@ class AdamGroup(ParameterGroup):
     """Parameter group for an optimizer with Adam's two running means."""
 
     betas: tuple[float, float] | None = setting(
-        default=None, check=check_betas, doc="decay rates for the two running means"
+        default=None, check=find_betas_fault, doc="decay rates for the two running means"
     )
 
 
-def param_groups(
+def create_param_groups(
     parameters: Parameters, groups: Sequence[ParameterGroup], weight_decay: float, mesh: Mesh
 ) -> list[dict[str, Any]]:
     """
@@ -70,7 +70,7 @@ def param_groups(
     without a matching parameter.
     """
     named, roles = parameters.named_parameters(), parameters.roles()
-    indices = match_targets([name for name, _ in named], _list_targets(groups), mesh)
+    indices = find_group_indices([name for name, _ in named], _list_patterns_by_group(groups), mesh)
     torch_groups: list[dict[str, Any]] = []
     for number, group in enumerate([None, *groups]):
         members = [pair for pair, index in zip(named, indices, strict=True) if index == number]
@@ -83,41 +83,45 @@ def param_groups(
     return torch_groups
 
 
-def check_patterns(node: NodeView) -> Iterator[Problem]:
+def warn_unmatched_patterns(node: NodeView) -> Iterator[Problem]:
     """
     Yield a warning for every pattern, in groups or the optimizer's `targets`, without a model parameter.
 
-    Only models with `known_module` are checked, because adapters, transforms and a `TrainableLoss` change the
+    Only models with `build_known_module` are checked, because adapters, transforms and a `TrainableLoss` change the
     parameters when the run starts. `targets` select matrices only.
     """
     groups, own_targets = node.settings["groups"], node.settings.get("targets")
     kinds: list[tuple[ParameterKind, dict[str, list[str]], list[KeyPath]]] = [
-        ("parameter", _list_targets(groups), [("groups", number, "targets") for number in range(len(groups))]),
+        (
+            "parameter",
+            _list_patterns_by_group(groups),
+            [("groups", number, "targets") for number in range(len(groups))],
+        ),
         ("matrix", {} if own_targets is None else {"targets": own_targets}, [("targets",)]),
     ]
     stages = node.neighbour("parameters") if any(targets for _, targets, _ in kinds) else None
-    roles = _model_roles(stages) if stages else {}
+    roles = _find_model_parameter_roles(stages) if stages else {}
     for kind, targets, paths in kinds:
         names = [name for name, role in roles.items() if kind == "parameter" or role.is_matrix]
-        for index, pattern, text in _find_pattern_faults(_pair_with_index(names, targets), targets, kind):
+        for index, pattern, text in _find_pattern_faults(_pair_with_group_index(names, targets), targets, kind):
             yield node.warning(paths[index], f"the pattern {pattern!r} {text}")
 
 
-def _model_roles(stages: NodeView) -> dict[str, Role]:
+def _find_model_parameter_roles(stages: NodeView) -> dict[str, Role]:
     """Return the roles of the stages' model parameters; {} if another part of the stages changes parameters."""
     model, loss = stages.neighbour("model"), stages.neighbour("loss")
     trains_loss = loss and loss.implements(TrainableLoss)
     if model is None or trains_loss or stages.neighbours("adapters") or stages.neighbours("transforms"):
         return {}
-    module = known_module(model)
+    module = build_known_module(model)
     return {} if module is None else dict(parameter_roles(module))
 
 
-def _list_targets(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:
+def _list_patterns_by_group(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:
     return {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
 
 
-def match_targets(
+def find_group_indices(
     names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh, kind: ParameterKind = "parameter"
 ) -> list[int]:
     """
@@ -126,7 +130,7 @@ def match_targets(
     `targets` maps the group setting's name to its patterns; all names belong to `kind` parameters. Raises UserError, on
     all ranks, for a pattern without a parameter on any rank.
     """
-    pairs = _pair_with_index(names, targets)
+    pairs = _pair_with_group_index(names, targets)
     # Most runs have no patterns and need no collective.
     if targets:
         pairs_by_rank = mesh.pipeline_group.gather_json(pairs)
@@ -136,10 +140,16 @@ def match_targets(
     return [index for _, index in pairs]
 
 
-def _pair_with_index(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
+def _pair_with_group_index(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
     """Pair every name with the 1-based index of its first matching group, or with 0."""
     return [
-        (name, next((number for number, patterns in enumerate(targets.values(), 1) if _matches(name, patterns)), 0))
+        (
+            name,
+            next(
+                (number for number, patterns in enumerate(targets.values(), 1) if _matches_any_pattern(name, patterns)),
+                0,
+            ),
+        )
         for name in names
     ]
 
@@ -163,5 +173,5 @@ def _find_pattern_faults(
                 yield number, pattern, text
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -58,9 +58,9 @@ class SGD(TorchOptimizer):
     def open(self) -> None:
         """Create the parameters' optimizer."""
         options = {name: getattr(self, name) for name in ("lr", "momentum", "dampening", "nesterov", "maximize")}
-        self._optimizers = [torch.optim.SGD(self._param_groups(), fused=True, **options)]
+        self._optimizers = [torch.optim.SGD(self._create_torch_param_groups(), fused=True, **options)]
 
-    def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
+    def _update_weights(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
         has_begun = any("momentum_buffer" in state for state in optimizer.state.values())
         if skip is not None and self.dampening and not has_begun:
             # With dampening, momentum begins as the whole first gradient, which must not come from a skipped step.
@@ -69,10 +69,10 @@ class SGD(TorchOptimizer):
                 return
             skip = None
         if self.momentum and not self.dampening and (skip is not None or has_begun):
-            self._fill_buffers()
-        super()._update(optimizer, lr, skip)
+            self._create_missing_momentum()
+        super()._update_weights(optimizer, lr, skip)
 
-    def _fill_buffers(self) -> None:
+    def _create_missing_momentum(self) -> None:
         """
         Fill missing momentum with zeros.
 

@@ -40,7 +40,7 @@ def orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:
     return (x if wide is flat else x.mT).reshape(matrices.shape)
 
 
-def orthogonalize_flops(shape: Sequence[int], ns_steps: int) -> float:
+def count_orthogonalize_flops(shape: Sequence[int], ns_steps: int) -> float:
     """Return `orthogonalize`'s floating-point operations for matrices with a shape."""
     *stack, small, large = *shape[:-2], *sorted(shape[-2:])
     return ns_steps * prod(stack) * (4.0 * small**2 * large + 2.0 * small**3)
@@ -60,8 +60,8 @@ class _Share:
     parts: Sequence[TensorSlice | None]
 
     @property
-    def senders(self) -> list[int]:
-        """Return one rank per part missing on the owner: the first rank with the part."""
+    def sender_ranks(self) -> list[int]:
+        """Return the ranks that send parts to the owner: for every missing part the first rank with it."""
         first: dict[TensorSlice, int] = {}
         for rank, part in enumerate(self.parts):
             if part is not None:
@@ -88,7 +88,7 @@ class SharedMatrices:
             {name: TensorSlice(tuple(shape), tuple(offsets), tuple(size)) for name, shape, offsets, size in rank_fields}
             for rank_fields in ranks.gather_json(fields)
         ]
-        self._shares = list(_plan_shares(slices_by_rank))
+        self._shares = list(_plan_matrix_shares(slices_by_rank))
         self._owned_shares = [share for share in self._shares if share.owner == ranks.rank]
         self._exchanges = any(share.parts.count(None) < ranks.size - 1 for share in self._shares)
 
@@ -98,14 +98,14 @@ class SharedMatrices:
         received = self._send_to_owners(updates)
         results: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
         for number, share in enumerate(self._owned_shares):
-            parts = {rank: received[number, rank] for rank in share.senders}
-            result = orthogonalize(self._assemble(share, updates[share.name], parts), ns_steps)
+            parts = {rank: received[number, rank] for rank in share.sender_ranks}
+            result = orthogonalize(self._assemble_matrices(share, updates[share.name], parts), ns_steps)
             for rank, part in enumerate(share.parts):
                 if part is not None and rank == self._ranks.rank:
                     outputs[share.name][part.index(self._slices[share.name])] = result[part.index(share.region)]
                 elif part is not None:
                     results[rank].append(result[part.index(share.region)].reshape(-1))
-        self._return_results(results, outputs)
+        self._send_results_to_slice_ranks(results, outputs)
         return outputs
 
     def _send_to_owners(self, updates: Mapping[str, Tensor]) -> dict[tuple[int, int], Tensor]:
@@ -116,14 +116,14 @@ class SharedMatrices:
         sent: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
         for share in self._shares:
             part = share.parts[this_rank]
-            if part is not None and this_rank in share.senders:
+            if part is not None and this_rank in share.sender_ranks:
                 piece = updates[share.name][part.index(self._slices[share.name])]
                 sent[share.owner].append(piece.bfloat16().reshape(-1))
         expected = [
             [
                 (number, rank, part)
                 for number, share in enumerate(self._owned_shares)
-                if rank in share.senders and (part := share.parts[rank])
+                if rank in share.sender_ranks and (part := share.parts[rank])
             ]
             for rank in range(self._ranks.size)
         ]
@@ -133,7 +133,7 @@ class SharedMatrices:
             (number, rank): next(pieces).view(part.size) for rank_parts in expected for number, rank, part in rank_parts
         }
 
-    def _assemble(self, share: _Share, update: Tensor, received: Mapping[int, Tensor]) -> Tensor:
+    def _assemble_matrices(self, share: _Share, update: Tensor, received: Mapping[int, Tensor]) -> Tensor:
         """Return a share's matrices, given this rank's parameter slice and the received parts by rank."""
         own, own_slice = share.parts[share.owner], self._slices[share.name]
         if own == share.region:
@@ -147,7 +147,7 @@ class SharedMatrices:
             whole[part.index(share.region)] = piece
         return whole
 
-    def _return_results(self, results: Sequence[Sequence[Tensor]], outputs: dict[str, Tensor]) -> None:
+    def _send_results_to_slice_ranks(self, results: Sequence[Sequence[Tensor]], outputs: dict[str, Tensor]) -> None:
         """Send results to the ranks with slices of them, and copy received results to `outputs`."""
         if not self._exchanges:
             return
@@ -181,22 +181,22 @@ class SharedMatrices:
         return torch.split(rows, [size for sizes in received for size in sizes])
 
 
-def _plan_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> Iterator[_Share]:
+def _plan_matrix_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> Iterator[_Share]:
     """Yield all matrices' shares, the same on every rank. All ranks have slices with the same names."""
     work = [0] * len(slices_by_rank)
     first_rank = slices_by_rank[0]
-    for name in sorted(first_rank, key=lambda name: (-_estimate_cost(first_rank[name].shape), name)):
+    for name in sorted(first_rank, key=lambda name: (-_estimate_multiplications(first_rank[name].shape), name)):
         slices = [rank_slices[name] for rank_slices in slices_by_rank]
         if _are_stacks_of_whole_matrices(slices):
-            regions = list(_divide_among_copies(slices))
+            regions = list(_assign_regions_to_owners(slices))
         else:
             regions = [(TensorSlice.whole(slices[0].shape), min(range(len(work)), key=work.__getitem__))]
         for region, owner in regions:
-            work[owner] += _estimate_cost(region.size)
+            work[owner] += _estimate_multiplications(region.size)
             yield _Share(name, region, owner, [region.overlap(part) for part in slices])
 
 
-def _estimate_cost(shape: Sequence[int]) -> int:
+def _estimate_multiplications(shape: Sequence[int]) -> int:
     """Return roughly an iteration's number of multiplications."""
     return prod(shape) * min(shape[-2:])
 
@@ -205,8 +205,10 @@ def _are_stacks_of_whole_matrices(slices: Sequence[TensorSlice]) -> bool:
     return len(slices[0].shape) > 2 and all(part.size[-2:] == part.shape[-2:] for part in slices)
 
 
-def _divide_among_copies(slices: Sequence[TensorSlice]) -> Iterator[tuple[TensorSlice, int]]:
-    """Yield regions and their owners: every slice, divided along its first dimension among the ranks with a copy."""
+def _assign_regions_to_owners(slices: Sequence[TensorSlice]) -> Iterator[tuple[TensorSlice, int]]:
+    """
+    Yield (region, owning rank): every slice is divided along its first dimension among the ranks that hold a copy.
+    """
     ranks_by_slice: dict[TensorSlice, list[int]] = {}
     for rank, part in enumerate(slices):
         if part.numel:

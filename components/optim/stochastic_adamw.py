@@ -12,18 +12,30 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.distributed.transfers import DeviceTransfers
-from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_patterns, param_groups
-from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, allocate_state, pad_size, state_of
+from drawloom.components.optim.parameter_groups import (
+    AdamGroup,
+    create_param_groups,
+    find_betas_fault,
+    warn_unmatched_patterns,
+)
+from drawloom.components.optim.streamed_states import (
+    SLOTS,
+    Slots,
+    StreamedStep,
+    allocate_state,
+    list_state_tensors,
+    round_up_to_alignment,
+)
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, gradient_of
+from drawloom.components.ports.stages import Parameters, gradient_or_zeros
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, step_scalars
-from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, blocks_in_rows
+from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, compute_step_scalars
+from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, compute_scales_shape
 from drawloom.kernels.operation import why_no_triton
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -66,7 +78,7 @@ class StochasticAdamW:
     device: Device
     lr: float = setting(check=above(0), doc="base learning rate")
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=check_betas, doc="decay rates for the two running means"
+        default=(0.9, 0.95), check=find_betas_fault, doc="decay rates for the two running means"
     )
     eps: float = setting(default=1e-8, check=above(0), doc="constant added to the denominator")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
@@ -113,7 +125,7 @@ class StochasticAdamW:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Warn about groups without a parameter, and require a GPU for Triton."""
-        yield from check_patterns(node)
+        yield from warn_unmatched_patterns(node)
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
@@ -136,10 +148,10 @@ class StochasticAdamW:
             self._transfers = self.open_transfers(self.device.device)
         self.state_slices()  # raises an error for slices that cut blocks
         state = self._allocate_state(dict(named))
-        groups = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
+        groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
         for name, parameter in named:
-            first, width, stride = slice_rows(slices[name])
+            first, width, stride = locate_slice_rows(slices[name])
             self._params[name] = ParamState(
                 parameter.detach(),
                 weight_decay=decay[parameter],
@@ -164,17 +176,17 @@ class StochasticAdamW:
         A group multiplies the learning rate by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        step.apply_update(partial(self._update, lr, self._steps_taken() + 1, step.take_factors()))
+        step.apply_update(partial(self._update_weights, lr, self._steps_taken() + 1, step.take_deferred_factors()))
         self._last = step
         for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
 
-    def _update(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
+    def _update_weights(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
-            scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
-            launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip, factors)
+            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
+            launch.stepper.step([gradient_or_zeros(part) for part in launch.parameters], scalars, number, skip, factors)
         if self._streamed_steps:
-            self._streamed_steps[0].prefetch()
+            self._streamed_steps[0].start_prefetch()
 
     @property
     def _streamed_steps(self) -> list[StreamedStep]:
@@ -188,7 +200,7 @@ class StochasticAdamW:
         fields |= {"max_square": "max_exp_avg_sq"} if self.amsgrad else {}
         return fields | ({"remainder": "remainder"} if self.split_master_weights else {})
 
-    def _describe_state(self, parameter: nn.Parameter) -> Specs:
+    def _compute_state_shapes(self, parameter: nn.Parameter) -> Specs:
         """Return (shape, dtype) by ParamState's fields for a parameter's state."""
         shape, means = tuple(parameter.shape), DTYPES[self.state_dtype]
         has_codes = means == torch.uint8 and parameter.ndim > 1
@@ -199,12 +211,12 @@ class StochasticAdamW:
         }
         if not has_codes:
             return specs
-        scales = (blocks_in_rows(shape), torch.float32)
+        scales = (compute_scales_shape(shape), torch.float32)
         return specs | {"exp_avg_scale": scales, "exp_avg_sq_scale": scales}
 
     def _allocate_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
         """Return zeros by parameter and by ParamState's fields, on the device or in host memory."""
-        specs = {name: self._describe_state(parameter) for name, parameter in parameters.items()}
+        specs = {name: self._compute_state_shapes(parameter) for name, parameter in parameters.items()}
         if self._transfers is not None:
             state = allocate_state(self._transfers, specs)
         else:
@@ -225,7 +237,11 @@ class StochasticAdamW:
         implementation = self._choose_stepper()
         if self._transfers is None:
             return implementation
-        total = sum(pad_size(tensor.nbytes) for param in self._params.values() for tensor in state_of(param).values())
+        total = sum(
+            round_up_to_alignment(tensor.nbytes)
+            for param in self._params.values()
+            for tensor in list_state_tensors(param).values()
+        )
         slots = Slots(self._transfers, self.device.device, min(self.slot_bytes, total))
         slots.open()
         return partial(StreamedStep, implementation, slots)
@@ -248,22 +264,22 @@ class StochasticAdamW:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the state on the device: of all of it, or of the slots."""
-        size = self._state_bytes()
+        size = self._count_state_bytes()
         return {"optimizer_state": size if self.states == "device" else SLOTS * min(self.slot_bytes, size)}
 
     def host_bytes(self) -> int:
-        return self._state_bytes() if self.states == "host" else 0
+        return self._count_state_bytes() if self.states == "host" else 0
 
-    def _state_bytes(self) -> int:
-        specs = [self._describe_state(parameter).values() for _, parameter in self.parameters.named_parameters()]
+    def _count_state_bytes(self) -> int:
+        specs = [self._compute_state_shapes(parameter).values() for _, parameter in self.parameters.named_parameters()]
         return sum(prod(shape) * dtype.itemsize for named in specs for shape, dtype in named)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         slices = dict(self.parameters.slices())
         return slices | {
-            f"{name}{SCALES}": slice_of_blocks(name, slices[name])
+            f"{name}{SCALES}": compute_scales_slice(name, slices[name])
             for name, parameter in self.parameters.named_parameters()
-            if "exp_avg_scale" in self._describe_state(parameter)
+            if "exp_avg_scale" in self._compute_state_shapes(parameter)
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,9 +291,9 @@ class StochasticAdamW:
             name: {key: getattr(param, field) for key, field in self._fields_by_key.items()} | {"steps": steps}
             for name, param in self._params.items()
         }
-        return state | {f"{name}{SCALES}": scales for name, scales in self._collect_scales().items()}
+        return state | {f"{name}{SCALES}": scales for name, scales in self._collect_8bit_scales().items()}
 
-    def _collect_scales(self) -> dict[str, dict[str, Tensor]]:
+    def _collect_8bit_scales(self) -> dict[str, dict[str, Tensor]]:
         """Return the scales of means by parameter, for those with codes of 8 bits."""
         named = {
             name: {"mean": param.exp_avg_scale, "square": param.exp_avg_sq_scale}
@@ -286,21 +302,24 @@ class StochasticAdamW:
         return {
             name: {key: scale for key, scale in scales.items() if scale is not None}
             for name, scales in named.items()
-            if self._params[name].has_codes
+            if self._params[name].has_8bit_means
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer. Raises KeyError for other parameters' state."""
-        scales = {f"{name}{SCALES}": values for name, values in self._collect_scales().items()}
+        scales = {f"{name}{SCALES}": values for name, values in self._collect_8bit_scales().items()}
         if other := state.keys() ^ (self._params.keys() | scales.keys()):
             raise KeyError(f"optimizer state differs for {sorted(other)}")
         steps = {state[name]["steps"] for name in self._params}
         if len(steps) > 1:
-            raise ValueError(f"parameters have taken different numbers of steps, {sorted(steps)}")
+            raise ValueError(
+                f"the state's parameters have different step counts, {sorted(steps)}; "
+                "optim.stochastic_adamw keeps one count for all"
+            )
         if self._transfers is not None:
             self._transfers.synchronize()
         for stepper in self._streamed_steps:
-            stepper.forget()
+            stepper.drop_prefetched()
         for name, param in self._params.items():
             for key, field in self._fields_by_key.items():
                 getattr(param, field).copy_(state[name][key])
@@ -325,7 +344,7 @@ class StochasticAdamW:
         return AdamwTriton
 
 
-def slice_of_blocks(name: str, part: TensorSlice | None) -> TensorSlice | None:
+def compute_scales_slice(name: str, part: TensorSlice | None) -> TensorSlice | None:
     """
     Return the slice of scales for a slice of a parameter. Raises UserError if the slice cuts a block.
     """
@@ -335,12 +354,14 @@ def slice_of_blocks(name: str, part: TensorSlice | None) -> TensorSlice | None:
     if first % BLOCK or (size % BLOCK and first + size != part.shape[-1]):
         text = f"{name} has columns {first} to {first + size} on this rank, and means of 8 bits have blocks of {BLOCK}"
         raise UserError(f"optim.stochastic_adamw: {text}; write state_dtype = 'bfloat16', or another mesh.tensor", 2)
-    return TensorSlice(blocks_in_rows(part.shape), (*part.offsets[:-1], first // BLOCK), blocks_in_rows(part.size))
+    return TensorSlice(
+        compute_scales_shape(part.shape), (*part.offsets[:-1], first // BLOCK), compute_scales_shape(part.size)
+    )
 
 
-def slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:
+def locate_slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:
     """
-    Return where a slice's elements are in the flat tensor: index of the first, row width, and row stride.
+    Return the layout of a slice in the flat tensor: first element's index, row width and row stride, in elements.
 
     None is the whole tensor. Raises UserError for a slice whose rows are not equally far apart.
     """
@@ -354,5 +375,7 @@ def slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:
         return first, ALL, 0
     if any(strides[dim] != strides[inner] * part.size[inner] for dim, inner in pairwise(numbers_rows)):
         text = f"a slice of shape {part.size} at {part.offsets} of a tensor of shape {part.shape}"
-        raise UserError(f"optim.stochastic_adamw has no noise for {text}; take another mesh or optimizer")
+        raise UserError(
+            f"optim.stochastic_adamw can't number the noise for {text}; change the mesh, or use optim.adamw"
+        )
     return first, part.size[last] * strides[last], strides[numbers_rows[-1]]

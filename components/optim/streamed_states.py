@@ -44,9 +44,9 @@ class Slots:
         """Allocate the memory."""
         self.memory = [torch.empty(self.size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         # The allocator may hand out memory that computation still uses.
-        self.free = [self.transfers.mark()] * SLOTS
+        self.free = [self.transfers.mark_computation()] * SLOTS
 
-    def take(self) -> int:
+    def take_next_slot(self) -> int:
         """Return the next slot's number; slots take turns."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
         return slot
@@ -62,17 +62,17 @@ class Range:
     state: Mapping[str, Tensor]
 
     @property
-    def bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes of the state in a slot."""
-        return sum(pad_size(tensor.nbytes) for tensor in self.state.values())
+        return sum(round_up_to_alignment(tensor.nbytes) for tensor in self.state.values())
 
 
-def pad_size(size: int) -> int:
-    """Return a number of bytes, rounded up to whole alignments."""
+def round_up_to_alignment(size: int) -> int:
+    """Round a size in bytes up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def state_of(param: ParamState) -> dict[str, Tensor]:
+def list_state_tensors(param: ParamState) -> dict[str, Tensor]:
     """Return a parameter's state by field, without the weight: tensors of the weight's shape."""
     named = {entry.name: getattr(param, entry.name) for entry in fields(param) if entry.name != "weight"}
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
@@ -84,7 +84,9 @@ def allocate_state(
     """Return zeros in host memory by parameter and field, with these shapes and dtypes, in one allocation."""
     keys = [(name, field) for name in specs for field in specs[name]]
     sizes = [math.prod(specs[name][field][0]) * specs[name][field][1].itemsize for name, field in keys]
-    parts = torch.split(transfers.allocate(sum(map(pad_size, sizes))), [*map(pad_size, sizes)])
+    parts = torch.split(
+        transfers.allocate(sum(map(round_up_to_alignment, sizes))), [*map(round_up_to_alignment, sizes)]
+    )
     state: dict[str, dict[str, Tensor]] = {name: {} for name in specs}
     for (name, field), size, part in zip(keys, sizes, parts, strict=True):
         shape, dtype = specs[name][field]
@@ -94,9 +96,9 @@ def allocate_state(
 
 def cut_into_ranges(number: int, param: ParamState, size: int) -> Iterator[Range]:
     """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
-    state = {name: tensor.view(-1) for name, tensor in state_of(param).items()}
+    state = {name: tensor.view(-1) for name, tensor in list_state_tensors(param).items()}
     unit, count = PIECE if param.is_contiguous else param.width, param.weight.numel()
-    if param.has_codes:
+    if param.has_8bit_means:
         # An even number of whole rows, since blocks end with rows.
         unit = math.lcm(PER_DRAW * param.weight.shape[-1], unit if not param.is_contiguous else 1)
     unit_bytes = sum(tensor.nbytes for tensor in state.values()) * unit // max(count, 1)
@@ -104,12 +106,14 @@ def cut_into_ranges(number: int, param: ParamState, size: int) -> Iterator[Range
     for start in range(0, count, step):
         stop = min(start + step, count)
         yield Range(
-            number, start, stop, {name: _cut_flat(tensor, start, stop, count) for name, tensor in state.items()}
+            number, start, stop, {name: _slice_flat_state(tensor, start, stop, count) for name, tensor in state.items()}
         )
 
 
-def _cut_flat(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
-    """Return a flat state tensor's part, such as scales, for a weight's elements `start` to `stop` out of `count`."""
+def _slice_flat_state(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
+    """
+    Return the slice of a flat state tensor, such as scales, for a weight's elements `start` to `stop` out of `count`.
+    """
     return tensor[start * len(tensor) // count : stop * len(tensor) // count]
 
 
@@ -130,7 +134,8 @@ class StreamedStep:
     def __init__(self, implementation: Any, slots: Slots, params: Sequence[ParamState], maximize: bool) -> None:
         self._slots = slots
         self._pieces = [
-            self._make_piece(group, params, implementation, maximize) for group in self._group_ranges(params)
+            self._place_piece_in_slot(group, params, implementation, maximize)
+            for group in self._group_ranges_by_slot(params)
         ]
         self._stored: list[Ticket] = [None] * len(self._pieces)
         self._arrivals: list[Ticket] = []
@@ -148,48 +153,48 @@ class StreamedStep:
         arrivals, self._arrivals = self._arrivals, []
         for number, piece in enumerate(self._pieces):
             for ahead in range(len(arrivals), min(number + SLOTS, len(self._pieces))):
-                arrivals.append(self._fetch(ahead))
+                arrivals.append(self._start_fetch(ahead))
             self._slots.transfers.wait(arrivals[number])
             parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]
             piece.stepper.step(parts, scalars, counter, found_inf, factors)
-            left = self._slots.transfers.store(piece.stores, [self._slots.transfers.mark()])
+            left = self._slots.transfers.copy_to_host(piece.stores, [self._slots.transfers.mark_computation()])
             self._stored[number] = self._slots.free[piece.slot] = left
 
-    def prefetch(self) -> None:
+    def start_prefetch(self) -> None:
         """Start to fetch the first pieces of the next step, after all launches with the same slots."""
         while len(self._arrivals) < min(SLOTS, len(self._pieces)):
-            self._arrivals.append(self._fetch(len(self._arrivals)))
+            self._arrivals.append(self._start_fetch(len(self._arrivals)))
 
-    def forget(self) -> None:
+    def drop_prefetched(self) -> None:
         """Drop prefetched pieces, because the state in host memory has changed; the next step fetches them again."""
         self._arrivals = []
 
-    def _fetch(self, number: int) -> Ticket:
+    def _start_fetch(self, number: int) -> Ticket:
         """Start to copy a piece's state into its slot, once the slot is free and the last step's state is stored."""
         piece = self._pieces[number]
-        return self._slots.transfers.fetch(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
+        return self._slots.transfers.copy_to_device(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
 
-    def _group_ranges(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
+    def _group_ranges_by_slot(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
         """Cut weights into ranges, and yield lists of ranges whose state fits into one slot."""
         group: list[Range] = []
         for part in (
             part for number, param in enumerate(params) for part in cut_into_ranges(number, param, self._slots.size)
         ):
-            if group and sum(other.bytes for other in group) + part.bytes > self._slots.size:
+            if group and sum(other.state_bytes for other in group) + part.state_bytes > self._slots.size:
                 yield group
                 group = []
             group.append(part)
         if group:
             yield group
 
-    def _make_piece(
+    def _place_piece_in_slot(
         self, group: list[Range], params: Sequence[ParamState], implementation: Any, maximize: bool
     ) -> _Piece:
         """Lay out a group's state in the next slot. Raises UserError if a single row's state exceeds a slot."""
-        if (needed := sum(part.bytes for part in group)) > self._slots.size:
+        if (needed := sum(part.state_bytes for part in group)) > self._slots.size:
             text = f"a row's optimizer state takes {needed} bytes, and a slot has {self._slots.size}"
             raise UserError(f"optim.stochastic_adamw: {text}; write a larger slot_bytes", exit_code=2)
-        slot, offset = self._slots.take(), 0
+        slot, offset = self._slots.take_next_slot(), 0
         memory = self._slots.memory[slot]
         states, fetches = [], []
         for part in group:
@@ -197,18 +202,18 @@ class StreamedStep:
             for name, tensor in part.state.items():
                 on_device[name] = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
                 fetches.append((on_device[name], tensor))
-                offset += pad_size(tensor.nbytes)
-            states.append(_cut_param(params[part.number], part, on_device))
+                offset += round_up_to_alignment(tensor.nbytes)
+            states.append(_slice_param_state(params[part.number], part, on_device))
         stores = [(host, device) for device, host in fetches]
         return _Piece(group, slot, implementation(states, maximize), fetches, stores)
 
 
-def _cut_param(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
+def _slice_param_state(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
     """Return a weight's range as its own ParamState, with the same noise as within the whole weight."""
     before = part.start if param.is_contiguous else part.start // param.width * param.stride
     width = ALL if param.is_contiguous else param.width
     weight = param.weight.view(-1)[part.start : part.stop]
-    if param.has_codes:
+    if param.has_8bit_means:
         rows = weight.numel() // param.weight.shape[-1]
         weight, state = weight.view(rows, -1), {name: tensor.view(rows, -1) for name, tensor in state.items()}
     changes: dict[str, Any] = {"weight": weight, "first": param.first + before, "width": width, **state}

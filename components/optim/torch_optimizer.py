@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AdamWTriton, WideGradientStep
-from drawloom.components.optim.parameter_groups import ParameterGroup, check_patterns, param_groups
+from drawloom.components.optim.parameter_groups import ParameterGroup, create_param_groups, warn_unmatched_patterns
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
@@ -26,7 +26,7 @@ KEEP_UPDATES = (
 )
 
 
-def state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
+def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
     """Return the optimizer state by parameter name; {} before the parameter's first gradient."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     return {name: dict(states.get(parameter, {})) for name, parameter in named}
@@ -54,7 +54,7 @@ def _copy_tensors(parts: dict[str, Any]) -> dict[str, Any]:
     return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in parts.items()}
 
 
-def _state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:
+def _describe_state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:
     """Return the shapes and dtypes in torch's state for a parameter."""
     state = {name: torch.empty_like(parameter, device="meta") for name in moments}
     # torch's optimizers with two means count the steps of each parameter for the bias correction
@@ -62,7 +62,7 @@ def _state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str,
 
 
 @contextmanager
-def _narrow_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _cast_gradients_to_parameter_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Cast gradients to their parameters' dtypes."""
     parameters = [part for group in optimizer.param_groups for part in group["params"]]
     wide = [part for part in parameters if part.grad is not None and part.grad.dtype != part.dtype]
@@ -83,8 +83,6 @@ class TorchOptimizer:
     Every trained parameter belongs to one optimizer.
     """
 
-    defers_scaling: ClassVar[bool] = True
-
     parameters: Parameters
     mesh: Mesh
     lr: float
@@ -95,7 +93,7 @@ class TorchOptimizer:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Warn about groups without a parameter, and about weights that lose small updates by rounding."""
-        yield from check_patterns(node)
+        yield from warn_unmatched_patterns(node)
         stages = node.neighbour("parameters")
         precision = stages and stages.neighbour("precision")
         if precision and precision.settings.get("parameter") == "bfloat16":
@@ -119,7 +117,7 @@ class TorchOptimizer:
     def forecast_state(self) -> dict[str, Any]:
         """Return the state after a step with a gradient for every parameter, on the meta device."""
         moments = self.moments()
-        return {name: _state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
+        return {name: _describe_state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
 
     def run_phase(self, step: Step) -> None:
         """
@@ -130,33 +128,35 @@ class TorchOptimizer:
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         if not all(isinstance(optimizer, AdamWTriton) for optimizer in self._optimizers):
-            step.settle_scaling()
-        factors = step.take_factors()
+            step.apply_deferred_factors()
+        factors = step.take_deferred_factors()
         for optimizer in self._optimizers:
             if isinstance(optimizer, AdamWTriton):
                 optimizer.factors = factors
-            step.apply_update(partial(self._update, optimizer, lr))
+            step.apply_update(partial(self._update_weights, optimizer, lr))
             optimizer.zero_grad()
 
-    def _update(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
+    def _update_weights(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         # torch's fused optimizers read the flag under this name, which GradScaler sets.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         # torch's fused optimizers require gradients in the dtype of the weights; ours do not.
-        with nullcontext() if isinstance(optimizer, WideGradientStep) else _narrow_gradients(optimizer):
+        with (
+            nullcontext() if isinstance(optimizer, WideGradientStep) else _cast_gradients_to_parameter_dtypes(optimizer)
+        ):
             optimizer.step()
 
-    def _param_groups(self) -> list[dict[str, Any]]:
+    def _create_torch_param_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups in torch's form."""
-        return param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
+        return create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name; tensors of any shape."""
-        return state_by_name(self._optimizers, self.parameters.named_parameters())
+        return collect_state_by_name(self._optimizers, self.parameters.named_parameters())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""

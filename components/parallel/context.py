@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.dimension import Dimension
-from drawloom.components.parallel.meta_collectives import collective
+from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.parallel.row_sums import set_context_group
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import RankSlice
@@ -26,38 +26,38 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 @attrs.frozen(eq=False)
 class ContextPart:
     """
-    This rank's tokens in a row: `places` are their indices in the row, int64 (tokens,); `order` sorts all ranks'
+    This rank's tokens in a row: `token_indices` are their indices in the row, int64 (tokens,); `order` sorts all ranks'
     tokens.
     """
 
-    places: Tensor
+    token_indices: Tensor
     order: Tensor
     group: Group
 
     @classmethod
-    def of(cls, length: int, group: Group) -> "ContextPart":
+    def for_rank(cls, length: int, group: Group) -> "ContextPart":
         """
         Return this rank's part of rows with `length` tokens. Raises UserError if the rows can't be divided evenly.
         """
-        positions = [_find_token_positions(length, group.size, rank) for rank in range(group.size)]
+        positions = [_compute_token_positions(length, group.size, rank) for rank in range(group.size)]
         return cls(positions[group.rank], torch.cat(positions).argsort(), group)
 
-    def cut(self, batch: AnyBatch) -> AnyBatch:
+    def select_own_tokens(self, batch: AnyBatch) -> AnyBatch:
         """Return the batch with only this rank's tokens."""
-        return batch.take_tokens(self.places)
+        return batch.take_tokens(self.token_indices)
 
     def gather(self, part: Tensor) -> Tensor:
         gathered: Tensor = _Gather.apply(part, self.group)  # type: ignore[no-untyped-call]
         return gathered if part.is_meta else gathered.index_select(1, self.order)
 
     @property
-    def pieces(self) -> tuple[int, ...]:
-        return _number_pieces(self.group.size, self.group.rank, len(self.places))
+    def piece_indices(self) -> tuple[int, ...]:
+        return _compute_piece_indices(self.group.size, self.group.rank, len(self.token_indices))
 
     def gather_pieces(self, own: Tensor) -> Tensor:
         gathered: Tensor = _Gather.apply(own, self.group)  # type: ignore[no-untyped-call]
-        size, tokens = self.group.size, len(self.places)
-        pieces = [piece for rank in range(size) for piece in _number_pieces(size, rank, tokens)]
+        size, tokens = self.group.size, len(self.token_indices)
+        pieces = [piece for rank in range(size) for piece in _compute_piece_indices(size, rank, tokens)]
         # Without an index on the device, whose copy would wait.
         return torch.stack([gathered[:, pieces.index(piece)] for piece in range(len(pieces))], 1)
 
@@ -85,18 +85,18 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         if part.is_meta:
             shape = part.shape[0], group.size * part.shape[1], *part.shape[2:]
-            return collective(part, shape, "all_gather", "context", group.size)
+            return emulate_collective(part, shape, "all_gather", "context", group.size)
         return group.gather(part).movedim(0, 1).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if grad.is_meta:
             shape = grad.shape[0], grad.shape[1] // ctx.group.size, *grad.shape[2:]
-            return collective(grad, shape, "reduce_scatter", "context", ctx.group.size), None
+            return emulate_collective(grad, shape, "reduce_scatter", "context", ctx.group.size), None
         return ctx.group.reduce_scatter(torch.stack(grad.chunk(ctx.group.size, 1))), None
 
 
-def _number_pieces(size: int, rank: int, tokens: int) -> tuple[int, ...]:
+def _compute_piece_indices(size: int, rank: int, tokens: int) -> tuple[int, ...]:
     """
     Return the indices of a rank's pieces, among all ranks' equal pieces along a row.
 
@@ -105,7 +105,7 @@ def _number_pieces(size: int, rank: int, tokens: int) -> tuple[int, ...]:
     return (rank,) if tokens % 2 else (rank, 2 * size - 1 - rank)
 
 
-def _find_token_positions(length: int, size: int, rank: int) -> Tensor:
+def _compute_token_positions(length: int, size: int, rank: int) -> Tensor:
     """
     Return a rank's token positions in a row: int64 (tokens,).
 

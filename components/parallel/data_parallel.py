@@ -8,7 +8,7 @@ from torch import nn
 
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.parallel.data_replicate import ReplicatedStore
-from drawloom.components.parallel.data_shard import ShardedModule, ShardedStore, shard
+from drawloom.components.parallel.data_shard import ShardedModule, ShardedStore, shard_with_fsdp
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.parallel.sliced_store import SlicedStore
 from drawloom.components.ports.distributed import Mesh, Precision
@@ -38,22 +38,22 @@ class DataParallel:
         """Whether FSDP shards experts: several ranks in one model copy have the same experts."""
         return bool(self.experts) and self.mesh.sizes.expert_shard > 1
 
-    def _torch_mesh(self, replicas: str, *shards: str) -> Any:
+    def _get_torch_mesh(self, replicas: str, *shards: str) -> Any:
         """
         Return torch's mesh with the ranks along `shards`, after a first dimension for replicas if there are several.
         """
         outer = [(replicas,)] if self.mesh.group(replicas).size > 1 else []
         return self.mesh.torch_mesh(*outer, shards)
 
-    def shard(self, modules: Iterable[nn.Module]) -> list[ShardedModule]:
+    def shard_modules(self, modules: Iterable[nn.Module]) -> list[ShardedModule]:
         """Shard the parameters of meta modules; return an empty list without sharding."""
         if self.mesh.shard_group.size == 1:
             return []
-        expert_mesh = self._torch_mesh("expert_replicate", "expert_shard") if self._shards_experts else None
-        return shard(
+        expert_mesh = self._get_torch_mesh("expert_replicate", "expert_shard") if self._shards_experts else None
+        return shard_with_fsdp(
             modules,
             self.blocks,
-            self._torch_mesh("data_replicate", *SHARDS),
+            self._get_torch_mesh("data_replicate", *SHARDS),
             self.precision,
             by_block=self.by_block,
             by_microbatch=self.by_microbatch,
@@ -61,13 +61,15 @@ class DataParallel:
             expert_mesh=expert_mesh,
         )
 
-    def store(self, modules: Sequence[nn.Module], sharded: Sequence[ShardedModule]) -> ParameterStore | ShardedStore:
+    def create_store(
+        self, modules: Sequence[nn.Module], sharded: Sequence[ShardedModule]
+    ) -> ParameterStore | ShardedStore:
         """Return the parameter store for modules with memory and values."""
         if sharded:
-            return ShardedStore.of(sharded, self.precision)
+            return ShardedStore.take_over(sharded, self.precision)
         replicas = self.mesh.data_group
         if replicas.size == 1 or not self.overlaps:
-            return ParameterStore.of(modules, self.precision)
+            return ParameterStore.take_over(modules, self.precision)
         has_same_replicas = not self.experts or self.mesh.expert_data_group.size == replicas.size
         return ReplicatedStore.replicate(
             modules,
@@ -78,10 +80,10 @@ class DataParallel:
             frozenset() if has_same_replicas else self.experts,
         )
 
-    def plan_store(self, modules: Sequence[nn.Module]) -> ParameterStore:
+    def create_planned_store(self, modules: Sequence[nn.Module]) -> ParameterStore:
         """Return the parameter store for modules on the meta device, for a plan."""
         if (ranks := self.mesh.shard_group).size == 1:
-            return ParameterStore.of(modules, self.precision)
+            return ParameterStore.take_over(modules, self.precision)
         return SlicedStore.slice_parameters(
             modules,
             self.blocks,

@@ -19,8 +19,8 @@ from drawloom.components.parallel.buckets import BucketedSums
 from drawloom.components.parallel.dimension import Dimension, SharedParameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.stages import ReducedPart, gradient_of
-from drawloom.components.state.trees import leaves
+from drawloom.components.ports.stages import ReducedPart, gradient_or_zeros
+from drawloom.components.state.trees import list_leaves
 
 
 @attrs.define(eq=False)
@@ -29,7 +29,7 @@ class DataReplicateDimension(Dimension):
 
     name: ClassVar[str] = "data_replicate"
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         """
         If one copy of the experts spans several replicas, return the dense parameters on all but the first of these.
         """
@@ -42,7 +42,7 @@ class DataReplicateDimension(Dimension):
     def sum_gradients(self, parameters: SharedParameters) -> None:
         """Sum dense parameters' gradients over all ranks with other tokens: replicas, shards and contexts."""
         unsummed = [name for name in parameters.trained if name not in parameters.summed | parameters.experts]
-        parameters.sum_named(unsummed, self.mesh.data_group)
+        parameters.sum_named_over_group(unsummed, self.mesh.data_group)
 
 
 @attrs.define(eq=False)
@@ -62,7 +62,7 @@ class ReplicatedModule:
     _trained: list[nn.Parameter] = attrs.field(factory=list)
     _reduces: bool = False
 
-    def add(self, trained: Iterable[nn.Parameter], module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def register_module(self, trained: Iterable[nn.Parameter], module: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Register a module's trained parameters, whose gradients are summed block by block."""
         self._trained = list(trained)
         # The gradient of a weight with several names, shared by layers, is final only at the end of the pass.
@@ -78,10 +78,12 @@ class ReplicatedModule:
     def reshard(self) -> None:
         """Do nothing: all parameters stay on this rank."""
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_in_backward(self, is_last_in_step: bool) -> None:
         """Start to send gradients block by block, as soon as the next backward pass has computed them."""
-        if not final:
-            raise ValueError("DDP replicas reduce gradients only after the last microbatch; call with final=True")
+        if not is_last_in_step:
+            raise ValueError(
+                "DDP replicas reduce gradients only after the last microbatch; call with is_last_in_step=True"
+            )
         self._reduces, self._unsent = True, dict.fromkeys(self._trained)
 
     def end_reduction(self) -> None:
@@ -98,7 +100,7 @@ class ReplicatedModule:
         self._send_gradients(list(self._unsent))
         self.sums.flush()
 
-    def finish(self) -> None:
+    def finish_sums(self) -> None:
         """Send remaining gradients, and wait for the step's sums, which replace the gradients."""
         if self._reduces:
             self.reduce()
@@ -115,7 +117,7 @@ class ReplicatedModule:
         # Autograd adds the weight gradients of a block before it runs the node that made the block's input. A leaf,
         # such as the input of a stage, has no such node, and its hook may run before the last gradients are added. So
         # the first block of a stage, or a block after frozen blocks, is sent at the end of the step.
-        tensors = (leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+        tensors = (leaf for leaf in list_leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
         if (hidden := next(tensors, None)) is not None:
             hidden.register_hook(partial(self._send_block_gradients, index))  # type: ignore[no-untyped-call]
 
@@ -129,15 +131,15 @@ class ReplicatedModule:
         for parameter in parameters:
             if parameter in self._unsent:
                 del self._unsent[parameter]
-                self.sums.add(gradient_of(parameter))
+                self.sums.add(gradient_or_zeros(parameter))
 
 
 @attrs.define(eq=False)
 class ReplicatedStore(ParameterStore):
-    """Modules' parameters on every rank in a group; `modules` sum the gradients of `summed`."""
+    """Modules' parameters on every rank in a group; `modules` sum the gradients of `parameters_summed_in_backward`."""
 
     modules: dict[nn.Module, ReplicatedModule] = attrs.field(factory=dict)
-    summed: Set[str] = frozenset()
+    parameters_summed_in_backward: Set[str] = frozenset()
 
     @classmethod
     def replicate(
@@ -153,23 +155,23 @@ class ReplicatedStore(ParameterStore):
         Return a store for modules with real parameters. It sums gradients over the group, except those of parameters
         in `excluded`, of frozen parameters, and of parameters in several modules.
         """
-        store = cls.of(modules, precision)
+        store = cls.take_over(modules, precision)
         stage_counts = Counter(name for module in modules for name, _ in module.named_parameters())
         for module in modules:
             # The gradient of a parameter in two stages is final only when both stages are done.
             trained = ((name, param) for name, param in module.named_parameters() if param.requires_grad)
             own = {name: param for name, param in trained if stage_counts[name] == 1 and name not in excluded}
             store.modules[module] = ReplicatedModule(BucketedSums(group, precision.reduce, bucket_bytes))
-            store.modules[module].add(own.values(), module, blocks(module))
-            store.summed |= own.keys()
+            store.modules[module].register_module(own.values(), module, blocks(module))
+            store.parameters_summed_in_backward |= own.keys()
         return store
 
     def hand_over_gradients(self) -> None:
         """Wait for the sums, and move the copies' gradients to the masters."""
         for module in self.modules.values():
-            module.finish()
+            module.finish_sums()
         super().hand_over_gradients()
 
-    def shards_of(self, module: nn.Module) -> ReplicatedModule:
+    def get_shards(self, module: nn.Module) -> ReplicatedModule:
         """Return the replicated module for `module`."""
         return self.modules[module]

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.parallel.master_weights import Blocks, ParameterStore, compute_dtype
+from drawloom.components.parallel.master_weights import Blocks, ParameterStore, choose_layer_dtype
 from drawloom.components.parallel.shard_transfers import (
     DirectAllGather,
     DirectReduceScatter,
     Float8AllGather,
-    message_dtype,
+    choose_message_dtype,
 )
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
@@ -63,17 +63,17 @@ class DataShardDimension(Dimension):
             frequency = "by layer" if by_block else "once a step"
             yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {frequency}"
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         """Return the unsharded parameters, such as the loss's, without experts; none on the first rank, their owner."""
         if not self.mesh.shard_group.rank:
             return frozenset()
         return parameters.trained.keys() - parameters.sharded - parameters.experts
 
 
-def gathers_by_block(setting: bool | None, pipeline: int) -> bool:
+def gathers_by_block(setting: bool | None, pipeline_ranks: int) -> bool:
     """Return whether layers are gathered when they are used, by the setting and the number of pipeline ranks."""
     # In a pipeline, each microbatch would gather each block anew; so the whole stage is gathered once a step.
-    return pipeline == 1 if setting is None else setting
+    return pipeline_ranks == 1 if setting is None else setting
 
 
 @attrs.frozen(eq=False)
@@ -97,11 +97,11 @@ class ShardedModule:
     by_microbatch: bool = False
 
     @classmethod
-    def of(
+    def shard(
         cls,
         module: nn.Module,
         blocks: Blocks,
-        whole: set[nn.Parameter],
+        unsharded: set[nn.Parameter],
         *,
         mesh: Any,
         expert_mesh: Any,
@@ -111,7 +111,7 @@ class ShardedModule:
         gathers_float8: bool,
     ) -> "ShardedModule":
         """
-        Shard a module on the meta device, except for the parameters in `whole`.
+        Shard a module on the meta device, except for the parameters in `unsharded`.
 
         Experts are sharded over `expert_mesh`, if there is one. If `gathers_float8`, weights of layers that multiply in
         float8 are gathered in float8.
@@ -120,9 +120,9 @@ class ShardedModule:
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         inner: list[list[Any]] = [
-            [block, *(_find_experts(block) if expert_mesh is not None else [])] for block in blocks(module)
+            [block, *(_find_expert_modules(block) if expert_mesh is not None else [])] for block in blocks(module)
         ]
-        heads = heads_of(module)
+        heads = find_untied_heads(module)
         # A parameter belongs to the innermost unit around it, which must be sharded first.
         for unit in reversed([module, *heads, *chain(*inner)]):
             # Parameters outside of blocks are used first and last: freeing them in between would save nothing.
@@ -132,22 +132,22 @@ class ShardedModule:
                 mesh=expert_mesh if isinstance(unit, ExpertParallel) else mesh,
                 reshard_after_forward=reshards,
                 mp_policy=policy,
-                ignored_params=whole,
+                ignored_params=unsharded,
             )
             sharded: Any = unit
             # Sums instead of means: the loss is divided by the weight of all tokens, once. gloo has no scaled sum.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_custom_reduce_scatter(DirectReduceScatter())
-            if gathers_float8 and any(_float8_widths(sharded)):
-                sharded.set_custom_all_gather(Float8AllGather(partial(_float8_widths, sharded)))
+            if gathers_float8 and any(_list_float8_row_widths(sharded)):
+                sharded.set_custom_all_gather(Float8AllGather(partial(_list_float8_row_widths, sharded)))
             elif not by_block:
-                sharded.set_custom_all_gather(DirectAllGather(partial(_allocate_outputs, sharded)))
+                sharded.set_custom_all_gather(DirectAllGather(partial(_allocate_gathered_tensors, sharded)))
             # Otherwise ranks would deadlock if different weights get no gradient on them (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
                 sharded.set_reduce_scatter_unused_params(True)
         for head in heads:
-            register_fsdp_forward_method(head, "finish")
+            register_fsdp_forward_method(head, "finish_with_head")
         for index, (block, *experts) in enumerate(inner):
             prefetched = [*experts, *(heads if index == len(inner) - 1 else [])]
             if prefetched:  # gathered while the block, or its attention, computes
@@ -159,9 +159,9 @@ class ShardedModule:
         """Modules gathered and reduced one by one, outer ones before inner ones."""
         return [self.root, *self.heads, *chain(*self.blocks)]
 
-    def open(self, gradient: torch.dtype) -> None:
+    def allocate_buffers(self, gradient: torch.dtype) -> None:
         """Allocate torch's buffers before the first use; gradients are accumulated in dtype `gradient`."""
-        for group in chain(*map(_param_groups, self.units)):
+        for group in chain(*map(_get_fsdp_param_groups, self.units)):
             group.lazy_init()
             for param in group.fsdp_params:
                 # A first use in inference mode would make parameters that can't be trained. Nothing is gathered here,
@@ -174,10 +174,10 @@ class ShardedModule:
                     param.unsharded_param.grad_dtype = gradient
                 param.free_unsharded_param()
 
-    def begin(self) -> None:
-        """Begin a step: drop parameters gathered from old slices, and reduce no gradients before `reduce_next`."""
+    def begin_step(self) -> None:
+        """Begin a step: drop parameters gathered from old slices; reduce gradients only after `reduce_in_backward`."""
         self.reshard()
-        self._set_reduction(False)
+        self._set_gradient_reduction(False)
 
     def unshard(self) -> None:
         """Start to gather the whole stage in order; a part of the forward pass waits for its own parameters."""
@@ -186,32 +186,35 @@ class ShardedModule:
 
     def reshard(self) -> None:
         for unit in self.units:
-            for group in _param_groups(unit):
+            for group in _get_fsdp_param_groups(unit):
                 # Otherwise torch would use unused gathered parameters, of an evaluation without a layer, in a later
                 # step.
                 group.wait_for_unshard()
             unit.reshard()
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_in_backward(self, is_last_in_step: bool) -> None:
         """
         Reduce gradients block by block, as soon as the next backward pass has computed them.
 
-        The reduced gradients are added to the slices' gradients. Unless they are `final`, they are not summed over
-        replicas, and the stage's gathered parameters stay.
+        The reduced gradients are added to the slices' gradients. Before the step's last reduction (`is_last_in_step`),
+        they are not summed over replicas, and the stage's gathered parameters stay.
         """
-        self._set_reduction(True, final)
+        self._set_gradient_reduction(True, is_last_in_step)
 
     def end_reduction(self) -> None:
         """Accumulate gradients on this rank again, in case another pass follows in the step."""
         if self.by_microbatch:
-            self._set_reduction(False)
+            self._set_gradient_reduction(False)
 
     def parts(self) -> list[ReducedPart]:
         """Return the units, for a pass with weight gradients alone, which runs no torch hooks."""
         # Heads first, because they are large; the root last, because the embedding's gradient is last.
         ordered = (*self.heads, *reversed([*chain(*self.blocks)]), self.root)
         return [
-            ReducedPart({id(param.unsharded_param) for param in _fsdp_params(unit)}, partial(_reduce_unit, unit))
+            ReducedPart(
+                {id(param.unsharded_param) for param in _iterate_fsdp_params(unit)},
+                partial(_reduce_unit_gradients, unit),
+            )
             for unit in ordered
         ]
 
@@ -219,27 +222,27 @@ class ShardedModule:
         """End all units' reductions."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
-    def gather_bytes(self) -> int:
+    def peak_gathered_bytes(self) -> int:
         """Return the most bytes gathered at one time; among blocks, the one in use and the next."""
         block_bytes = [sum(map(_count_gathered_bytes, units)) for units in self.blocks]
         other_bytes = sum(map(_count_gathered_bytes, (self.root, *self.heads)))
         return other_bytes + (2 * max(block_bytes, default=0) if self.by_block else sum(block_bytes))
 
-    def iterate_shards(self) -> Iterator[tuple[str, Any]]:
+    def iterate_sharded_parameters(self) -> Iterator[tuple[str, Any]]:
         """Yield the names and sharded parameters (DTensors), while they are not gathered."""
         for name, parameter in self.root.named_parameters():
             if is_dtensor(parameter):
                 yield name, parameter
 
-    def _set_reduction(self, now: bool, final: bool = True) -> None:
-        """
-        Set whether the next backward passes reduce gradients (`now`), and also finish the step's reduction (`final`).
-        """
-        self.root.set_is_last_backward(now and final)
+    def _set_gradient_reduction(self, reduces_now: bool, is_last_in_step: bool = True) -> None:
+        """Set whether the next backward passes reduce gradients, and whether they end the step's reduction."""
+        self.root.set_is_last_backward(reduces_now and is_last_in_step)
         for unit in self.units:  # without `recurse`, which walks through all modules
-            unit.set_requires_gradient_sync(now, recurse=False)
-            unit.set_requires_all_reduce(now and final, recurse=False)
-            frees = (now and final) or (self.by_block and unit is not self.root and unit not in self.heads)
+            unit.set_requires_gradient_sync(reduces_now, recurse=False)
+            unit.set_requires_all_reduce(reduces_now and is_last_in_step, recurse=False)
+            frees = (reduces_now and is_last_in_step) or (
+                self.by_block and unit is not self.root and unit not in self.heads
+            )
             unit.set_reshard_after_backward(frees, recurse=False)
 
 
@@ -261,31 +264,31 @@ class ShardedStore:
     _gathered_at: list[int] = attrs.field(factory=list)
 
     @classmethod
-    def of(cls, modules: Sequence[ShardedModule], precision: Precision) -> "ShardedStore":
+    def take_over(cls, modules: Sequence[ShardedModule], precision: Precision) -> "ShardedStore":
         """Take over sharded modules whose parameters have memory and values."""
-        whole = ParameterStore.of((module.root for module in modules), precision)
+        whole = ParameterStore.take_over((module.root for module in modules), precision)
         masters, slices, pairs = dict(whole.masters), dict[str, TensorSlice](), []
         for module in modules:
-            module.open(precision.gradient)
-            for name, parameter in module.iterate_shards():
+            module.allocate_buffers(precision.gradient)
+            for name, parameter in module.iterate_sharded_parameters():
                 # A plain parameter that shares the memory of torch's DTensor, so that optimizers, clippers and stagers
                 # need not know about shards.
-                masters[name] = nn.Parameter(local_part(parameter), parameter.requires_grad)
-                slices[name] = slice_of(parameter)
+                masters[name] = nn.Parameter(get_local_slice(parameter), parameter.requires_grad)
+                slices[name] = get_tensor_slice(parameter)
                 pairs.append((masters[name], parameter))
         return cls(modules, masters, slices, whole, pairs)
 
-    def cast(self, only_if_changed: bool = False) -> None:
+    def cast_masters_to_copies(self, only_if_changed: bool = False) -> None:
         """
         Begin a step: cast the unsharded parameters, and drop gathered ones, which would be old.
 
         With `only_if_changed`, only if a parameter may have changed.
         """
-        self._whole.cast(only_if_changed)
+        self._whole.cast_masters_to_copies(only_if_changed)
         versions = [master._version for master, _ in self._pairs]
         if not (only_if_changed and versions == self._gathered_at):
             for module in self.modules:
-                module.begin()
+                module.begin_step()
         self._gathered_at = versions
 
     def hand_over_gradients(self) -> None:
@@ -293,37 +296,37 @@ class ShardedStore:
         self._whole.hand_over_gradients()
         for master, parameter in self._pairs:
             if parameter.grad is not None:
-                gradient, parameter.grad = local_part(parameter.grad), None
+                gradient, parameter.grad = get_local_slice(parameter.grad), None
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         # Fused optimizers change parameters without a new version number.
         self._gathered_at = []
 
     def local_bytes(self, tensor: Tensor) -> int:
         """Return the bytes in this rank's slice of a tensor (any shape)."""
-        return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
+        return get_local_slice(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
 
     @property
-    def summed(self) -> Set[str]:
+    def parameters_summed_in_backward(self) -> Set[str]:
         """The parameters whose gradients are reduced in backward passes."""
         return self.slices.keys()
 
     @property
-    def copy_bytes(self) -> int:
+    def compute_copy_bytes(self) -> int:
         """Bytes of the compute copies among the modules' parameters."""
-        return self._whole.copy_bytes
+        return self._whole.compute_copy_bytes
 
-    def shards_of(self, module: nn.Module) -> ShardedModule:
+    def get_shards(self, module: nn.Module) -> ShardedModule:
         """Return one module's shards."""
         return next(sharded for sharded in self.modules if sharded.root is module)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return three byte counts: masters with copies, these copies, and the parameters gathered at one time."""
         whole = self._whole.memory_bytes()
-        gathered = sum(module.gather_bytes() for module in self.modules)
+        gathered = sum(module.peak_gathered_bytes() for module in self.modules)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
 
 
-def shard(
+def shard_with_fsdp(
     modules: Iterable[nn.Module],
     blocks: Blocks,
     mesh: Any,
@@ -344,13 +347,13 @@ def shard(
     modules = list(modules)
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute,
-        reduce_dtype=message_dtype(precision, replicas=mesh.ndim > 1),
+        reduce_dtype=choose_message_dtype(precision, replicas=mesh.ndim > 1),
         # Layers cast the inputs of products; positions and weights of tokens must keep their dtype.
         cast_forward_inputs=False,
     )
-    whole_by_module = whole_parameters(modules, precision, experts if expert_mesh is None else frozenset())
+    whole_by_module = find_unsharded_parameters(modules, precision, experts if expert_mesh is None else frozenset())
     return [
-        ShardedModule.of(
+        ShardedModule.shard(
             module,
             blocks,
             whole,
@@ -365,24 +368,26 @@ def shard(
     ]
 
 
-def heads_of(module: nn.Module) -> list[nn.Module]:
+def find_untied_heads(module: nn.Module) -> list[nn.Module]:
     """Return a stage's layers that consist of an untied head."""
     return [part for part in module.children() if isinstance(part, HeadLayer)]
 
 
-def _find_experts(block: nn.Module) -> list[nn.Module]:
+def _find_expert_modules(block: nn.Module) -> list[nn.Module]:
     """Return the modules with experts inside a block."""
     return [part for part in block.modules() if isinstance(part, ExpertParallel)]
 
 
-def whole_parameters(modules: Sequence[nn.Module], precision: Precision, experts: Set[str]) -> list[set[nn.Parameter]]:
-    """Return unsharded parameters by module, including `experts` and parameters in several modules."""
+def find_unsharded_parameters(
+    modules: Sequence[nn.Module], precision: Precision, expert_names: Set[str]
+) -> list[set[nn.Parameter]]:
+    """Return unsharded parameters by module, including `expert_names` and parameters in several modules."""
     module_counts = Counter(name for module in modules for name, _ in module.named_parameters())
-    names = {name for name in module_counts if module_counts[name] > 1} | experts
-    return [_select_whole(module, precision, names) for module in modules]
+    names = {name for name in module_counts if module_counts[name] > 1} | expert_names
+    return [_select_unsharded_parameters(module, precision, names) for module in modules]
 
 
-def _select_whole(module: nn.Module, precision: Precision, names: Set[str]) -> set[nn.Parameter]:
+def _select_unsharded_parameters(module: nn.Module, precision: Precision, names: Set[str]) -> set[nn.Parameter]:
     """
     Return a module's unsharded parameters.
 
@@ -397,11 +402,11 @@ def _select_whole(module: nn.Module, precision: Precision, names: Set[str]) -> s
         or name.startswith(f"{LOSS}.")
         or not parameter.is_floating_point()
         or parameter.ndim == 0
-        or compute_dtype(name, precision) != precision.compute
+        or choose_layer_dtype(name, precision) != precision.compute
     }
 
 
-def _param_groups(unit: Any) -> list[Any]:
+def _get_fsdp_param_groups(unit: Any) -> list[Any]:
     """Return a unit's FSDP parameter groups: none if it has no parameters of its own; one in torch 2.11."""
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
@@ -409,33 +414,34 @@ def _param_groups(unit: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-def _reduce_unit(unit: Any) -> None:
+def _reduce_unit_gradients(unit: Any) -> None:
     """Reduce a unit's gradients now, as torch's hook after a backward pass does."""
-    for group in _param_groups(unit):
+    for group in _get_fsdp_param_groups(unit):
         group.post_backward()
 
 
-def _fsdp_params(unit: Any) -> Iterator[Any]:
+def _iterate_fsdp_params(unit: Any) -> Iterator[Any]:
     """Yield a unit's FSDP parameters."""
-    for group in _param_groups(unit):
+    for group in _get_fsdp_param_groups(unit):
         yield from group.fsdp_params
 
 
-def _float8_widths(unit: Any) -> list[int]:
+def _list_float8_row_widths(unit: Any) -> list[int]:
     """Return row widths for a unit's weights in float8 layers, and 0 for other parameters."""
-    return [_float8_width(param) for param in _fsdp_params(unit)]
+    return [_get_float8_row_width(param) for param in _iterate_fsdp_params(unit)]
 
 
-def _float8_width(param: Any) -> int:
+def _get_float8_row_width(param: Any) -> int:
     """Return a weight's row width if its layer multiplies in float8, else 0."""
     owner = param._module_info
-    in_float8 = isinstance(owner.module, LinearLayer) and owner.module.uses_float8 and owner.param_name == "weight"
-    return int(param._orig_size[1]) if in_float8 else 0
+    layer = owner.module
+    in_float8 = isinstance(layer, LinearLayer) and layer.uses_float8 and owner.param_name == "weight"
+    return int(param._orig_size[1]) if in_float8 and not layer.weight_formats else 0
 
 
-def _allocate_outputs(unit: Any) -> list[Tensor]:
+def _allocate_gathered_tensors(unit: Any) -> list[Tensor]:
     """Allocate and return tensors for a unit's gathered parameters, (ranks * n,) for slices (n,)."""
-    params = [*_fsdp_params(unit)]
+    params = [*_iterate_fsdp_params(unit)]
     for param in params:
         param.alloc_all_gather_outputs()
     return [param.all_gather_outputs[0] for param in params]
@@ -443,18 +449,18 @@ def _allocate_outputs(unit: Any) -> list[Tensor]:
 
 def _count_gathered_bytes(unit: Any) -> int:
     """Return a unit's bytes while its parameters are gathered."""
-    sizes: list[int] = [param.unsharded_param.nbytes for param in _fsdp_params(unit)]
+    sizes: list[int] = [param.unsharded_param.nbytes for param in _iterate_fsdp_params(unit)]
     return sum(sizes)
 
 
-def local_part(tensor: Any) -> Tensor:
+def get_local_slice(tensor: Any) -> Tensor:
     """Return this rank's slice of a DTensor (any shape), sharing its memory, without a graph."""
     with torch.no_grad():
         part: Tensor = tensor.to_local().detach()
     return part
 
 
-def slice_of(tensor: Any) -> TensorSlice:
+def get_tensor_slice(tensor: Any) -> TensorSlice:
     """Return this rank's slice position in a DTensor (any shape)."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

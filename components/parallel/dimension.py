@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drawloom.components.parallel.buckets import sum_in_buckets
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension, Precision
 from drawloom.components.ports.slices import RankSlice
-from drawloom.components.ports.stages import LOSS, gradient_of
+from drawloom.components.ports.stages import LOSS, gradient_or_zeros
 from drawloom.graph import Problem
 from drawloom.graph.wiring.node import NodeView
 
@@ -27,7 +27,7 @@ class StageNodes:
     @property
     def sizes(self) -> PerDimension:
         """The rank count by dimension, as written in the recipe."""
-        return PerDimension.of_settings(self.mesh.settings)
+        return PerDimension.from_settings(self.mesh.settings)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -49,24 +49,24 @@ class SharedParameters:
     bucket_bytes: int
 
     @property
-    def of_model(self) -> Set[str]:
+    def model_parameter_names(self) -> Set[str]:
         """The names of the model's parameters, without the loss's."""
         return {name for name in self.trained if not name.startswith(f"{LOSS}.")}
 
-    def gradient(self, name: str, shape: Sequence[int] = ()) -> Tensor:
+    def get_gradient_or_zeros(self, name: str, shape: Sequence[int] = ()) -> Tensor:
         """Return a parameter's gradient, or zeros with `shape` if this rank doesn't train it."""
         if name in self.trained:
-            return gradient_of(self.trained[name])
+            return gradient_or_zeros(self.trained[name])
         return torch.zeros(shape, dtype=self.precision.gradient, device=self.device)
 
-    def sum(self, gradients: Sequence[Tensor], group: Group) -> None:
+    def sum_over_group(self, gradients: Sequence[Tensor], group: Group) -> None:
         """Sum gradients over a group, in place, in `precision.reduce` or in their own wider dtype."""
         dtype = torch.promote_types(self.precision.gradient, self.precision.reduce)
         sum_in_buckets(gradients, group, dtype, self.bucket_bytes)
 
-    def sum_named(self, names: Iterable[str], group: Group) -> None:
+    def sum_named_over_group(self, names: Iterable[str], group: Group) -> None:
         """Sum the named parameters' gradients over a group, in place."""
-        self.sum([self.gradient(name) for name in names], group)
+        self.sum_over_group([self.get_gradient_or_zeros(name) for name in names], group)
 
 
 @attrs.define(eq=False)
@@ -107,8 +107,8 @@ class Dimension:
     def open(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Determine which other ranks have this rank's parameters; a collective over the dimension's ranks."""
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
-        """Return the names of the parameters owned by another rank along this dimension."""
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        """List this rank's parameters that another rank along this dimension owns, such as replicas."""
         return frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:

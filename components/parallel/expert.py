@@ -13,7 +13,7 @@ import attrs
 from torch import nn
 
 from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
-from drawloom.components.parallel.parameter_split import SplitDim, split_parameter
+from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.model import ExpertModel
@@ -73,7 +73,7 @@ class ExpertDimension(Dimension):
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_experts(module, self.mesh.expert_group)
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         """Return the experts' parameters that several ranks in one model copy have, except on the first rank."""
         if not parameters.experts or not self.mesh.indices.expert_shard:
             return frozenset()
@@ -82,13 +82,13 @@ class ExpertDimension(Dimension):
     def sum_gradients(self, parameters: SharedParameters) -> None:
         """Sum experts' gradients over the ranks with the same experts."""
         if parameters.experts:
-            parameters.sum_named(
+            parameters.sum_named_over_group(
                 [name for name in parameters.trained if name in parameters.experts - parameters.summed],
                 self.mesh.expert_data_group,
             )
 
 
-def use_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
+def set_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
     """Set the dispatcher on all experts in a model."""
     for submodule in module.modules():
         if isinstance(submodule, ExpertParallel):
@@ -106,5 +106,5 @@ def split_experts(module: nn.Module, ranks: Group) -> dict[str, RankSlice]:
         if isinstance(submodule, ExpertParallel):
             for leaf, _ in list(submodule.named_parameters(recurse=False)):
                 name = f"{path}.{leaf}" if path else leaf
-                splits[name] = split_parameter(module, name, ranks, ExpertDimension.name, SplitDim(0))
+                splits[name] = replace_by_rank_slice(module, name, ranks, ExpertDimension.name, SplitDim(0))
     return splits

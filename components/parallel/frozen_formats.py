@@ -7,21 +7,21 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.data_shard import heads_of
+from drawloom.components.parallel.data_shard import find_untied_heads
 from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.float8_layers import build_precision
-from drawloom.components.parallel.master_weights import compute_dtype
+from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import QuantizableLayer, known_module
+from drawloom.components.ports.model import QuantizableLayer, build_known_module
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import Problem, UserError
 from drawloom.kernels.weight_formats import FORMATS, WeightFormat
 
 
-def quantizable_weights(module: nn.Module) -> dict[str, tuple[QuantizableLayer, str]]:
+def find_quantizable_weights(module: nn.Module) -> dict[str, tuple[QuantizableLayer, str]]:
     """Return layers and parameter names by weight name, for weights that can be quantized: no heads and no routers."""
-    heads: set[object] = set(heads_of(module))
+    heads: set[object] = set(find_untied_heads(module))
     return {
         f"{path}.{leaf}": (layer, leaf)
         for path, layer in module.named_modules()
@@ -30,41 +30,43 @@ def quantizable_weights(module: nn.Module) -> dict[str, tuple[QuantizableLayer, 
     }
 
 
-def chosen_weights(module: nn.Module, precision: Precision) -> dict[str, tuple[QuantizableLayer, str]]:
+def select_weights_to_quantize(module: nn.Module, precision: Precision) -> dict[str, tuple[QuantizableLayer, str]]:
     """Return the weights for which the recipe chooses a quantized format if they are frozen."""
     if precision.frozen == "compute":
         return {}
     return {
         name: weight
-        for name, weight in quantizable_weights(module).items()
+        for name, weight in find_quantizable_weights(module).items()
         if not any(fnmatchcase(name, pattern) for pattern in precision.frozen_in_compute)
-        and compute_dtype(name, precision) == torch.bfloat16
+        and choose_layer_dtype(name, precision) == torch.bfloat16
     }
 
 
-def use_frozen_format(module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]) -> None:
+def replace_by_quantized_storage(
+    module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]
+) -> None:
     """
     Replace frozen weights in a stage's meta module by their storage, after ranks have split them.
 
     `splits` are the ranks' slices by name; for quantized weights they become slices of storage. Raises UserError for a
     weight whose slice does not consist of whole blocks.
     """
-    for name, (layer, leaf) in chosen_weights(module, precision).items():
+    for name, (layer, leaf) in select_weights_to_quantize(module, precision).items():
         weight = module.get_parameter(name)
         if weight.requires_grad:
             continue
         weight_format, split = FORMATS[precision.frozen], splits.get(name)
         weight_slice = None if split is None else split.tensor_slice
-        if fault := fault_of_blocks(weight_format, weight_slice, tuple(weight.shape)):
-            raise UserError(f"precision.frozen: {name} {fault}; {exclude(name)}", exit_code=2)
+        if fault := describe_block_fault(weight_format, weight_slice, tuple(weight.shape)):
+            raise UserError(f"precision.frozen: {name} {fault}; {format_quantization_exclusion(name)}", exit_code=2)
         if split is not None:
-            splits[name] = attrs.evolve(split, tensor_slice=storage_slice(weight_format, split.tensor_slice))
+            splits[name] = attrs.evolve(split, tensor_slice=compute_storage_slice(weight_format, split.tensor_slice))
         stored = weight.new_empty(weight_format.storage_shape(tuple(weight.shape)))
         setattr(module.get_submodule(name.rpartition(".")[0]), leaf, nn.Parameter(stored, requires_grad=False))
         layer.weight_formats = {**layer.weight_formats, leaf: weight_format}
 
 
-def storage_slice(weight_format: WeightFormat, weight_slice: TensorSlice) -> TensorSlice:
+def compute_storage_slice(weight_format: WeightFormat, weight_slice: TensorSlice) -> TensorSlice:
     """Return the storage slice for a weight slice with whole blocks."""
     *offsets, column = weight_slice.offsets
     return TensorSlice(
@@ -74,7 +76,7 @@ def storage_slice(weight_format: WeightFormat, weight_slice: TensorSlice) -> Ten
     )
 
 
-def fault_of_blocks(weight_format: WeightFormat, weight_slice: TensorSlice | None, shape: tuple[int, ...]) -> str:
+def describe_block_fault(weight_format: WeightFormat, weight_slice: TensorSlice | None, shape: tuple[int, ...]) -> str:
     """Return why a weight, or a rank's slice of it, can't consist of whole blocks, as the end of a sentence, or ""."""
     name, block = weight_format.name, weight_format.block
     if weight_slice is None or weight_slice.size[-1] == weight_slice.shape[-1]:
@@ -85,7 +87,7 @@ def fault_of_blocks(weight_format: WeightFormat, weight_slice: TensorSlice | Non
     return ""
 
 
-def exclude(name: str) -> str:
+def format_quantization_exclusion(name: str) -> str:
     """Return the remedy for a weight without quantization: a pattern to keep it in the compute dtype."""
     owner, _, leaf = name.rpartition(".")
     pattern = f"*.{owner.rpartition('.')[2]}.{leaf}"
@@ -105,28 +107,28 @@ def check_frozen(nodes: StageNodes) -> Iterator[Problem]:
         text = f"torch.compile does not trace quantized weights, which [{nodes.precision.name}] asks for"
         yield nodes.stages.problem("compile", text, 'write compile = false, or frozen = "compute"')
     precision = build_precision(nodes.precision)
-    module = None if nodes.model is None else known_module(nodes.model)
+    module = None if nodes.model is None else build_known_module(nodes.model)
     if precision is None or module is None:
         return
-    names = list(quantizable_weights(module))
+    names = list(find_quantizable_weights(module))
     for number, pattern in enumerate(precision.frozen_in_compute):
         if names and not any(fnmatchcase(name, pattern) for name in names):
             text = f"no weight of a linear layer or experts is called {pattern!r}; one is {names[0]!r}"
             yield nodes.precision.problem(("frozen_in_compute", number), text, "write another pattern, or remove it")
     weight_format = FORMATS[precision.frozen]
-    for name, (layer, leaf) in chosen_weights(module, precision).items():
+    for name, (layer, leaf) in select_weights_to_quantize(module, precision).items():
         shape = tuple(module.get_parameter(name).shape)
-        first = _first_slice(layer, leaf, shape, nodes.sizes.tensor)
-        if fault := fault_of_blocks(weight_format, first, shape):
-            yield nodes.precision.problem("frozen", f"{name} {fault}", exclude(name))
+        first = _get_first_rank_slice(layer, leaf, shape, nodes.sizes.tensor)
+        if fault := describe_block_fault(weight_format, first, shape):
+            yield nodes.precision.problem("frozen", f"{name} {fault}", format_quantization_exclusion(name))
             return
 
 
 def describe_frozen(nodes: StageNodes) -> Iterator[str]:
     """Yield how many model weights are stored in the quantized format, and their bytes."""
     precision = None if nodes.precision is None else build_precision(nodes.precision)
-    module = None if nodes.model is None else known_module(nodes.model)
-    if precision is None or module is None or not (chosen := chosen_weights(module, precision)):
+    module = None if nodes.model is None else build_known_module(nodes.model)
+    if precision is None or module is None or not (chosen := select_weights_to_quantize(module, precision)):
         return
     units, block = FORMATS[precision.frozen].units, FORMATS[precision.frozen].block
     elements = sum(module.get_parameter(name).numel() for name in chosen)
@@ -137,7 +139,7 @@ def describe_frozen(nodes: StageNodes) -> Iterator[str]:
     )
 
 
-def _first_slice(layer: QuantizableLayer, leaf: str, shape: tuple[int, ...], ranks: int) -> TensorSlice | None:
+def _get_first_rank_slice(layer: QuantizableLayer, leaf: str, shape: tuple[int, ...], ranks: int) -> TensorSlice | None:
     """Return the first rank's slice of a weight along `tensor`, or None if it is whole."""
     if ranks == 1 or not isinstance(layer, TensorParallel) or (split := layer.split_dims().get(leaf)) is None:
         return None

@@ -34,7 +34,7 @@ class ParameterStore:
     _cast_at: list[int] = attrs.field(factory=list)
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
+    def take_over(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
         """
         Take over modules' real parameters; trained ones are in `precision.parameter`, and tied already.
 
@@ -47,7 +47,7 @@ class ParameterStore:
             for name, parameter in list(module.named_parameters(remove_duplicate=False)):
                 if not parameter.is_floating_point() or is_dtensor(parameter):
                     continue
-                dtype = compute_dtype(name, precision)
+                dtype = choose_layer_dtype(name, precision)
                 if parameter.dtype != dtype:
                     copy = copies.setdefault(parameter, _cast_parameter(parameter, dtype))
                     _replace_parameter(module, name, copy)
@@ -58,7 +58,7 @@ class ParameterStore:
                         tensor.grad_dtype = precision.gradient
         return cls(masters, [(parameter, copies[parameter]) for parameter in dict.fromkeys(masters.values())])
 
-    def cast(self, only_if_changed: bool = False) -> None:
+    def cast_masters_to_copies(self, only_if_changed: bool = False) -> None:
         """
         Cast the masters to the copies; with `only_if_changed`, only if a step or a load may have changed a master.
         """
@@ -88,11 +88,11 @@ class ParameterStore:
         return {}
 
     @property
-    def summed(self) -> Set[str]:
+    def parameters_summed_in_backward(self) -> Set[str]:
         """The parameters with gradients summed over data-parallel ranks in backward passes: none."""
         return frozenset()
 
-    def shards_of(self, module: nn.Module) -> Shards | None:
+    def get_shards(self, module: nn.Module) -> Shards | None:
         """Return the module's shards or replicas: None, because there are no data-parallel ranks."""
         return None
 
@@ -100,16 +100,16 @@ class ParameterStore:
         """Return two byte counts: masters with compute copies, and the copies."""
         return {
             "masters": sum(master.nbytes for master, _ in self._pairs),
-            "compute_copies": self.copy_bytes,
+            "compute_copies": self.compute_copy_bytes,
         }
 
     @property
-    def copy_bytes(self) -> int:
+    def compute_copy_bytes(self) -> int:
         """Bytes of the compute copies among the parameters of the modules."""
         return sum(copy.nbytes for _, copy in self._pairs)
 
 
-def compute_dtype(name: str, precision: Precision) -> torch.dtype:
+def choose_layer_dtype(name: str, precision: Precision) -> torch.dtype:
     """Return a floating-point parameter's dtype in layers; a loss's parameters are not cast."""
     is_uncast = name.startswith(f"{LOSS}.") or any(fnmatchcase(name, pattern) for pattern in precision.uncast)
     return precision.parameter if is_uncast else precision.compute

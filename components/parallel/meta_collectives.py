@@ -21,13 +21,13 @@ def _(x: Tensor, shape: Sequence[int], *_: Any) -> Tensor:
     return x.new_empty(shape)
 
 
-def collective(x: Tensor, shape: Sequence[int], kind: Kind, dimension: str, ranks: int) -> Tensor:
+def emulate_collective(x: Tensor, shape: Sequence[int], kind: Kind, dimension: str, ranks: int) -> Tensor:
     """Return a meta tensor with `shape`, the result of a collective along a mesh dimension on x (any shape)."""
     result: Tensor = torch.ops.drawloom.collective(x, list(shape), kind, dimension, ranks)
     return result
 
 
-def message_bytes(x: Tensor, result: Tensor, kind: str, ranks: int) -> float:
+def count_message_bytes(x: Tensor, result: Tensor, kind: str, ranks: int) -> float:
     """
     Return the bytes sent per rank in a ring collective, or directly in an all-to-all, from x (any shape) to result.
 

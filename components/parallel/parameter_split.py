@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.slices import RankSlice, TensorSlice, rank_shares
+from drawloom.components.ports.slices import RankSlice, TensorSlice, divide_into_shares
 from drawloom.graph import UserError
 
 
@@ -22,21 +22,25 @@ class SplitDim:
     uneven: bool = False
 
 
-def split_parameter(module: nn.Module, name: str, ranks: Group, along: str, split_dim: SplitDim) -> RankSlice:
+def replace_by_rank_slice(
+    module: nn.Module, name: str, ranks: Group, mesh_dimension: str, split_dim: SplitDim
+) -> RankSlice:
     """
     Replace a parameter on the meta device by this rank's slice.
 
-    Raises UserError if the ranks along the mesh dimension `along` can't share the parameter like this.
+    Raises UserError if the ranks along the mesh dimension `mesh_dimension` can't share the parameter like this.
     """
     owner, _, leaf = name.rpartition(".")
     whole = module.get_parameter(name)
-    tensor_slice = _slice_dim(name, tuple(whole.shape), split_dim, ranks, along)
+    tensor_slice = _compute_rank_slice(name, tuple(whole.shape), split_dim, ranks, mesh_dimension)
     local = torch.empty(tensor_slice.size, dtype=whole.dtype, device=whole.device)
     setattr(module.get_submodule(owner), leaf, nn.Parameter(local, whole.requires_grad))
     return RankSlice(tensor_slice, ranks)
 
 
-def _slice_dim(name: str, shape: tuple[int, ...], split_dim: SplitDim, ranks: Group, along: str) -> TensorSlice:
+def _compute_rank_slice(
+    name: str, shape: tuple[int, ...], split_dim: SplitDim, ranks: Group, mesh_dimension: str
+) -> TensorSlice:
     """
     Return this rank's slice along the split dimension.
 
@@ -46,9 +50,12 @@ def _slice_dim(name: str, shape: tuple[int, ...], split_dim: SplitDim, ranks: Gr
     units = shape[dim] // unit
     if units < ranks.size if split_dim.uneven else units % ranks.size:
         part = f"{units} heads of {unit} channels" if unit > 1 else f"dimension {dim} of size {units}"
-        fault = "" if split_dim.uneven else " evenly"
-        raise UserError(f"mesh.{along} = {ranks.size} ranks can't partition {part} of {name}{fault}", exit_code=2)
-    local_units = rank_shares(units, ranks.size)[ranks.rank]
+        fault, remedy = ("", f"at most {units}") if split_dim.uneven else (" evenly", f"a divisor of {units}")
+        raise UserError(
+            f"mesh.{mesh_dimension} = {ranks.size} ranks can't partition {part} of {name}{fault}; write {remedy}",
+            exit_code=2,
+        )
+    local_units = divide_into_shares(units, ranks.size)[ranks.rank]
     offsets = [0] * len(shape)
     offsets[dim] = local_units.start * unit
     return TensorSlice(shape, tuple(offsets), (*shape[:dim], len(local_units) * unit, *shape[dim + 1 :]))

@@ -40,21 +40,21 @@ class PipelineDimension(Dimension):
         self._copies = {name: shape_by_name[name] for name in sorted(copy_counts) if copy_counts[name] > 1}
         self._on_earlier_ranks = {name for by_name in shapes[: group.rank] for name in by_name}
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         return self._on_earlier_ranks
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
         """Sum the copies' gradients. Ranks without a copy add zeros, because all ranks join the collective."""
-        gradients = [parameters.gradient(name, shape) for name, shape in self._copies.items()]
-        parameters.sum(gradients, self.mesh.pipeline_group)
+        gradients = [parameters.get_gradient_or_zeros(name, shape) for name, shape in self._copies.items()]
+        parameters.sum_over_group(gradients, self.mesh.pipeline_group)
 
 
-def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
+def find_layer_conflicts(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
     """Yield conflicts: a schedule for another rank count, or more stages than layers."""
-    built = build_schedule(schedule)
+    built = build_schedule_or_none(schedule)
     if built is None:
         return
-    ranks, layers = PerDimension.of_settings(mesh.settings).pipeline, model.settings.get("num_hidden_layers")
+    ranks, layers = PerDimension.from_settings(mesh.settings).pipeline, model.settings.get("num_hidden_layers")
     try:
         stages = len(built.stage_to_rank(ranks))
     except UserError as error:
@@ -77,7 +77,7 @@ def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> 
             yield schedule.problem("pipeline_parallel_layers", str(error))
 
 
-def build_schedule(schedule: NodeView) -> Schedule | None:
+def build_schedule_or_none(schedule: NodeView) -> Schedule | None:
     """Return the schedule, which is cheap to construct; None if it has problems, which it reports itself."""
     if issubclass(schedule.component, Constrained) and any(schedule.component.constraints(schedule)):
         return None
@@ -93,28 +93,28 @@ def _describe_too_few_layers(layers: int, ranks: int, per_rank: int, model: str)
     return text, f"{fewer}write num_hidden_layers = {stages} or more in [{model}]"
 
 
-def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) -> list[LayerRange]:
+def partition_layers(layers: int, stages: int, embedding_cost: int = 0, head_cost: int = 0) -> list[LayerRange]:
     """
     Divide layers over stages as evenly as possible; a remainder goes to the earlier stages.
 
-    `before` and `after` are the costs of embedding and head, in layers: the first and the last stage get so many layers
-    less, but at least one. Raises ValueError for fewer layers than stages.
+    Both costs are in layers: the first and the last stage get so many layers less, but at least one. Raises ValueError
+    for fewer layers than stages.
     """
     if layers < stages:
         raise ValueError(f"{layers} layers over {stages} stages leave a stage without a layer")
     costs = [1] * stages
-    costs[0] += before
-    costs[-1] += after
+    costs[0] += embedding_cost
+    costs[-1] += head_cost
     sizes = [1] * stages
     # Each further layer goes to the cheapest stage so far, the first one if several cost the same.
     for _ in range(layers - stages):
         cheapest = costs.index(min(costs))
         costs[cheapest] += 1
         sizes[cheapest] += 1
-    return layer_ranges(sizes)
+    return build_layer_ranges(sizes)
 
 
-def layer_ranges(sizes: Sequence[int]) -> list[LayerRange]:
+def build_layer_ranges(sizes: Sequence[int]) -> list[LayerRange]:
     """Return stages with these layer counts; the first has the embedding and the last the head."""
     ends, last = accumulate(sizes), len(sizes) - 1
     return [

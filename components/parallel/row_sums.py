@@ -28,7 +28,7 @@ class RowSums(TensorParallel):
 
     def row_weights(self, weights: Tensor) -> Tensor:
         """Sum the weights (rows, length) over whole rows: float64 (rows,)."""
-        return _all_reduce(weights.sum(1, dtype=torch.float64), [self.context])
+        return _all_reduce_in_place(weights.sum(1, dtype=torch.float64), [self.context])
 
     def row_counts(self, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
         """
@@ -36,25 +36,25 @@ class RowSums(TensorParallel):
 
         chosen: int64 (tokens, choices) or (rows, length, choices); only the weights' shape (rows, length) is used.
         """
-        slots = self.own_tokens(chosen, weights) + experts * self._find_own_rows(weights).unsqueeze(1)
+        slots = self.remove_padding(chosen, weights) + experts * self._find_row_of_tokens(weights).unsqueeze(1)
         counts = torch.zeros(len(weights) * experts, device=chosen.device)
         counts.scatter_add_(0, slots.flatten(), counts.new_ones(()).expand(slots.numel()))
-        return _all_reduce(counts.view(-1, experts), [self.context, self.ranks.group])
+        return _all_reduce_in_place(counts.view(-1, experts), [self.context, self.ranks.group])
 
     def repeat_by_token(self, values: Tensor, weights: Tensor) -> Tensor:
         """Repeat row values (rows, ...) for this rank's tokens: (tokens, ...), 0 in padding, or (rows, 1, ...)."""
         if self.ranks.size == 1:
             return values.unsqueeze(1)
-        return self._pad_share(values[self._find_own_rows(weights)], weights)
+        return self._pad_to_equal_share(values[self._find_row_of_tokens(weights)], weights)
 
     def token_weights(self, weights: Tensor) -> Tensor:
         """Select this rank's token weights from (rows, length): (tokens,), 0 in padding, or (rows, length)."""
         if self.ranks.size == 1:
             return weights
         own = self._find_own_tokens(weights)
-        return self._pad_share(weights.flatten()[own.start : own.stop], weights)
+        return self._pad_to_equal_share(weights.flatten()[own.start : own.stop], weights)
 
-    def own_tokens(self, values: Tensor, weights: Tensor) -> Tensor:
+    def remove_padding(self, values: Tensor, weights: Tensor) -> Tensor:
         """Remove padding from values (tokens, n) or (rows, length, n): (tokens, n)."""
         return values.flatten(0, -2)[: len(self._find_own_tokens(weights))]
 
@@ -64,12 +64,12 @@ class RowSums(TensorParallel):
         first = self.ranks.group.rank * share
         return range(min(first, weights.numel()), min(first + share, weights.numel()))
 
-    def _find_own_rows(self, weights: Tensor) -> Tensor:
+    def _find_row_of_tokens(self, weights: Tensor) -> Tensor:
         """Return the row number of every token on this rank: int64 (tokens,)."""
         own = self._find_own_tokens(weights)
         return torch.arange(own.start, own.stop, device=weights.device) // max(weights.shape[1], 1)
 
-    def _pad_share(self, values: Tensor, weights: Tensor) -> Tensor:
+    def _pad_to_equal_share(self, values: Tensor, weights: Tensor) -> Tensor:
         """Append zeros to values of this rank's tokens, up to the equal share of all ranks."""
         missing = -(-weights.numel() // self.ranks.size) - len(values)
         return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing))
@@ -82,7 +82,7 @@ def set_context_group(module: nn.Module, context: Group) -> None:
             submodule.context = context
 
 
-def _all_reduce(local: Tensor, groups: Sequence[Group]) -> Tensor:
+def _all_reduce_in_place(local: Tensor, groups: Sequence[Group]) -> Tensor:
     """All-reduce a tensor (any shape) over several groups, in place."""
     if not local.is_meta:
         for group in groups:

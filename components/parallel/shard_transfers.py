@@ -26,9 +26,9 @@ as a message of a quarter of a megabyte.
 """
 
 
-def message_dtype(precision: Precision, replicas: bool) -> torch.dtype:
+def choose_message_dtype(precision: Precision, replicas: bool) -> torch.dtype:
     """
-    Return the dtype of gradients in messages to the rank with their slice.
+    Choose the dtype in which ranks send gradients to the rank with their slice.
 
     If `replicas` sum gradients, too, the wide dtype is sent: a rank's shard sums would otherwise be rounded in between.
     """
@@ -196,7 +196,7 @@ class DirectReduceScatter:
 
         Slices follow the first dimension, (rows / ranks rounded up, ...); the last ones are padded.
         """
-        messages = [*_pack_messages(input_tensor.listed.tensors, output_tensor, group.size())]
+        messages = [*_pack_gradients_into_messages(input_tensor.listed.tensors, output_tensor, group.size())]
         if output_tensor.itemsize == 2:
             _exchange_and_sum(messages, group)
         else:
@@ -213,12 +213,12 @@ class _Message:
     parts: Tensor
     sums: Sequence[Tensor]
 
-    def divide(self, row: Tensor) -> Sequence[Tensor]:
-        """Split a row (n,), or rows (any, n), into one tensor per sum."""
+    def split_per_sum(self, row: Tensor) -> Sequence[Tensor]:
+        """Split a message's row (n,), or rows (any, n), into its gradients' parts, one per output in `sums`."""
         return torch.split(row, [len(out) for out in self.sums], dim=-1)
 
 
-def _pack_messages(gradients: Sequence[Tensor], output: Tensor, ranks: int) -> Iterator[_Message]:
+def _pack_gradients_into_messages(gradients: Sequence[Tensor], output: Tensor, ranks: int) -> Iterator[_Message]:
     """Yield a message per large gradient, in place, and one for a copy of all gradients that are small or uneven."""
     sums = torch.split(output, [-(-len(grad) // ranks) * math.prod(grad.shape[1:]) for grad in gradients])
     packed: list[tuple[Tensor, Tensor]] = []
@@ -249,8 +249,8 @@ def _exchange_and_sum(messages: Sequence[_Message], group: Any) -> None:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     for message, rows in zip(messages, received, strict=True):
-        own = message.divide(message.parts[group.rank()])
-        for part, others, out in zip(own, message.divide(rows), message.sums, strict=True):
+        own = message.split_per_sum(message.parts[group.rank()])
+        for part, others, out in zip(own, message.split_per_sum(rows), message.sums, strict=True):
             sum_parts(part, others, out)
 
 
@@ -265,5 +265,5 @@ def _reduce_scatter_messages(messages: Sequence[_Message], group: Any, op: Any) 
     group.reduce_scatter_tensor_coalesced(outputs, [message.parts.view(-1) for message in messages], options).wait()
     for message, row in zip(messages, outputs, strict=True):
         if len(message.sums) > 1:
-            for part, out in zip(message.divide(row), message.sums, strict=True):
+            for part, out in zip(message.split_per_sum(row), message.sums, strict=True):
                 out.copy_(part)

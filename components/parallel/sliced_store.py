@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 import attrs
 from torch import Tensor, nn
 
-from drawloom.components.parallel.data_shard import heads_of, whole_parameters
+from drawloom.components.parallel.data_shard import find_unsharded_parameters, find_untied_heads
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
@@ -55,7 +55,7 @@ class SlicedStore(ParameterStore):
         expert_ranks: int = 1,
     ) -> "SlicedStore":
         """Slice meta modules' parameters, in `precision.parameter`; `experts` over `expert_ranks` ranks."""
-        whole_by_module = whole_parameters(modules, precision, frozenset() if expert_ranks > 1 else experts)
+        whole_by_module = find_unsharded_parameters(modules, precision, frozenset() if expert_ranks > 1 else experts)
         masters: dict[str, nn.Parameter] = {}
         slices: dict[str, TensorSlice] = {}
         local_bytes: dict[Tensor, int] = {}
@@ -70,8 +70,8 @@ class SlicedStore(ParameterStore):
                 parameter.data = parameter.data.to(precision.compute)
                 if parameter.requires_grad:
                     parameter.grad_dtype = precision.gradient
-        # `of` casts whole parameters as without shards; sharded ones already have the dtype of layers.
-        store = cls.of(modules, precision)
+        # `take_over` casts whole parameters as without shards; sharded ones already have the dtype of layers.
+        store = cls.take_over(modules, precision)
         store.masters = {**store.masters, **masters}
         store.slices, store.by_block, store._local_bytes = slices, by_block, local_bytes
         store.gathered = [_count_gathered_bytes(module, blocks(module), local_bytes) for module in modules]
@@ -105,17 +105,17 @@ def _count_gathered_bytes(
     return GatheredBytes(total - sum(sizes), sizes)
 
 
-def largest_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
+def count_largest_reduction_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
     """Return the most trained elements in a reduction unit: a block, its experts, a head, or the rest of the module."""
-    sizes = Counter({id(module): _count_trained(module)})
-    for block in (*blocks, *heads_of(module)):
-        in_experts = sum(_count_trained(part) for part in block.modules() if isinstance(part, ExpertParallel))
-        in_block = _count_trained(block)
+    sizes = Counter({id(module): _count_trained_elements(module)})
+    for block in (*blocks, *find_untied_heads(module)):
+        in_experts = sum(_count_trained_elements(part) for part in block.modules() if isinstance(part, ExpertParallel))
+        in_block = _count_trained_elements(block)
         sizes[id(module)] -= in_block
         sizes[id(block)] = max(in_experts, in_block - in_experts)
     return max(sizes.values())
 
 
-def _count_trained(module: nn.Module) -> int:
+def _count_trained_elements(module: nn.Module) -> int:
     """Return the number of trained elements in a module."""
     return sum(param.numel() for param in module.parameters() if param.requires_grad)

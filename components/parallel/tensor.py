@@ -19,11 +19,11 @@ from torch.autograd import Function
 
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
-from drawloom.components.parallel.meta_collectives import collective
-from drawloom.components.parallel.parameter_split import SplitDim, split_parameter
+from drawloom.components.parallel.meta_collectives import emulate_collective
+from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import TensorParallelModel, VocabularyPart
-from drawloom.components.ports.slices import RankSlice, gather_shares, rank_shares
+from drawloom.components.ports.slices import RankSlice, divide_into_shares, gather_shares
 from drawloom.graph import Problem
 
 Collective = Callable[[Tensor, Group], Tensor]
@@ -72,28 +72,28 @@ class TensorRanks:
             tokens = nn.functional.pad(tokens, (0, 0, 0, padding))
         return _apply_collective(tokens, self.group, _reduce_scatter, _gather)
 
-    def copy(self, tensor: Tensor) -> Tensor:
+    def copy_to_ranks(self, tensor: Tensor) -> Tensor:
         """
         Return the tensor itself (any shape), for different computations by rank; the backward pass sums gradients over
         the ranks.
         """
         return tensor if self.size == 1 else _apply_collective(tensor, self.group, _alias_tensor, _all_reduce)
 
-    def sum(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum a tensor (any shape) over the ranks, for the same computation on all ranks."""
         return partial if self.size == 1 else _apply_collective(partial, self.group, _all_reduce, _alias_tensor)
 
-    def share(self, length: int) -> range:
+    def get_share(self, length: int) -> range:
         """Return this rank's share among `length` elements."""
-        return rank_shares(length, self.size)[self.group.rank]
+        return divide_into_shares(length, self.size)[self.group.rank]
 
-    def gather_last(self, share: Tensor, length: int) -> Tensor:
+    def gather_last_dimension(self, share: Tensor, length: int) -> Tensor:
         """Gather the last dimension's shares, (..., length), for the same computation on all ranks."""
         if self.size == 1:
             return share
         return _apply_collective(share, self.group, partial(_gather_last, length=length), _select_last_share)
 
-    def rows_of(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    def find_local_rows(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """
         Return the tokens' row numbers in this rank's share of a table (vocab_size, width), and a mask (..., 1) of its
         tokens.
@@ -103,14 +103,14 @@ class TensorRanks:
         """
         if self.size == 1:
             return tokens, None
-        share = self.share(vocab_size)
+        share = self.get_share(vocab_size)
         local = tokens - share.start
         is_local = (local >= 0) & (local < len(share))
         return local.where(is_local, 0), is_local.unsqueeze(-1)
 
-    def vocabulary_part(self, vocab_size: int) -> VocabularyPart | None:
-        """Return the vocabulary part in this rank's share of the output weight; None with one rank."""
-        return None if self.size == 1 else VocabularyPart(self.share(vocab_size).start, self.group)
+    def get_vocabulary_part(self, vocab_size: int) -> VocabularyPart | None:
+        """Return which vocabulary entries this rank's share of the output weight has; None with one rank."""
+        return None if self.size == 1 else VocabularyPart(self.get_share(vocab_size).start, self.group)
 
 
 ALONE = TensorRanks(SingleProcess())
@@ -119,7 +119,7 @@ ALONE = TensorRanks(SingleProcess())
 
 class TensorParallel(nn.Module):
     """
-    A module with its work divided among `ranks` after `split` has set them.
+    A module with its work divided among `ranks` after `split_over_ranks` has set them.
 
     Its own parameters outside `split_dims` are whole on every rank. A rank has gradients for a part of the tokens or
     channels; they are summed over the ranks.
@@ -132,7 +132,7 @@ class TensorParallel(nn.Module):
         return {}
 
 
-def split(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSlice]:
+def split_over_ranks(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSlice]:
     """
     Split a meta model's modules over ranks, and return the slices by parameter name.
 
@@ -144,7 +144,7 @@ def split(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSlice]:
             submodule.ranks = ranks
             for leaf, split_dim in submodule.split_dims().items():
                 name = f"{path}.{leaf}" if path else leaf
-                splits[name] = split_parameter(module, name, ranks.group, TensorDimension.name, split_dim)
+                splits[name] = replace_by_rank_slice(module, name, ranks.group, TensorDimension.name, split_dim)
     return splits
 
 
@@ -164,7 +164,7 @@ class TensorDimension(Dimension):
         ranks, model = nodes.sizes.tensor, nodes.model
         if ranks == 1 or model is None or not issubclass(model.component, TensorParallelModel):
             return
-        for fault in model.component.tensor_faults(model, ranks):
+        for fault in model.component.find_tensor_parallel_faults(model, ranks):
             text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
             yield nodes.mesh.problem(cls.name, text, "write another number, or 1")
 
@@ -174,15 +174,19 @@ class TensorDimension(Dimension):
             yield f"linear layers, embedding and head: split over {ranks} ranks, and tokens in between"
 
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
-        return split(module, TensorRanks(self.mesh.tensor_group))
+        return split_over_ranks(module, TensorRanks(self.mesh.tensor_group))
 
-    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         return parameters.trained.keys() - parameters.split if self.mesh.indices.tensor else frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
         """Sum whole parameters' gradients, such as norms', over the ranks' tokens."""
-        whole = [name for name in parameters.trained if name in parameters.of_model and name not in parameters.split]
-        parameters.sum_named(whole, self.mesh.tensor_group)
+        whole = [
+            name
+            for name in parameters.trained
+            if name in parameters.model_parameter_names and name not in parameters.split
+        ]
+        parameters.sum_named_over_group(whole, self.mesh.tensor_group)
 
 
 def _unpad(tokens: Tensor, shape: Sequence[int]) -> Tensor:
@@ -222,7 +226,7 @@ def _alias_tensor(tensor: Tensor, group: Group) -> Tensor:
 def _gather(part: Tensor, group: Group) -> Tensor:
     """Gather (n, ...) from all ranks: (size * n, ...)."""
     if part.is_meta:
-        return collective(
+        return emulate_collective(
             part, (group.size * part.shape[0], *part.shape[1:]), "all_gather", TensorDimension.name, group.size
         )
     return group.gather(part).flatten(0, 1)
@@ -232,14 +236,14 @@ def _reduce_scatter(whole: Tensor, group: Group) -> Tensor:
     """Sum (size * n, ...) over the ranks and return this rank's (n, ...)."""
     parts = whole.view(group.size, -1, *whole.shape[1:])
     if whole.is_meta:
-        return collective(whole, parts.shape[1:], "reduce_scatter", TensorDimension.name, group.size)
+        return emulate_collective(whole, parts.shape[1:], "reduce_scatter", TensorDimension.name, group.size)
     return group.reduce_scatter(parts)
 
 
 def _all_reduce(partial: Tensor, group: Group) -> Tensor:
     """Return the sum over ranks in a new tensor (any shape)."""
     if partial.is_meta:
-        return collective(partial, partial.shape, "all_reduce", TensorDimension.name, group.size)
+        return emulate_collective(partial, partial.shape, "all_reduce", TensorDimension.name, group.size)
     total = partial.detach().clone(memory_format=torch.contiguous_format)
     group.sum(total)
     return total
@@ -248,7 +252,7 @@ def _all_reduce(partial: Tensor, group: Group) -> Tensor:
 def _gather_last(share: Tensor, group: Group, length: int) -> Tensor:
     """Gather the last dimension's shares from all ranks: (..., length)."""
     if share.is_meta:
-        return collective(share, (*share.shape[:-1], length), "all_gather", TensorDimension.name, group.size)
+        return emulate_collective(share, (*share.shape[:-1], length), "all_gather", TensorDimension.name, group.size)
     return gather_shares(share, group, share.ndim - 1, length)
 
 
@@ -259,5 +263,5 @@ def _select_share(whole: Tensor, group: Group) -> Tensor:
 
 def _select_last_share(whole: Tensor, group: Group) -> Tensor:
     """Return this rank's share of the last dimension."""
-    share = rank_shares(whole.shape[-1], group.size)[group.rank]
+    share = divide_into_shares(whole.shape[-1], group.size)[group.rank]
     return whole[..., share.start : share.stop].contiguous()

@@ -52,11 +52,11 @@ class Advantages:
     def run_phase(self, step: Step) -> None:
         """Write a PolicyBatch for every microbatch."""
         scored: list[Scored] = step.state["rollouts"]
-        step.state["batches"] = [self._batch(part) for part in scored]
+        step.state["batches"] = [self._make_policy_batch(part) for part in scored]
 
-    def _batch(self, scored: Scored) -> PolicyBatch:
+    def _make_policy_batch(self, scored: Scored) -> PolicyBatch:
         completions = scored.completions
-        advantages, is_equal = group_advantages(scored.totals, scored.group_size, self.baseline, self.scale)
+        advantages, is_equal = compute_group_advantages(scored.totals, scored.group_size, self.baseline, self.scale)
         counts = ~scored.totals.isnan()
         if self.equal_groups == "drop":
             counts &= ~is_equal
@@ -79,13 +79,15 @@ class Advantages:
         return PolicyBatch(**arguments)
 
 
-def group_advantages(totals: Tensor, group_size: int, baseline: str, scale: str) -> tuple[Tensor, Tensor]:
+def compute_group_advantages(
+    total_rewards: Tensor, group_size: int, baseline: str, scale: str
+) -> tuple[Tensor, Tensor]:
     """
     Return advantages, float64 (rows,), 0 for rows without a reward, and whether the row's group has equal rewards.
 
     totals: float64 (rows,), NaN for rows without a reward; groups are `group_size` rows in succession.
     """
-    groups = totals.view(-1, group_size)
+    groups = total_rewards.view(-1, group_size)
     is_scored = ~groups.isnan()
     counts = is_scored.sum(1, keepdim=True).double()
     means = groups.nansum(1, keepdim=True) / counts.clamp_min(1)

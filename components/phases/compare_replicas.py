@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Cadence, Step, check_cadence, due
+from drawloom.components.ports.run import Cadence, Step, check_cadence, is_due
 from drawloom.components.ports.stages import Parameters
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import UserError, component, setting
 
 MAX_NAMES_SHOWN = 5
@@ -31,29 +31,34 @@ class CompareReplicas:
     def run_phase(self, step: Step) -> None:
         """Compare one digest of all parameters, and each parameter's digest after a difference. Raises UserError."""
         replicas = self.mesh.replicas
-        if replicas.size == 1 or not due(self.every, step):
+        if replicas.size == 1 or not is_due(self.every, step):
             return
         parameters = self.parameters.named_parameters()
-        digests = {name: hashlib.sha256(bytes_of(parameter)).hexdigest() for name, parameter in parameters}
+        digests = {name: hashlib.sha256(view_bytes(parameter)).hexdigest() for name, parameter in parameters}
         total = hashlib.sha256("".join(digests.values()).encode()).hexdigest()
         if len({*replicas.gather_json(total)}) > 1:
             by_replica = replicas.gather_json({"rank": self.mesh.world.rank, "digests": digests})
-            raise UserError(f"after the update of step {step.index}, {describe_difference(by_replica)}")
+            raise UserError(f"after the update of step {step.index}, {describe_differing_replicas(by_replica)}")
 
 
-def describe_difference(by_replica: Sequence[dict[str, Any]]) -> str:
+def describe_differing_replicas(digests_by_replica: Sequence[dict[str, Any]]) -> str:
     """Return a message with the differing parameters and, if a majority agrees, the ranks outside it."""
-    names = [name for name in by_replica[0]["digests"] if len({replica["digests"][name] for replica in by_replica}) > 1]
-    counts = Counter(replica["digests"][names[0]] for replica in by_replica)
+    names = [
+        name
+        for name in digests_by_replica[0]["digests"]
+        if len({replica["digests"][name] for replica in digests_by_replica}) > 1
+    ]
+    counts = Counter(replica["digests"][names[0]] for replica in digests_by_replica)
     digest, votes = counts.most_common(1)[0]
-    odd = [replica["rank"] for replica in by_replica if replica["digests"][names[0]] != digest]
+    odd = [replica["rank"] for replica in digests_by_replica if replica["digests"][names[0]] != digest]
     shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (
         f" and {len(names) - MAX_NAMES_SHOWN} more" * (len(names) > MAX_NAMES_SHOWN)
     )
-    if 2 * votes > len(by_replica):
+    if 2 * votes > len(digests_by_replica):
         who = f"rank {', '.join(map(str, odd))} has other bits than the other replicas"
     else:
-        who = f"the replicas of ranks {', '.join(str(replica['rank']) for replica in by_replica)} have different bits"
+        ranks = ", ".join(str(replica["rank"]) for replica in digests_by_replica)
+        who = f"the replicas of ranks {ranks} have different bits"
     return (
         f"{who} in {shown}: silent data corruption, or a fault in the software; the next start resumes from the newest "
         "checkpoint, so check that machine first"

@@ -32,17 +32,17 @@ class Divergence:
         """Judge the step, or the previous step if a device computes the loss. Raises UserError on all ranks alike."""
         late, self._late = self._late, None
         if late is not None:
-            self._judge_step(late)
+            self._count_lost_steps(late)
         # All ranks have the loss on a device of the same kind, and judge the same step.
-        if not step.state.is_remote(step.state["loss"]) or step.last:
-            self._judge_step(step)
+        if not step.state.is_remote(step.state["loss"]) or step.is_last:
+            self._count_lost_steps(step)
         else:
             self._late = step
 
     def state_dict(self) -> dict[str, Any]:
         """Return `first`, the run's first loss, and `lost`, the number of consecutive lost steps."""
         if self._late is not None:
-            self._judge_step(self._late)
+            self._count_lost_steps(self._late)
             self._late = None
         return {"first": self._first, "lost": self._lost}
 
@@ -51,22 +51,22 @@ class Divergence:
         self._lost = int(state["lost"])
         self._late = None
 
-    def _judge_step(self, step: Step) -> None:
+    def _count_lost_steps(self, step: Step) -> None:
         """Count consecutive lost steps. Raises UserError after `steps` lost steps in a row."""
         loss, norm = step.state.number("loss"), step.state.number("grad_norm")
         if step.goes_back or (math.isfinite(norm) and not math.isfinite(loss)):
             return  # there was no token to learn from
         if self._first is None and math.isfinite(loss):
             self._first = loss
-        self._lost = self._lost + 1 if self._is_lost(loss, norm) else 0
+        self._lost = self._lost + 1 if self._is_lost_step(loss, norm) else 0
         if self._lost >= self.steps:
             raise UserError(self._describe_divergence(step.index, loss, norm))
 
-    def _is_lost(self, loss: float, norm: float) -> bool:
-        return not math.isfinite(norm) or norm == 0 or loss > self._loss_limit
+    def _is_lost_step(self, loss: float, norm: float) -> bool:
+        return not math.isfinite(norm) or norm == 0 or loss > self._max_loss
 
     @property
-    def _loss_limit(self) -> float:
+    def _max_loss(self) -> float:
         """The largest loss that does not count as lost."""
         if self._first is None:
             return math.inf
@@ -76,7 +76,7 @@ class Divergence:
         begin = index - self._lost
         above, began = "", "was never finite"
         if self._first is not None:
-            above, began = f"the loss was above {self._loss_limit:.4g}, or ", f"began at {self._first:.4g}"
+            above, began = f"the loss was above {self._max_loss:.4g}, or ", f"began at {self._first:.4g}"
         return (
             f"training has diverged: since step {begin + 1} {above}gradients were 0 or not finite; the loss {began}, "
             f"and is {loss:.4g} at step {index} with a gradient norm of {norm:.4g}; lower the learning rate, lengthen "

@@ -34,11 +34,14 @@ class WeightAverage:
     def run_phase(self, step: Step) -> None:
         """Update the average, unless the step is skipped; the first call copies the weights."""
         if not self._averages:
-            self._averages = {name: _widen(part.detach().clone()) for name, part in self.parameters.named_parameters()}
+            self._averages = {
+                name: _copy_as_float32_or_wider(part.detach().clone())
+                for name, part in self.parameters.named_parameters()
+            }
         else:
-            step.apply_update(self._update)
+            step.apply_update(self._update_average)
 
-    def _update(self, skip: Tensor | None) -> None:
+    def _update_average(self, skip: Tensor | None) -> None:
         """Update the average, unless the flag `skip`, float32 () on the device, is 1."""
         for name, parameter in self.parameters.named_parameters():
             average = self._averages[name]
@@ -51,23 +54,25 @@ class WeightAverage:
         return self._averages
 
     def use_averages(self) -> AbstractContextManager[None]:
-        return self._swap()
+        return self._replace_weights_by_averages()
 
     @contextmanager
-    def _swap(self) -> Iterator[None]:
+    def _replace_weights_by_averages(self) -> Iterator[None]:
         weights = [(part, self._averages[name]) for name, part in self.parameters.named_parameters() if self._averages]
         before = [part.detach().clone() for part, _ in weights]
         try:
             for part, average in weights:
-                _replace(part, average)
+                _copy_into_parameter(part, average)
             yield
         finally:
             for (part, _), weight in zip(weights, before, strict=True):
-                _replace(part, weight)
+                _copy_into_parameter(part, weight)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the averages as optimizer state."""
-        sizes = (part.numel() * _wide_dtype(part.dtype).itemsize for _, part in self.parameters.named_parameters())
+        sizes = (
+            part.numel() * _float32_or_wider(part.dtype).itemsize for _, part in self.parameters.named_parameters()
+        )
         return {"optimizer_state": sum(sizes)}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
@@ -81,7 +86,7 @@ class WeightAverage:
     def forecast_state(self) -> dict[str, Any]:
         """Return the averages' shapes and dtypes, on the meta device."""
         return {
-            name: {"average": torch.empty_like(part, dtype=_wide_dtype(part.dtype), device="meta")}
+            name: {"average": torch.empty_like(part, dtype=_float32_or_wider(part.dtype), device="meta")}
             for name, part in self.parameters.named_parameters()
         }
 
@@ -91,19 +96,21 @@ class WeightAverage:
         if state and named.keys() != state.keys():
             raise KeyError(f"averages differ for {sorted(named.keys() ^ state.keys())}")
         self._averages = {
-            name: _widen(entry["average"].to(named[name].device, copy=True)) for name, entry in state.items() if entry
+            name: _copy_as_float32_or_wider(entry["average"].to(named[name].device, copy=True))
+            for name, entry in state.items()
+            if entry
         }
 
 
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def _float32_or_wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.to(_wide_dtype(tensor.dtype))
+def _copy_as_float32_or_wider(tensor: Tensor) -> Tensor:
+    return tensor.to(_float32_or_wider(tensor.dtype))
 
 
 @torch.no_grad()
-def _replace(parameter: nn.Parameter, value: Tensor) -> None:
+def _copy_into_parameter(parameter: nn.Parameter, value: Tensor) -> None:
     """Copy a value into a parameter in place, so its version counter marks its casts as outdated."""
     parameter.copy_(value)

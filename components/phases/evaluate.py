@@ -6,9 +6,9 @@ import attrs
 
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
-from drawloom.components.ports.run import Cadence, Step, check_cadence, due
-from drawloom.components.ports.stages import AveragedWeights, with_averages
+from drawloom.components.ports.pipeline import Executor, make_state_of_batches, sum_losses
+from drawloom.components.ports.run import Cadence, Step, check_cadence, is_due
+from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.graph import component, setting
 
 
@@ -38,7 +38,7 @@ class Evaluate:
     def after_restore(self, done: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure() if done == 0 else None
+            self._initial = self._measure_loss_per_token() if done == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """
@@ -48,17 +48,17 @@ class Evaluate:
         """
         if self._initial is not None:
             step.state["initial_validation_loss"], self._initial = self._initial, None
-        if not due(self.every, step):
+        if not is_due(self.every, step):
             return
         began = time.monotonic()
-        if (loss := self._measure()) is not None:
+        if (loss := self._measure_loss_per_token()) is not None:
             step.state["validation_loss"] = loss
         step.excluded_seconds += time.monotonic() - began
 
-    def _measure(self) -> float | None:
+    def _measure_loss_per_token(self) -> float | None:
         """Return the mean loss per token; None if the split is empty. A collective."""
-        with with_averages(self.average):
-            state = state_of_batches(self.data.batches())
+        with use_averages_if_any(self.average):
+            state = make_state_of_batches(self.data.batches())
             self.executor.evaluate(state)
         # sums are reduced, not means, because ranks may have different numbers of tokens
         sums = sum_losses(state)

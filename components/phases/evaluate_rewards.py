@@ -4,13 +4,13 @@ import time
 
 import attrs
 
-from drawloom.components.phases.rollout import mean_total, repeat_prompts, require_prompts, score_completions
+from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions, sum_and_count_totals
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.rollouts import Reward, Rollouts
-from drawloom.components.ports.run import Batching, Cadence, Step, check_cadence, due
-from drawloom.components.ports.stages import AveragedWeights, with_averages
+from drawloom.components.ports.run import Batching, Cadence, Step, check_cadence, is_due
+from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.graph import Every, between, component, setting
 
 
@@ -43,20 +43,20 @@ class EvaluateRewards:
     def after_restore(self, done: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure() if done == 0 else None
+            self._initial = self._measure_mean_reward() if done == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """Write `validation_reward` at `every`'s steps; a new run's first step gets `initial_validation_reward`."""
         if self._initial is not None:
             step.state["initial_validation_reward"], self._initial = self._initial, None
-        if not due(self.every, step):
+        if not is_due(self.every, step):
             return
         began = time.monotonic()
-        if (reward := self._measure()) is not None:
+        if (reward := self._measure_mean_reward()) is not None:
             step.state["validation_reward"] = reward
         step.excluded_seconds += time.monotonic() - began
 
-    def _measure(self) -> float | None:
+    def _measure_mean_reward(self) -> float | None:
         """Return the mean reward; None if no completion has one. A collective."""
         batches = [require_prompts(batch) for batch in self.data.batches()]
         prompts, row = [], 0
@@ -66,13 +66,13 @@ class EvaluateRewards:
             row += batch.row_count
         if not batches:
             return None
-        with with_averages(self.average):
+        with use_averages_if_any(self.average):
             completions = self.rollouts.sample(prompts, "validation", 0)
         scored = [
             score_completions(self.rewards, self.tokenizer, self._copy, batch, sampled, self.samples)
             for batch, sampled in zip(batches, completions, strict=True)
         ]
-        sums = mean_total(scored)
+        sums = sum_and_count_totals(scored)
         self.mesh.data_group.sum(sums)
         total, count = sums.tolist()
         return total / count if count else None

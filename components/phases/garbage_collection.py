@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import attrs
 
-from drawloom.components.ports.run import Cadence, Event, EventKind, Step, check_cadence, due
+from drawloom.components.ports.run import Cadence, Event, EventKind, Step, check_cadence, is_due
 from drawloom.graph import component, setting
 
 
@@ -40,7 +40,7 @@ class CollectGarbage:
 
     def run_phase(self, step: Step) -> None:
         """Collect generations 0 and 1 at `every`'s steps."""
-        if due(self.every, step):
+        if is_due(self.every, step):
             gc.collect(1)  # a full collection of a large process takes seconds
 
     def on_event(self, event: Event) -> None:

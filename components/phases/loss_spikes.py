@@ -53,8 +53,8 @@ class LossSpikes:
         """Compare the step's loss. Raises UserError on all ranks for a spike if the run may not go back again."""
         if not self.go_back:
             self._late.append(step)
-            self._warn_about_spikes(step.last)
-        elif not step.skip_reason and (spike := self._detect_spike(step)):
+            self._warn_of_late_spikes(step.is_last)
+        elif not step.skip_reason and (spike := self._describe_spike(step)):
             if self._times >= self.go_back:
                 raise UserError(
                     f"step {step.index}: {spike}, after the run went back {self._times} times; lower the learning "
@@ -68,12 +68,12 @@ class LossSpikes:
     def after_restore(self, done: int) -> None:
         """Continue the data after the spike's rows, if the run went back."""
         if self._position is not None:
-            self.data.continue_at(self._position)
+            self.data.skip_to_position(self._position)
             self._position = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return `losses`, the last steps' losses, and `times`, how often the run went back."""
-        self._warn_about_spikes(wait=True)
+        self._warn_of_late_spikes(wait_for_losses=True)
         return {"losses": list(self._losses), "times": self._times}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -81,14 +81,14 @@ class LossSpikes:
         self._losses = [float(loss) for loss in state["losses"]]
         self._times = max(self._times, int(state["times"]))
 
-    def _warn_about_spikes(self, wait: bool) -> None:
-        """Warn about spikes in late steps whose loss has reached the host; with `wait`, in all late steps."""
-        while self._late and (wait or self._late[0].state.is_on_host):
+    def _warn_of_late_spikes(self, wait_for_losses: bool) -> None:
+        """Warn of spikes in late steps whose loss has reached the host, or with `wait_for_losses` in all late steps."""
+        while self._late and (wait_for_losses or self._late[0].state.is_on_host):
             step = self._late.pop(0)
-            if not step.skip_reason and (spike := self._detect_spike(step)):
+            if not step.skip_reason and (spike := self._describe_spike(step)):
                 log.warning("step %d: %s", step.index, spike)
 
-    def _detect_spike(self, step: Step) -> str:
+    def _describe_spike(self, step: Step) -> str:
         """
         Return a sentence if the step's loss is a spike, else "".
 

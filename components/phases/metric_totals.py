@@ -21,9 +21,11 @@ class Measurements:
     distributions: Mapping[str, Histogram]
 
 
-def read_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
+def compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
     """Compute a measured step's metrics from their totals, after waiting until the totals are on the host."""
-    rest = {op: iter(_unpack(metrics, op, packed)) for op, packed in step.state.on_host(METRIC_TOTALS).items()}
+    rest = {
+        op: iter(_split_accumulators(metrics, op, packed)) for op, packed in step.state.on_host(METRIC_TOTALS).items()
+    }
     values: dict[str, Value] = {}
     distributions: dict[str, Histogram] = {}
     for metric in metrics:
@@ -34,10 +36,12 @@ def read_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
     return Measurements(values, distributions)
 
 
-def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:
+def sum_metrics_over_ranks(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:
     """Combine every metric's accumulators over ranks, and write the totals into the step's state. Does not wait."""
     parts = [(metric.accumulators, metric.update(step)) for metric in metrics]
-    packed = {op: torch.cat(tensors) for op in OPS if (tensors := [*_pack(parts, op, mesh, device.device)])}
+    packed = {
+        op: torch.cat(tensors) for op in OPS if (tensors := [*_flatten_accumulators(parts, op, mesh, device.device)])
+    }
     for op, tensor in packed.items():
         if op == "sum":
             mesh.world.sum(tensor)
@@ -49,9 +53,9 @@ def measure(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -
     step.state[METRIC_TOTALS] = packed
 
 
-def _pack(
+def _flatten_accumulators(
     parts: Sequence[tuple[Mapping[str, Accumulator], Mapping[str, Tensor]]],
-    op: str,
+    reduce_op: str,
     mesh: Mesh,
     device: torch.device,
 ) -> Iterator[Tensor]:
@@ -65,20 +69,20 @@ def _pack(
     }
     for accumulators, update in parts:
         for name, accumulator in accumulators.items():
-            if accumulator.op == op:
-                has_part = name in update and (op != "sum" or counts[accumulator.scope])
-                part = update[name] if has_part else accumulator.identity()
+            if accumulator.op == reduce_op:
+                has_part = name in update and (reduce_op != "sum" or counts[accumulator.scope])
+                part = update[name] if has_part else accumulator.identity_element()
                 # A blocking copy of a part on the CPU, such as a count, would wait for the GPU's queue.
                 part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")
                 yield part.reshape(accumulator.shape).flatten()
 
 
-def _unpack(metrics: Sequence[Metric], op: str, packed: Tensor) -> Iterator[Tensor]:
+def _split_accumulators(metrics: Sequence[Metric], reduce_op: str, packed: Tensor) -> Iterator[Tensor]:
     """Yield the reduced accumulators for one op, in their shapes, from one flat tensor."""
     offset = 0
     for metric in metrics:
         for accumulator in metric.accumulators.values():
-            if accumulator.op == op:
+            if accumulator.op == reduce_op:
                 size = torch.Size(accumulator.shape).numel()
                 yield packed[offset : offset + size].view(accumulator.shape)
                 offset += size

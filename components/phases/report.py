@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.phases.metric_totals import Measurements, measure, read_measurements
+from drawloom.components.phases.metric_totals import Measurements, compute_measurements, sum_metrics_over_ranks
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.log_records import STEP_LINE
 from drawloom.components.ports.run import (
@@ -21,14 +21,14 @@ from drawloom.components.ports.run import (
     Tracker,
     Value,
     check_cadence,
-    due,
+    is_due,
 )
 from drawloom.components.ports.tracking import (
     ContextTracker,
     DistributionMetric,
     DistributionTracker,
     PropertyTracker,
-    by_context,
+    split_by_context,
 )
 from drawloom.graph import Problem, ResolvedRecipe, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -91,81 +91,81 @@ class Report:
         trackers = [
             tracker for tracker in node.neighbours("trackers") if issubclass(tracker.component, DistributionTracker)
         ]
-        for metric in [] if trackers else filter(_has_distributions, node.neighbours("metrics")):
+        for metric in [] if trackers else filter(_measures_distributions, node.neighbours("metrics")):
             text = f"no tracker takes the distributions of [{metric.name}]"
             yield node.warning("trackers", text, 'add one that does, such as use = "trackers.tensorboard"')
 
     def run_phase(self, step: Step) -> None:
         """Measure the step; at a process's first step, or after the run went back, rewind the trackers before."""
-        self._write_waiting()
+        self._report_waiting_step()
         if self._first is None:
             properties = tomllib.loads(self.recipe.text)
-            self._call_trackers(lambda tracker: _track_properties(tracker, properties))
+            self._call_with_each_tracker(lambda tracker: _send_properties(tracker, properties))
         if self._first is None or step.index <= self._newest:
             # a run that was killed, or goes back, may have tracked steps after its checkpoint
-            self._call_trackers(lambda tracker: tracker.rewind(step.index - 1 if step.index > 1 else -1))
+            self._call_with_each_tracker(lambda tracker: tracker.rewind(step.index - 1 if step.index > 1 else -1))
         if self._first is None:
             self._first = step
         elif self._second is None:
             self._second = step
         self._newest = step.index
-        self._write_start(step)
-        measure(self.metrics, step, self.mesh, self.device)
+        self._report_initial_validation(step)
+        sum_metrics_over_ranks(self.metrics, step, self.mesh, self.device)
         self._waiting = step
-        if step.state.is_on_host or step.last:
-            self._write_waiting()
+        if step.state.is_on_host or step.is_last:
+            self._report_waiting_step()
 
     def flush(self) -> None:
         """Report a waiting step, and return when the trackers' files are on disk."""
-        self._write_waiting()
+        self._report_waiting_step()
         for tracker in self.trackers:
             if isinstance(tracker, Durable):
                 tracker.flush()
 
     def close(self) -> None:
         """Report a waiting step, the last one in a stopped run."""
-        self._write_waiting()
+        self._report_waiting_step()
 
-    def _write_start(self, step: Step) -> None:
+    def _report_initial_validation(self, step: Step) -> None:
         """Report the evaluation before the first step, as step 0."""
         names = [name for name in VALIDATION if f"initial_{name}" in step.state]
         if names:
             values = {name: step.state.number(f"initial_{name}") for name in names}
-            self._call_trackers(lambda tracker: _track(tracker, 0, Measurements(values, {})))
+            self._call_with_each_tracker(lambda tracker: _send_measurements(tracker, 0, Measurements(values, {})))
             if isinstance(self.every, int):
-                log.info("%s", step_line(Step(0, step.total), values), extra={"step_line": True})
+                log.info("%s", format_step_line(Step(0, step.total), values), extra={"step_line": True})
 
-    def _write_waiting(self) -> None:
+    def _report_waiting_step(self) -> None:
         """Report the waiting step, if there is one, after waiting for its numbers."""
         with self._lock:
             step, self._waiting = self._waiting, None
             if step is not None:
-                self._write_step(step, read_measurements(self.metrics, step))
+                self._track_and_log_step(step, compute_measurements(self.metrics, step))
 
-    def _write_step(self, step: Step, measurements: Measurements) -> None:
+    def _track_and_log_step(self, step: Step, measurements: Measurements) -> None:
         """Send a step to the trackers, and log its line or why it was skipped."""
         values = measurements.values
-        self._call_trackers(lambda tracker: _track(tracker, step.index, measurements))
+        self._call_with_each_tracker(lambda tracker: _send_measurements(tracker, step.index, measurements))
         if step.skip_reason:
             log.warning("step %d/%d skipped: %s", step.index, step.total, step.skip_reason)
-        elif self._has_line(step, values):
-            seconds = self._seconds_left(step)
+        elif self._logs_step(step, values):
+            seconds = self._estimate_seconds_left(step)
             left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
-            log.info("%s%s", step_line(step, values), left, extra={STEP_LINE: True})
+            log.info("%s%s", format_step_line(step, values), left, extra={STEP_LINE: True})
 
-    def _has_line(self, step: Step, values: Mapping[str, Value]) -> bool:
+    def _logs_step(self, step: Step, values: Mapping[str, Value]) -> bool:
         """Return whether the log gets a line for a step."""
         news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
-        return due(self.every, step) or (news and isinstance(self.every, int))
+        return is_due(self.every, step) or (news and isinstance(self.every, int))
 
-    def _seconds_left(self, step: Step) -> float:
+    def _estimate_seconds_left(self, step: Step) -> float:
         """Estimate the time for the remaining steps; 0 if unknown. The first step is left out, because it compiles."""
         second = self._second
         if second is None or step.index <= second.index:
             return 0.0
         return (step.started - second.started) / (step.index - second.index) * (step.total - step.index)
 
-    def _call_trackers(self, call: Callable[[Tracker], object]) -> None:
+    def _call_with_each_tracker(self, call: Callable[[Tracker], object]) -> None:
         """Call a function with every tracker; a tracker that raises is not used again."""
         for index, tracker in enumerate(self.trackers):
             if index not in self._dropped:
@@ -178,15 +178,15 @@ class Report:
                     log.exception(text, type(tracker).__name__, why)
 
 
-def _track_properties(tracker: Tracker, properties: Mapping[str, Any]) -> None:
+def _send_properties(tracker: Tracker, properties: Mapping[str, Any]) -> None:
     if isinstance(tracker, PropertyTracker):
-        tracker.describe(properties)
+        tracker.store_properties(properties)
 
 
-def _track(tracker: Tracker, step: int, measurements: Measurements) -> None:
+def _send_measurements(tracker: Tracker, step: int, measurements: Measurements) -> None:
     """Send a step's values to a tracker, by context and with histograms if it accepts them."""
     if isinstance(tracker, ContextTracker):
-        for context, values in by_context(measurements.values):
+        for context, values in split_by_context(measurements.values):
             tracker.track_in_context(step, values, context)
     else:
         tracker.track(step, measurements.values)
@@ -194,15 +194,15 @@ def _track(tracker: Tracker, step: int, measurements: Measurements) -> None:
         tracker.track_distributions(step, measurements.distributions)
 
 
-def _has_distributions(metric: NodeView) -> bool:
+def _measures_distributions(metric: NodeView) -> bool:
     """Return whether a metric, or any member of a metric group, measures distributions."""
     members = metric.neighbours("members")
     if members:
-        return any(map(_has_distributions, members))
+        return any(map(_measures_distributions, members))
     return issubclass(metric.component, DistributionMetric)
 
 
-def step_line(step: Step, values: Mapping[str, Value]) -> str:
+def format_step_line(step: Step, values: Mapping[str, Value]) -> str:
     """Return `step 12/300 loss 2.3456 grad_norm 0.83 ...`, without missing values."""
     parts = [form(number) for name, form in FORMATS.items() if (number := values.get(name)) is not None]
     times = [

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import TrainingData, batch_types
+from drawloom.components.ports.data import TrainingData, find_batch_types
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.rollouts import Answer, Completions, PromptBatch, Prompts, Reward, Rollouts, Scored
@@ -78,7 +78,7 @@ class Rollout:
             text = "no completion has a reward"
             yield node.problem("rewards", text, 'write rewards = ["@rewards.*"] and, say, [rewards.exact_match]')
         if data := node.neighbour("data"):
-            for writer, batch_type in batch_types(data):
+            for writer, batch_type in find_batch_types(data):
                 if not issubclass(batch_type, PromptBatch):
                     text = f"[{writer.name}] makes {batch_type.__name__}, and rollouts complete prompts"
                     yield writer.problem("use", text, 'write use = "data.prompt_collator" in a "data.collated"')
@@ -89,7 +89,7 @@ class Rollout:
                 yield node.problem(key, text, f"write {key} = 1, or leave out ramp")
 
     @classmethod
-    def made_rows(cls, node: NodeView) -> tuple[int, int]:
+    def predict_made_rows(cls, node: NodeView) -> tuple[int, int]:
         sampler = node.neighbour("rollouts")
         return node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0
 
@@ -105,22 +105,23 @@ class Rollout:
         if self._held is None:
             self._held = self._gather(self._sample(step, 1))
         else:
-            step.state.split(len(self.batching.positions(1)), STEP_SPECS)
+            step.state.split(len(self.batching.microbatch_positions(1)), STEP_SPECS)
         numbers = self._number_prompts(1)
         step.state["rollouts"] = [self._held.take(rows, self.group_size, self.rewards.names) for rows in numbers]
         self._held = self._held.next(self.epochs)
 
     def _number_prompts(self, index: int) -> list[list[int]]:
         """Return the numbers of this rank's prompts in a step's global batch, by microbatch."""
-        first = self.batching.start(index)
-        return [[position - first for position in rows] for rows in self.batching.positions(index)]
+        first = self.batching.first_position(index)
+        return [[position - first for position in rows] for rows in self.batching.microbatch_positions(index)]
 
     def _sample(self, step: Step, index: int) -> list[list[Scored]]:
         """Sample and score the next minibatches, which have the batch sizes of the step `index`, by microbatch."""
         loaded = [[require_prompts(batch) for batch in self.data.next_step()] for _ in range(self.minibatches)]
         self.events.emit(Event("data_loaded", step))
         step.state.split(len(loaded[0]), STEP_SPECS)
-        numbers, size = self._number_prompts(index), self.batching.start(index + 1) - self.batching.start(index)
+        numbers = self._number_prompts(index)
+        size = self.batching.first_position(index + 1) - self.batching.first_position(index)
         prompts = [
             repeat_prompts(batch, [number * size + row for row in rows], self.group_size)
             for number, batches in enumerate(loaded)
@@ -141,7 +142,7 @@ class Rollout:
         """Return all ranks' completions, in the order of the prompts. A collective."""
         length = torch.tensor(max(part.completions.tokens.shape[1] for parts in minibatches for part in parts))
         self.mesh.data_group.max(length)
-        size = (self.batching.start(2) - self.batching.start(1)) * self.group_size
+        size = (self.batching.first_position(2) - self.batching.first_position(1)) * self.group_size
         rows = [row for rows in self._number_prompts(1) for row in _list_rows(rows, self.group_size)]
         tensors: dict[str, Tensor] = {}
         for name in HELD:
@@ -190,9 +191,9 @@ def require_prompts(batch: object) -> PromptBatch:
     raise UserError(f"rollouts complete prompts, and the run's batches are {type(batch).__name__}; write {hint}", 2)
 
 
-def repeat_prompts(batch: PromptBatch, numbers: Sequence[int], group_size: int) -> Prompts:
-    """Return every prompt `group_size` times in succession; `numbers` are unique by prompt, and make the keys."""
-    keys = torch.tensor(numbers)[:, None] * group_size + torch.arange(group_size)
+def repeat_prompts(batch: PromptBatch, prompt_numbers: Sequence[int], group_size: int) -> Prompts:
+    """Return every prompt `group_size` times in succession; `prompt_numbers`, unique by prompt, make the keys."""
+    keys = torch.tensor(prompt_numbers)[:, None] * group_size + torch.arange(group_size)
     tokens, lengths = (column.repeat_interleave(group_size, 0) for column in (batch.tokens, batch.lengths))
     return Prompts(tokens, lengths, keys.flatten())
 
@@ -200,18 +201,20 @@ def repeat_prompts(batch: PromptBatch, numbers: Sequence[int], group_size: int) 
 def score_completions(
     rewards: Mapping[str, Reward],
     tokenizer: Tokenizer,
-    copy: Group,
+    ranks_with_same_rows: Group,
     batch: PromptBatch,
     completions: Completions,
     group_size: int,
 ) -> Scored:
     """
-    Score completions on the first rank of `copy`, the ranks with the same rows. A collective.
+    Score completions on the first rank of `ranks_with_same_rows`. A collective over this group.
 
     Raises UserError on all its ranks if a reward fails, or returns other than a number or None for each completion.
     """
-    answers = [*_iterate_answers(tokenizer, batch, completions, group_size)]
-    columns = run_on_rank0(copy, lambda: [_read_scores(name, reward, answers) for name, reward in rewards.items()])
+    answers = [*_decode_answers(tokenizer, batch, completions, group_size)]
+    columns = run_on_rank0(
+        ranks_with_same_rows, lambda: [_score_answers_with(name, reward, answers) for name, reward in rewards.items()]
+    )
     scores = torch.tensor(columns, dtype=torch.float64).view(len(rewards), len(answers)).T
     weights = torch.tensor([reward.weight for reward in rewards.values()], dtype=torch.float64)
     is_scored = (~scores.isnan()).any(1) & (batch.weights.repeat_interleave(group_size) > 0)
@@ -219,7 +222,7 @@ def score_completions(
     return Scored(completions, group_size, tuple(rewards), scores, totals)
 
 
-def _iterate_answers(
+def _decode_answers(
     tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int
 ) -> Iterator[Answer]:
     """Yield the decoded answers, in the completions' order."""
@@ -231,7 +234,7 @@ def _iterate_answers(
         yield Answer(text, last - first, bool(is_ended), batch.examples[row // group_size])
 
 
-def _read_scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
+def _score_answers_with(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
     """Return a reward's scores, NaN for None. Raises UserError if the reward fails or returns anything else."""
     try:
         scores = reward.scores(answers)
@@ -242,10 +245,10 @@ def _read_scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[f
         raise UserError(f"{text}; a reward returns None for a completion that it can't score") from error
     if len(scores) != len(answers):
         raise UserError(f"[{name}] returned {len(scores)} scores for {len(answers)} completions; return one for each")
-    return [_check_score(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
+    return [_require_finite_score(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
 
 
-def _check_score(name: str, answer: Answer, value: float | None) -> float:
+def _require_finite_score(name: str, answer: Answer, value: float | None) -> float:
     """Return a score, NaN for None. Raises UserError unless it is a finite number or None."""
     if value is None:
         return torch.nan
@@ -255,7 +258,7 @@ def _check_score(name: str, answer: Answer, value: float | None) -> float:
     return float(value)
 
 
-def mean_total(scored: Sequence[Scored]) -> Tensor:
+def sum_and_count_totals(scored: Sequence[Scored]) -> Tensor:
     """Return the sum of the scored rows' totals, and their number: float64 (2,)."""
     totals = torch.cat([part.totals for part in scored])
     return torch.stack([totals.nansum(), (~totals.isnan()).sum().double()])

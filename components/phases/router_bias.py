@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.experts import ExpertRouter, routers_of
+from drawloom.components.ports.experts import ExpertRouter, find_routers
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError, at_least, component, setting
@@ -43,9 +43,11 @@ class RouterBias:
 
     def open(self) -> None:
         """Start to count tokens in routers with a movable bias. Raises UserError if no rank has one."""
-        biased = {name: router for name, router in routers_of(self.stages).items() if _has_bias(router)}
+        biased = {name: router for name, router in find_routers(self.stages).items() if _has_correction_bias(router)}
         is_adapted = any(stage.adapters for stage in self.stages.local)
-        self._routers = {name: router for name, router in biased.items() if not is_adapted or _is_trained(router)}
+        self._routers = {
+            name: router for name, router in biased.items() if not is_adapted or _is_router_trained(router)
+        }
         local = {name: router.num_experts for name, router in self._routers.items()}
         gathered: list[tuple[int, dict[str, int]]] = self.mesh.pipeline_group.gather_json([len(biased), local])
         ranks = Counter(name for _, movable in gathered for name in movable)
@@ -61,27 +63,27 @@ class RouterBias:
         experts = max(local.values(), default=0)
         self._tokens = torch.zeros(len(self._routers), experts, dtype=torch.int64, device=self.device.device)
         for router, tokens in zip(self._routers.values(), self._tokens, strict=True):
-            self._observers.append(_make_counter(tokens))
-            router.observe(self._observers[-1])
+            self._observers.append(_make_token_counter(tokens))
+            router.add_routing_observer(self._observers[-1])
 
     def close(self) -> None:
         """Stop counting tokens."""
         routers = [*self._routers.values()]
         while self._observers:
-            routers[len(self._observers) - 1].ignore(self._observers.pop())
+            routers[len(self._observers) - 1].remove_routing_observer(self._observers.pop())
 
     def run_phase(self, step: Step) -> None:
         """Move the biases, and reset the counts."""
         if self._repeated:
-            self._sum_over_pipeline()
+            self._sum_token_counts_over_pipeline()
         if self._routers:
             # Ranks of these groups have the same routers, and different tokens.
             self.mesh.data_group.sum(self._tokens)
             self.mesh.tensor_group.sum(self._tokens)
-            step.apply_update(self._move)
+            step.apply_update(self._move_biases)
             self._tokens.zero_()
 
-    def _sum_over_pipeline(self) -> None:
+    def _sum_token_counts_over_pipeline(self) -> None:
         """Sum the token counts of routers on several pipeline ranks; a rank without the router adds zeros."""
         local = dict(zip(self._routers, self._tokens, strict=True))
         rows = [local.get(name, self._tokens.new_zeros(experts)) for name, experts in self._repeated.items()]
@@ -90,7 +92,7 @@ class RouterBias:
         for row, summed in zip(rows, torch.split(total, [*self._repeated.values()]), strict=True):
             row.copy_(summed)
 
-    def _move(self, skip: Tensor | None) -> None:
+    def _move_biases(self, skip: Tensor | None) -> None:
         """Change the biases, unless the flag `skip`, float32 () on the device, is 1."""
         # Integers, so that equal loads compare as equal: experts * (mean - load).
         missing = self._tokens.sum(1, keepdim=True) - self._tokens.shape[1] * self._tokens
@@ -102,16 +104,16 @@ class RouterBias:
                 router.e_score_correction_bias.add_(row)
 
 
-def _has_bias(router: ExpertRouter) -> bool:
+def _has_correction_bias(router: ExpertRouter) -> bool:
     return router.e_score_correction_bias is not None
 
 
-def _is_trained(router: ExpertRouter) -> bool:
+def _is_router_trained(router: ExpertRouter) -> bool:
     """Return whether a router is trained: PEFT adapters contain a whole router or nothing."""
     return any(parameter.requires_grad for parameter in router.parameters())
 
 
-def _make_counter(total: Tensor) -> Callable[[Tensor, Tensor], None]:
+def _make_token_counter(total: Tensor) -> Callable[[Tensor, Tensor], None]:
     """Return a router hook for adding token counts to `total`."""
 
     def add(tokens: Tensor, scores: Tensor) -> None:

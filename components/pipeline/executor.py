@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.context import ContextPart
-from drawloom.components.parallel.pipeline import constraint_problems
-from drawloom.components.pipeline.program.builders import forward_only
+from drawloom.components.parallel.pipeline import find_layer_conflicts
+from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import (
-    expect_same,
-    lower,
-    program_for,
-    with_offload_actions,
-    with_shard_actions,
+    build_program_for_lowering,
+    check_ranks_have_equal_programs,
+    insert_offload_actions,
+    insert_shard_actions,
+    lower_to_rank_program,
 )
 from drawloom.components.pipeline.runtime.capture import Captures
 from drawloom.components.pipeline.runtime.offloads import Offloads
@@ -27,17 +27,17 @@ from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
-from drawloom.components.ports.adapters import thaws_weights
+from drawloom.components.ports.adapters import trains_base_weights
 from drawloom.components.ports.data import has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.memory import Transfers
-from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, known_module
+from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, build_known_module
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
-from drawloom.components.ports.program import Action, Program, flat
+from drawloom.components.ports.program import Action, Program, iterate_actions
 from drawloom.components.ports.stages import FrozenModel, Stage, StageInputs, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
-from drawloom.components.weights.adapted import without_adapters
+from drawloom.components.weights.adapted import disable_adapters
 from drawloom.graph import Problem, UserError, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 
@@ -56,9 +56,9 @@ def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
     return head.logits(hidden)
 
 
-def _select_hidden_states(both: Any, _head: Head) -> Any:
-    """Return the requested hidden states by layer, given the last hidden states and these."""
-    return both[1]
+def _get_requested_hidden_states(last_and_requested: Any, _head: Head) -> Any:
+    """Select the requested hidden states by layer from a pair: the last hidden states, and the requested ones."""
+    return last_and_requested[1]
 
 
 @component(impact="safe")
@@ -90,16 +90,16 @@ class ProgramExecutor:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield conflicts between schedule, mesh, model and loss."""
-        yield from check_ends(node, cls.embeds_on_every_rank)
+        yield from check_embedding_and_head_ranks(node, cls.embeds_on_every_rank)
         mesh, schedule, stages, loss = map(node.neighbour, ("mesh", "schedule", "stages", "objective"))
         if not (mesh and schedule and stages and loss):
             return
         if model := stages.neighbour("model"):
-            yield from constraint_problems(schedule, mesh, model)
-            yield from check_context(mesh, model, loss)
+            yield from find_layer_conflicts(schedule, mesh, model)
+            yield from check_whole_row_conflicts(mesh, model, loss)
         if node.settings["streams"]:
             yield from check_streams(node, stages)
-        yield from check_reference(loss, stages)
+        yield from check_reference_adapters(loss, stages)
         yield from check_frozen_model(node, loss, stages)
         if (other := stages.neighbour("loss")) and other.name != loss.name:
             text = f"the stages contain the parameters of [{other.name}], but the executor computes [{loss.name}]"
@@ -108,7 +108,7 @@ class ProgramExecutor:
     def open(self) -> None:
         """Connect this rank to its stages' neighbours."""
         hops = {hop for hop in pairwise(self._stage_to_rank) if hop[0] != hop[1]}
-        self._links = self.neighbours.links(hops)
+        self._links = self.neighbours.open_channels(hops)
 
     def close(self) -> None:
         """Release host memory for activations."""
@@ -124,34 +124,34 @@ class ProgramExecutor:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._plan_training(state.microbatches)
         self.stages.cast_weights()
-        inputs = self._add_step_sums(self._add_references(state["batches"]))
-        if self._captures is not None:
-            inputs = self._captures.unify_rows(inputs)
+        inputs = self._add_step_sums(self._prepare_inputs_with_references(state["batches"]))
+        if self._cuda_graphs is not None:
+            inputs = self._cuda_graphs.unify_whole_rows_flags(inputs)
         runner = self._create_runner(inputs, state, training.stages, training.split)
         runner.streams = self._streams
-        if self._captures is None:
+        if self._cuda_graphs is None:
             runner.run(training.actions)
         else:
-            self._captures.begin(training.actions)
+            self._cuda_graphs.begin_step(training.actions)
             runner.run(training.actions)
-            self._captures.end()
+            self._cuda_graphs.end_step()
         self.stages.hand_over_gradients()
         self._release_frozen()
-        self._complete_losses(state)
+        self._fill_missing_losses(state)
 
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
-        inputs = self._add_step_sums(self._add_references(state["batches"]))
+        inputs = self._add_step_sums(self._prepare_inputs_with_references(state["batches"]))
         runner = self._create_runner(inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._build_forward_program(state.microbatches))
         self._release_frozen()
-        self._complete_losses(state)
+        self._fill_missing_losses(state)
 
-    def _complete_losses(self, state: StepState) -> None:
-        """Write empty losses if this rank computed none: without the last stage, or in a step without microbatches."""
+    def _fill_missing_losses(self, state: StepState) -> None:
+        """Write empty losses if this rank computed none: it lacks the last stage, or the step has no microbatches."""
         if not state.microbatches_present(LOSSES):
             none = torch.zeros(0, device=self.device.device)
             state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
@@ -159,13 +159,13 @@ class ProgramExecutor:
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
         """Return logits (rows, length, vocab_size) for tokens (rows, length) on the last rank; None on others."""
         logits: dict[int, Tensor] = {}
-        self.infer_each([(tokens, shared)], logits.__setitem__)
+        self.infer_microbatches([(tokens, shared)], logits.__setitem__)
         return logits.get(0)
 
     def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
         """Return the hidden states requested by `shared`, by layer, on the last stage's rank; None on others."""
         states: dict[int, dict[int, Tensor]] = {}
-        self.infer_each([(tokens, shared)], states.__setitem__, _select_hidden_states)
+        self.infer_microbatches([(tokens, shared)], states.__setitem__, _get_requested_hidden_states)
         return states.get(0)
 
     def token_logps(self, batch: Batch) -> Tensor | None:
@@ -178,7 +178,7 @@ class ProgramExecutor:
             raise UserError("the recipe's loss has no reference model; use a recipe with loss.dpo", 2)
         return self._compute_references(self.objective, [self._prepare_inputs(batch)]).get(0)
 
-    def infer_each(
+    def infer_microbatches(
         self,
         microbatches: Sequence[tuple[Tensor, BatchContext]],
         each_output: Callable[[int, Any], None],
@@ -190,7 +190,9 @@ class ProgramExecutor:
         `each_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or `finish` result.
         """
         self.stages.cast_weights(only_if_changed=True)
-        moved = [(self._uploads.start(tokens), self._uploads.start(shared)) for tokens, shared in microbatches]
+        moved = [
+            (self._uploads.start_upload(tokens), self._uploads.start_upload(shared)) for tokens, shared in microbatches
+        ]
         inputs = [MicrobatchInputs(tokens, shared, finish=finish) for tokens, shared in moved]
         self._infer_microbatches(inputs, each_output)
 
@@ -201,14 +203,14 @@ class ProgramExecutor:
         with torch.inference_mode():
             runner.run(self._build_forward_program(len(inputs)))
 
-    def _add_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
+    def _prepare_inputs_with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
         """Return the batches' inputs, on the last stage's rank with the reference model's values."""
         inputs = [self._prepare_inputs(batch) for batch in microbatches]
         if not isinstance(self.objective, Referenced) or self.objective.reference not in ("adapters", "model"):
             return inputs
         references = self._compute_references(self.objective, inputs)
         return [
-            _add_reference(self.objective, microbatch, references.get(number))
+            _add_reference_values(self.objective, microbatch, references.get(number))
             for number, microbatch in enumerate(inputs)
         ]
 
@@ -218,14 +220,14 @@ class ProgramExecutor:
         if not isinstance(objective, MeasuresStep):
             return inputs
         outputs: dict[int, Tensor] = {}
-        finishing = [_replace_loss(objective.measure, microbatch) for microbatch in inputs]
+        finishing = [_replace_loss(objective.measure_step_sums, microbatch) for microbatch in inputs]
         self._infer_microbatches(finishing, outputs.__setitem__)
         if not outputs:  # alike on all ranks of the data group, which have the same stages
             return inputs
         sums = torch.stack([outputs[number] for number in range(len(inputs))]).sum(0)
         self.mesh.data_group.sum(sums)
         return [
-            attrs.evolve(microbatch, batch=objective.with_measured(microbatch.batch, sums)) for microbatch in inputs
+            attrs.evolve(microbatch, batch=objective.with_step_sums(microbatch.batch, sums)) for microbatch in inputs
         ]
 
     def _compute_references(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Any]:
@@ -234,7 +236,7 @@ class ProgramExecutor:
         if objective.reference == "model":
             return self._run_frozen(finishing)
         outputs: dict[int, Tensor] = {}
-        with without_adapters(stage.module for stage in self.stages.local):
+        with disable_adapters(stage.module for stage in self.stages.local):
             self._infer_microbatches(finishing, outputs.__setitem__)
         # A tensor of inference mode can't be part of an autograd graph, but its clone can.
         return {number: logps.clone() for number, logps in outputs.items()}
@@ -249,11 +251,11 @@ class ProgramExecutor:
             raise UserError('the loss compares with a frozen model; add a node with use = "stages.frozen"', 2)
         stages, outputs = self.frozen.forward_stages, dict[int, Any]()
         if len(inputs) not in self._frozen_forward:
-            program = forward_only(self._stage_to_rank, len(inputs))
+            program = build_forward_only_program(self._stage_to_rank, len(inputs))
             last = len(self._stage_to_rank) - 1
             self._frozen_forward[len(inputs)] = [
                 action
-                for action in self._lower_program(program, stages.local)
+                for action in self._lower_to_actions(program, stages.local)
                 if (action.op, action.stage) != ("RESHARD", last)
             ]
         stages.cast_weights(only_if_changed=True)
@@ -276,41 +278,41 @@ class ProgramExecutor:
         self,
         inputs: Sequence[MicrobatchInputs],
         state: StepState,
-        local: Sequence[Stage],
-        split: Set[int] = frozenset(),
+        local_stages: Sequence[Stage],
+        split_stages: Set[int] = frozenset(),
     ) -> ProgramRunner:
         """Return a runner that writes microbatch losses into `state`."""
         new = (
             partial(StageRunner, objective=self.objective, offloads=self._offloads)
-            if self._captures is None
-            else self._captures.runner
+            if self._cuda_graphs is None
+            else self._cuda_graphs.create_runner
         )
-        stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in local}
+        stages = {stage.index: new(stage, state=state, split=stage.index in split_stages) for stage in local_stages}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
     def _prepare_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
         group = self.mesh.context_group
         if group.size == 1:
-            moved: Batch = self._uploads.start(batch)
+            moved: Batch = self._uploads.start_upload(batch)
             inputs, shared = self.objective.inputs(moved)
             if batch.has_whole_rows():
                 shared = attrs.evolve(shared, whole_rows=True)
             return MicrobatchInputs(inputs, shared, moved)
         length = batch.length
         if length not in self._parts:  # cached: a copy to a GPU would wait
-            part = ContextPart.of(length, group)
-            self._parts[length] = part, self._uploads.start(part)
+            part = ContextPart.for_rank(length, group)
+            self._parts[length] = part, self._uploads.start_upload(part)
         host_part, device_part = self._parts[length]
-        moved = self._uploads.start(host_part.cut(batch))
+        moved = self._uploads.start_upload(host_part.select_own_tokens(batch))
         inputs, shared = self.objective.inputs(moved)
         return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
 
     @cached_property
-    def _captures(self) -> Captures | None:
+    def _cuda_graphs(self) -> Captures | None:
         """Return CUDA graphs if a stage captures its passes."""
         captured = any(stage.capture for stage in self.stages.local)
-        return Captures.on(self.device.device, self.objective) if captured else None
+        return Captures.create_on_gpu(self.device.device, self.objective) if captured else None
 
     @cached_property
     def _offloads(self) -> Offloads | None:
@@ -324,7 +326,7 @@ class ProgramExecutor:
         """Return a CUDA stream per stage if `streams` is set, and the device is a GPU."""
         if not self.streams or self.device.device.type != "cuda":
             return None
-        return StageStreams.of(self.stages.local, partial(torch.cuda.Stream, self.device.device))
+        return StageStreams.create(self.stages.local, partial(torch.cuda.Stream, self.device.device))
 
     @cached_property
     def _uploads(self) -> Uploads:
@@ -335,31 +337,31 @@ class ProgramExecutor:
         # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
         if microbatches not in self._training:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
-            program = program_for(self.schedule, rank, ranks, microbatches)
-            expect_same(program, rank, self.mesh.pipeline_group)
-            actions, policies = self._lower_program(program, self.stages.local), program.recompute
+            program = build_program_for_lowering(self.schedule, rank, ranks, microbatches)
+            check_ranks_have_equal_programs(program, rank, self.mesh.pipeline_group)
+            actions, policies = self._lower_to_actions(program, self.stages.local), program.recompute
             local = [
                 attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
                 for stage in self.stages.local
             ]
-            self._training[microbatches] = _Training(actions, split_stages(actions), local)
+            self._training[microbatches] = _Training(actions, find_stages_with_split_backward(actions), local)
         return self._training[microbatches]
 
     def _build_forward_program(self, microbatches: int) -> list[Action]:
         """Return this rank's forward-only actions for this many microbatches; built once."""
         if microbatches not in self._forward:
-            program = forward_only(self._stage_to_rank, microbatches)
-            self._forward[microbatches] = self._lower_program(program, self.stages.local)
+            program = build_forward_only_program(self._stage_to_rank, microbatches)
+            self._forward[microbatches] = self._lower_to_actions(program, self.stages.local)
         return self._forward[microbatches]
 
-    def _lower_program(self, program: Program, local: Sequence[Stage]) -> list[Action]:
+    def _lower_to_actions(self, program: Program, local: Sequence[Stage]) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
         offloaded = {stage.index for stage in local if stage.offload}
-        line = with_offload_actions(lower(program, self.mesh.indices.pipeline), offloaded)
+        line = insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), offloaded)
         shards = {stage.index: stage.shards for stage in local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.by_block}
         by_microbatch = {index for index, shard in shards.items() if shard.by_microbatch}
-        return [*flat(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
+        return [*iterate_actions(insert_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
 def _replace_loss(function: Callable[..., Any], inputs: MicrobatchInputs) -> MicrobatchInputs:
@@ -375,14 +377,14 @@ def _replace_loss(function: Callable[..., Any], inputs: MicrobatchInputs) -> Mic
     return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)
 
 
-def _add_reference(loss: Referenced, inputs: MicrobatchInputs, values: Any | None) -> MicrobatchInputs:
+def _add_reference_values(loss: Referenced, inputs: MicrobatchInputs, values: Any | None) -> MicrobatchInputs:
     """Add the reference model's values to the batch, on the ranks with values."""
     if inputs.batch is None or values is None:
         return inputs
     return attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, values))
 
 
-def check_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
+def check_reference_adapters(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
     """Yield a problem if the loss compares with the model without adapters, but adapters are missing or unsuitable."""
     if loss.settings.get("reference") != "adapters":
         return
@@ -392,7 +394,7 @@ def check_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
         text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
         yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}]{other}')
     for adapter in adapters:
-        if thaws_weights(adapter.component):
+        if trains_base_weights(adapter.component):
             text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"
             yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
 
@@ -418,15 +420,15 @@ def check_frozen_model(executor: NodeView, loss: NodeView, stages: NodeView) -> 
         yield frozen.problem("model", text, "use models with one tokenizer")
     mesh, schedule = executor.neighbour("mesh"), executor.neighbour("schedule")
     if mesh and schedule:
-        known = [*constraint_problems(schedule, mesh, model)]
-        yield from (problem for problem in constraint_problems(schedule, mesh, other) if problem not in known)
+        known = [*find_layer_conflicts(schedule, mesh, model)]
+        yield from (problem for problem in find_layer_conflicts(schedule, mesh, other) if problem not in known)
 
 
 def _find_vocab_size(model: NodeView) -> int | None:
     """Count the ids in a model's embedding; None if the tokenizer determines them, or they are unknown."""
     if all(model.settings.get(key) is None for key in ("vocab_size", "config", "path")):
         return None
-    module = known_module(model)
+    module = build_known_module(model)
     tables = [] if module is None else [part for part in module.modules() if isinstance(part, nn.Embedding)]
     return tables[0].num_embeddings if tables else None
 
@@ -443,31 +445,31 @@ def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
         yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
 
 
-def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
-    """Yield a problem if schedule and executor place embedding and head differently; `everywhere`: on all ranks."""
+def check_embedding_and_head_ranks(executor: NodeView, on_all_ranks: bool) -> Iterator[Problem]:
+    """Yield a problem if schedule and executor place embedding and head differently; `on_all_ranks`: on all ranks."""
     if (schedule := executor.neighbour("schedule")) is None:
         return
     schedule_is_everywhere = embeds_on_every_rank(schedule.component)
-    if schedule_is_everywhere and not everywhere:
+    if schedule_is_everywhere and not on_all_ranks:
         text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
         yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
-    elif everywhere and not schedule_is_everywhere:
+    elif on_all_ranks and not schedule_is_everywhere:
         text = f"[{executor.name}] runs the circular pipeline's own program, not the program of [{schedule.name}]"
         yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
 
 
-def check_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
+def check_whole_row_conflicts(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
     """Yield a problem if model or loss needs whole rows, but ranks along `context` partition rows."""
-    if PerDimension.of_settings(mesh.settings).context == 1:
+    if PerDimension.from_settings(mesh.settings).context == 1:
         return
     reasons = ["documents are compared as wholes"] if has_pairs(loss.component) else []
     if issubclass(model.component, ContextParallelModel):
-        reasons += model.component.context_faults(model)
+        reasons += model.component.find_context_parallel_faults(model)
     for reason in reasons:
         text = f"rows are partitioned over the ranks along 'context', but {reason}"
         yield mesh.problem("context", text, "write context = 1")
 
 
-def split_stages(actions: Iterable[Action]) -> frozenset[int]:
+def find_stages_with_split_backward(actions: Iterable[Action]) -> frozenset[int]:
     """Return the stages whose backward pass is split in a rank's actions."""
     return frozenset(action.stage for action in actions if action.op == "I")

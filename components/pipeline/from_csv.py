@@ -10,8 +10,8 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.pipeline.program.notation import begins_with_action, read_csv
-from drawloom.components.pipeline.program.validity import violations
+from drawloom.components.pipeline.program.notation import is_first_cell_an_action, parse_program_csv
+from drawloom.components.pipeline.program.validity import find_violations
 from drawloom.components.ports.program import FORWARD, Program
 from drawloom.components.storage import regular_file
 from drawloom.graph import UserError, component, setting
@@ -33,7 +33,7 @@ class FromCsv:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield a problem if the file can't be read or its program is not valid."""
         try:
-            read_file(node.settings["path"])
+            read_program_file(node.settings["path"])
         except UserError as error:
             yield node.problem("path", str(error))
 
@@ -55,11 +55,11 @@ class FromCsv:
 
     def _read_once(self) -> Program:
         if self._program is None:
-            self._program = read_file(self.path)
+            self._program = read_program_file(self.path)
         return self._program
 
 
-def read_file(path: Path) -> Program:
+def read_program_file(path: Path) -> Program:
     """Return the program in a CSV file; UserError if it can't be read or is not valid."""
     try:
         content = regular_file.read_file(path.resolve(), MAX_TABLE_BYTES)
@@ -69,12 +69,12 @@ def read_file(path: Path) -> Program:
     except ValueError:
         raise UserError(f"{path} is not a valid schedule: it is not a table of actions such as 3F7") from None
     try:
-        program = read_csv(text)
+        program = parse_program_csv(text)
     except ValueError as error:
         # The path may be that of any file, whose content must not appear in a message.
-        why = str(error) if begins_with_action(text) else "it is not a table of actions such as 3F7"
+        why = str(error) if is_first_cell_an_action(text) else "it is not a table of actions such as 3F7"
         raise UserError(f"{path} is not a valid schedule: {why}") from None
-    problems = violations(program)
+    problems = find_violations(program)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UserError(f"{path} is not a valid schedule: {problems[0]}{more}")

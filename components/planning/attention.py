@@ -27,13 +27,13 @@ class Rows:
         """Return the probability that a token continues the previous token's document."""
         return 1 - 1 / self.document
 
-    def pairs(self, window: int | None = None) -> float:
+    def count_expected_pairs(self, window: int | None = None) -> float:
         """Return a row's expected number of query-key pairs, optionally within a window of tokens."""
         distances = np.arange(self.length if window is None else min(window, self.length))
         return float(((self.length - distances) * self._continuation**distances).sum())
 
     @property
-    def whole(self) -> float:
+    def single_document_probability(self) -> float:
         """Return the probability that every row is a single document."""
         return self._continuation ** (self.count * (self.length - 1))
 
@@ -46,13 +46,17 @@ class AttentionFractions:
     packed: float = 0.0
 
 
-def estimate_attention_fractions(counted: ForwardFlops | None, rows: Rows, whole_rows: float) -> AttentionFractions:
+def estimate_attention_fractions(
+    forward_flops: ForwardFlops | None, rows: Rows, single_document_probability: float
+) -> AttentionFractions:
     """
     Estimate a model's fractions for causal attention inside documents and windows, averaged over its layers.
 
-    `whole_rows` is the probability that layers without a window use the kernel for single-document rows.
+    `single_document_probability` is for rows to which layers without a window apply the kernel for single documents.
     """
-    per_pair: Mapping[int | None, float] = counted.per_pair if counted is not None and counted.per_pair else {None: 1.0}
-    seen = sum(flops * rows.pairs(window) for window, flops in per_pair.items())
-    whole = per_pair.get(None, 0.0) * whole_rows * Rows(rows.count, rows.length).pairs()
+    per_pair: Mapping[int | None, float] = (
+        forward_flops.per_pair if forward_flops is not None and forward_flops.per_pair else {None: 1.0}
+    )
+    seen = sum(flops * rows.count_expected_pairs(window) for window, flops in per_pair.items())
+    whole = per_pair.get(None, 0.0) * single_document_probability * Rows(rows.count, rows.length).count_expected_pairs()
     return AttentionFractions(seen / sum(per_pair.values()) / rows.length**2, 1 - whole / seen)

@@ -13,9 +13,9 @@ import torch
 from drawloom.components.distributed.device_model import (
     DeviceModel,
     Reached,
-    device_model,
-    model_of_gpu,
-    products_in,
+    find_device_model,
+    find_gpu_model,
+    get_product_key,
 )
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
@@ -62,7 +62,7 @@ class Sizes:
 SIZES = {"cpu": Sizes(1024, 2**27, 512), "cuda": Sizes(8192, 2**31, 4096)}
 
 
-def local_device() -> torch.device:
+def choose_local_device() -> torch.device:
     """Return this machine's device for plans: the first GPU, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -74,50 +74,51 @@ def calibration_path(device: torch.device) -> Path:
     return root / "drawloom" / "devices" / f"{name}.toml"
 
 
-def at_hand() -> DeviceModel:
+def load_local_device_model() -> DeviceModel:
     """Return this machine's device model: its calibration, or its table entry. Raises UserError without either."""
-    device = local_device()
+    device = choose_local_device()
     if (path := calibration_path(device)).is_file():
         try:
-            return device_model(str(path))
+            return find_device_model(str(path))
         except UserError as error:
             text = str(error).removeprefix("--device ")
             raise UserError(f"{text}; measure it again with `drawloom plan --calibrate`", 2) from error
     if device.type == "cpu":
-        return device_model("cpu")
-    if (known := model_of_gpu(name := torch.cuda.get_device_name(device))) is None:
+        return find_device_model("cpu")
+    if (known := find_gpu_model(name := torch.cuda.get_device_name(device))) is None:
         text = f"the table of devices has no {name!r}; measure it with `drawloom plan --calibrate`"
         raise UserError(f"{text}, or describe it in a TOML file and write --device FILE", 2)
     return known
 
 
-def calibrate(device: torch.device, sizes: Sizes | None = None, seconds: float = SECONDS) -> Path:
+def measure_and_save_calibration(device: torch.device, sizes: Sizes | None = None, seconds: float = SECONDS) -> Path:
     """Measure a device for less than a minute, save its speeds as TOML, and return the path."""
     path = calibration_path(device)
-    text = "\n".join(_calibration_lines(device, sizes or SIZES[device.type], seconds))
+    text = "\n".join(_measure_calibration_lines(device, sizes or SIZES[device.type], seconds))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, f"{text}\n".encode())
     return path
 
 
-def _calibration_lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
+def _measure_calibration_lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
     """Yield the calibration as TOML; values that are not measured, such as links, come from the table."""
-    known = model_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else device_model("cpu")
-    known = known or device_model("a100")
+    known = find_gpu_model(torch.cuda.get_device_name(device)) if device.type == "cuda" else find_device_model("cpu")
+    known = known or find_device_model("a100")
     wide, *others = _dtypes_to_measure(device)
     speeds = _measure_speeds(device, sizes, wide, 3 * seconds)
     rates = {wide: speeds.products} | {
-        dtype: _product_flops(sizes) / _time_call(device, _make_product(device, dtype, sizes), seconds)
+        dtype: _count_product_flops(sizes)
+        / _measure_seconds_per_call(device, _make_matrix_product(device, dtype, sizes), seconds)
         for dtype in others
     }
     for dtype, rate in rates.items():
-        yield f"{products_in(dtype)} = {rate / 1e12:.6g}"
+        yield f"{get_product_key(dtype)} = {rate / 1e12:.6g}"
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     yield f"memory = {memory / 2**30:.6g}"
     yield f"bandwidth = {speeds.bandwidth / 1e9:.6g}"
     yield f"link = {known.link / 1e9:.6g}"
     yield f"network = {known.network / 1e9:.6g}"
-    launch, host = _measure_launches(device, seconds)
+    launch, host = _measure_launch_seconds(device, seconds)
     yield "\n[reached]"
     yield "products = 1.0"
     yield f"attention = {speeds.attention / speeds.products:.4g}"
@@ -131,7 +132,9 @@ def _dtypes_to_measure(device: torch.device) -> list[torch.dtype]:
     return [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32, torch.bfloat16, torch.float64]
 
 
-def _time_call(device: torch.device, run: Callable[[], object], seconds: float, calls: int | None = None) -> float:
+def _measure_seconds_per_call(
+    device: torch.device, run: Callable[[], object], seconds: float, calls: int | None = None
+) -> float:
     """Return the seconds per call. Several calls run between two clock reads, so a GPU never waits."""
     calls = calls or (1 if device.type == "cpu" else 10)
     run()
@@ -169,21 +172,21 @@ def _measure_speeds(device: torch.device, sizes: Sizes, dtype: torch.dtype, seco
     three quarters of the time.
     """
     kinds = [
-        _make_product(device, dtype, sizes),
-        _make_attention(device, dtype, sizes),
-        _make_addition(device, sizes.vector),
+        _make_matrix_product(device, dtype, sizes),
+        _make_attention_pass(device, dtype, sizes),
+        _make_vector_addition(device, sizes.vector),
     ]
     if device.type == "cpu":
-        products, attention, addition = (_time_call(device, run, seconds / 3) for run in kinds)
+        products, attention, addition = (_measure_seconds_per_call(device, run, seconds / 3) for run in kinds)
     else:
-        *_, products, attention, addition = _time_alternating([kinds[0], kinds[0], *kinds], seconds)
+        *_, products, attention, addition = _measure_alternating_seconds([kinds[0], kinds[0], *kinds], seconds)
     pairs, bandwidth = ROWS * HEADS * sizes.length**2 / 2, 2 * (sizes.vector // 4 * 4) / addition
     flops = sum(attention_flops(pairs, HEAD_SIZE, HEAD_SIZE, backward=backward) for backward in (False, True))
-    inside = attention - _attention_traffic_seconds(device, dtype, sizes, bandwidth)
-    return _Speeds(_product_flops(sizes) / products, flops / max(inside, attention / 2), bandwidth)
+    inside = attention - _estimate_attention_traffic_seconds(device, dtype, sizes, bandwidth)
+    return _Speeds(_count_product_flops(sizes) / products, flops / max(inside, attention / 2), bandwidth)
 
 
-def _time_alternating(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+def _measure_alternating_seconds(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
     """Return the mean seconds per operation on the GPU, measured in the later half."""
     for run in runs:  # the first call of attention loads a library, for seconds
         run()
@@ -206,24 +209,24 @@ def _time_alternating(runs: Sequence[Callable[[], object]], seconds: float) -> l
     ]
 
 
-def _product_flops(sizes: Sizes) -> float:
+def _count_product_flops(sizes: Sizes) -> float:
     """Return the FLOPs in a product of two square matrices."""
     return 2.0 * sizes.matrix**3
 
 
-def _make_product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
+def _make_matrix_product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
     """Return a function that multiplies square matrices."""
     a = torch.randn(sizes.matrix, sizes.matrix, device=device).to(dtype)
     return lambda: a @ a
 
 
-def _make_addition(device: torch.device, size: int) -> Callable[[], object]:
+def _make_vector_addition(device: torch.device, size: int) -> Callable[[], object]:
     """Return a function that reads, adds to and writes a vector."""
     x = torch.zeros(size // 4, device=device)
     return lambda: x.add_(1)
 
 
-def _make_attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
+def _make_attention_pass(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
     """Return a function that runs causal attention forward and backward."""
     # The import takes a second, and plans do not need it.
     from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
@@ -234,20 +237,22 @@ def _make_attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> C
     return lambda: torch.autograd.grad(attention_cudnn(q, k, v, WHOLE_ROWS), (q, k, v), grad)
 
 
-def _attention_traffic_seconds(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float) -> float:
+def _estimate_attention_traffic_seconds(
+    device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float
+) -> float:
     """Return a plan's seconds for attention's memory traffic."""
     reached = Reached(attention=math.inf, memory=_reachable_memory_fraction(device), launch=0.0, host=0.0)
-    model = attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached)
-    return _record_costs(_make_attention(torch.device("meta"), dtype, sizes), model).seconds
+    model = attrs.evolve(find_device_model("h200"), bandwidth=bandwidth, reached=reached)
+    return _record_pass_cost(_make_attention_pass(torch.device("meta"), dtype, sizes), model).seconds
 
 
-def _record_costs(run: Callable[[], object], model: DeviceModel) -> PassCost:
+def _record_pass_cost(run: Callable[[], object], model: DeviceModel) -> PassCost:
     """Record a call on meta tensors, as a plan does, and return the costs."""
     recorder = Recorder(model, lambda _: math.inf, AttentionFractions())
     with recorder:
-        recorder.begin()
+        recorder.begin_pass()
         run()
-        return recorder.end()
+        return recorder.end_pass()
 
 
 def _reachable_memory_fraction(device: torch.device) -> float:
@@ -255,12 +260,12 @@ def _reachable_memory_fraction(device: torch.device) -> float:
     return MEMORY_REACHED if device.type == "cuda" else 1.0
 
 
-def _measure_launches(device: torch.device, seconds: float) -> tuple[float, float]:
+def _measure_launch_seconds(device: torch.device, seconds: float) -> tuple[float, float]:
     """Return the seconds that a small operation takes on the device, and on the issuing host; a CPU is both."""
     if device.type == "cpu":
         x = torch.zeros(16)
-        return _time_call(device, lambda: x.add_(1), seconds, 1000), 0.0
-    layers = _make_small_layers(device)
+        return _measure_seconds_per_call(device, lambda: x.add_(1), seconds, 1000), 0.0
+    layers = _make_host_bound_pass(device)
     for _ in range(3):  # the first call compiles kernels
         layers()
     times, end = list[float](), time.perf_counter() + seconds
@@ -268,10 +273,10 @@ def _measure_launches(device: torch.device, seconds: float) -> tuple[float, floa
         start = time.perf_counter()
         layers()
         times.append(time.perf_counter() - start)
-    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _count_operations()
+    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _count_planned_operations()
 
 
-def _make_small_layers(device: torch.device) -> Callable[[], object]:
+def _make_host_bound_pass(device: torch.device) -> Callable[[], object]:
     """Return a function that runs norms and linear layers forward and backward, tiny so that the host is the limit."""
     from drawloom.kernels.linear import linear_eager
     from drawloom.kernels.triton.rms_norm import rms_norm_triton
@@ -291,7 +296,7 @@ def _make_small_layers(device: torch.device) -> Callable[[], object]:
     return run_layers
 
 
-def _count_operations() -> float:
+def _count_planned_operations() -> float:
     """Return how many small operations a plan counts in the measured layers."""
-    model = attrs.evolve(device_model("h200"), reached=Reached(host=1.0))
-    return _record_costs(_make_small_layers(torch.device("meta")), model).host
+    model = attrs.evolve(find_device_model("h200"), reached=Reached(host=1.0))
+    return _record_pass_cost(_make_host_bound_pass(torch.device("meta")), model).host

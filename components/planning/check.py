@@ -9,12 +9,12 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from drawloom.components.planning.calibrate import at_hand
+from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import find_remedies, toml_lines
+from drawloom.components.planning.remedies import find_remedies, format_toml_lines
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component, setting
 from drawloom.graph.project import Recipe
@@ -56,14 +56,14 @@ class PlanCheck:
         """Raise a UserError if the run can't fit its GPUs."""
         if self.device.device.type != "cuda":
             return  # a CPU run has no limit; its plan takes seconds and can wait until the end
-        self._plan = self._make_plan()
+        self._plan = self._try_to_plan()
         # All ranks compute the same plan, so that all ranks end at once with the same error.
         if (
             self.refuse
             and self._plan
             and REFUSAL_FRACTION * max(self._plan.peak_memory_bytes) > self._plan.device.memory
         ):
-            raise UserError(self._describe_excess(self._plan))
+            raise UserError(self._describe_excess_and_remedies(self._plan))
 
     def on_event(self, event: Event) -> None:
         """Measure steps, and write the comparison before the final tasks write the report."""
@@ -71,25 +71,25 @@ class PlanCheck:
             self._started = self.clock()
         elif event.kind == "step_ended" and event.step is not None:
             self._seconds.append(self.clock() - self._started - event.step.excluded_seconds)
-            if event.step.last and self.processes.rank == 0:
+            if event.step.is_last and self.processes.rank == 0:
                 self._write_comparison()
         elif event.kind == "run_ended" and self._text:
             log.info("%s", self._text)
 
     def _write_comparison(self) -> None:
         """Compare the plan with measured memory and median step time, and write the line to `plan.txt`."""
-        self._plan = self._plan or self._make_plan()
+        self._plan = self._plan or self._try_to_plan()
         if self._plan is None:
             return
         measured = self.device.memory() if self.device.device.type == "cuda" else None
         steps = self._seconds[WARM_UP_STEPS:] or self._seconds
-        self._text = comparison(self._plan, measured, statistics.median(steps))
+        self._text = compare_with_plan(self._plan, measured, statistics.median(steps))
         replace_file(self.folder.folder / PLAN, f"{self._text}\n".encode())
 
-    def _make_plan(self) -> Plan | None:
+    def _try_to_plan(self) -> Plan | None:
         """Plan this run; log the reason and return None if it can't be planned."""
         try:
-            device = at_hand()
+            device = load_local_device_model()
             if self.device.device.type == "cuda":
                 memory = torch.cuda.get_device_properties(self.device.device).total_memory
                 device = attrs.evolve(device, memory=memory)
@@ -98,7 +98,7 @@ class PlanCheck:
             log.info("plan    none: %s", error)
             return None
 
-    def _describe_excess(self, planned: Plan) -> str:
+    def _describe_excess_and_remedies(self, planned: Plan) -> str:
         """Return the error message for a run that can't fit, with settings for a run that fits."""
         recipe = Recipe.of(tomllib.loads(self.recipe.text))
         fitting = [
@@ -106,26 +106,28 @@ class PlanCheck:
             for remedy in find_remedies(recipe, planned)
             if remedy.plan.fits and remedy.plan.ranks == planned.ranks
         ]
-        settings = " or ".join("; ".join(toml_lines(remedy.values)) for remedy in fitting)
-        fullest = max(planned.memory, key=lambda rank: rank.peak)
-        needed, available = map(byte_size, (fullest.peak, planned.device.memory))
+        settings = " or ".join("; ".join(format_toml_lines(remedy.values)) for remedy in fitting)
+        fullest = max(planned.memory, key=lambda rank: rank.peak_bytes)
+        needed, available = map(format_byte_size, (fullest.peak_bytes, planned.device.memory))
         return (
-            f"the run needs {needed} on a GPU, in {fullest.when}, and each has {available}; settings "
+            f"the run needs {needed} on a GPU, in {fullest.action_at_peak}, and each has {available}; settings "
             f"that fit: {settings}; to try the run anyway, write refuse = false in this component's node"
         )
 
 
-def comparison(planned: Plan, memory: int | None, seconds: float) -> str:
+def compare_with_plan(planned: Plan, measured_bytes: int | None, measured_seconds: float) -> str:
     """Return planned and measured values, and the plan's relative error, as one line."""
     parts = [
-        _format_pair("memory", planned.peak_memory_bytes[0], memory, byte_size),
-        _format_pair("step", planned.time.seconds, seconds, lambda value: f"{value:.3g} s"),
+        _format_planned_and_measured("memory", planned.peak_memory_bytes[0], measured_bytes, format_byte_size),
+        _format_planned_and_measured("step", planned.time.seconds, measured_seconds, lambda value: f"{value:.3g} s"),
     ]
     return f"plan    {'; '.join(parts)}"
 
 
-def _format_pair(name: str, planned: float, measured: float | None, text: Callable[[float], str]) -> str:
+def _format_planned_and_measured(
+    name: str, planned: float, measured: float | None, format_value: Callable[[float], str]
+) -> str:
     """Return a quantity's planned and measured values as text, with the plan's relative error."""
     if not measured:
-        return f"{name} {text(planned)} planned"
-    return f"{name} {text(planned)} planned, {text(measured)} measured ({planned / measured - 1:+.1%})"
+        return f"{name} {format_value(planned)} planned"
+    return f"{name} {format_value(planned)} planned, {format_value(measured)} measured ({planned / measured - 1:+.1%})"

@@ -36,12 +36,12 @@ class Interval:
     step: float
 
     @property
-    def toml(self) -> str:
+    def toml_line(self) -> str:
         """Return the setting as a line of TOML."""
         return f"{self.node}.every = {self.every}"
 
     @property
-    def lost(self) -> float:
+    def lost_time_fraction(self) -> float:
         """Return the fraction of the time lost to saves and to steps repeated after failures, without restarts."""
         interval = self.every * self.step
         return self.cost / interval + interval / 2 / self.between_failures
@@ -49,25 +49,27 @@ class Interval:
     def __str__(self) -> str:
         hours = f"{float(f'{self.between_failures / 3600:.3g}'):,g}"  # 1,000 and not 1e+03
         why = f"a save costs {self.cost:.3g} s, and a failure is expected every {hours} h"
-        return f"{self.toml}  # {why}; saves and lost steps take {self.lost:.2%} of the time"
+        return f"{self.toml_line}  # {why}; saves and lost steps take {self.lost_time_fraction:.2%} of the time"
 
 
-def propose_interval(nodes: Nodes, planned: Plan, mtbf: float, cost: float | None = None) -> Interval:
-    """Propose an interval for hosts with `mtbf` seconds between failures; by default, the save `cost` is estimated."""
+def propose_interval(nodes: Nodes, planned: Plan, mtbf: float, save_seconds: float | None = None) -> Interval:
+    """Propose an interval for hosts with `mtbf` seconds between failures; `save_seconds` are estimated if None."""
     hosts = math.ceil(planned.ranks / planned.device.per_host)
-    between, cost = mtbf / hosts, save_seconds(nodes, planned) if cost is None else cost
-    every = max(1, round(math.sqrt(2 * cost * between) / planned.time.seconds))
-    return Interval(nodes.checkpointer, every, cost, between, planned.time.seconds)
+    between = mtbf / hosts
+    if save_seconds is None:
+        save_seconds = estimate_blocking_save_seconds(nodes, planned)
+    every = max(1, round(math.sqrt(2 * save_seconds * between) / planned.time.seconds))
+    return Interval(nodes.checkpointer_node, every, save_seconds, between, planned.time.seconds)
 
 
-def save_seconds(nodes: Nodes, planned: Plan) -> float:
+def estimate_blocking_save_seconds(nodes: Nodes, planned: Plan) -> float:
     """
     Estimate how many seconds a save blocks the run: until its state is copied, or written if there is no staging.
 
     With `checkpoint.staging.overlapped` copies overlap passes, so that the estimate is an upper bound.
     """
     sizes = [sum(memory.persistent.get(kind, 0) for kind in SAVED_KINDS) for memory in planned.memory]
-    if nodes.has(Stager):
+    if nodes.has_node_for(Stager):
         return max(sizes) / COPY_BANDWIDTH
     # The state of replicas is written once.
     whole = sum(sizes) * planned.ranks // len(sizes) // planned.mesh.replicas.size

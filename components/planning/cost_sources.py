@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
-from drawloom.components.pipeline.program.builders import loop
-from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, list_schedule
-from drawloom.components.pipeline.program.lowering import with_whole_backwards
-from drawloom.components.pipeline.program.partition import even
-from drawloom.components.pipeline.program.recomputation import repeat_fraction
+from drawloom.components.pipeline.program.builders import assign_stages_in_loop
+from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, build_list_schedule
+from drawloom.components.pipeline.program.lowering import merge_split_backwards
+from drawloom.components.pipeline.program.partition import partition_evenly
+from drawloom.components.pipeline.program.recomputation import recomputed_fraction
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
@@ -40,21 +40,21 @@ class CostSource(Protocol):
     """
     Source for a model's costs in any partition into stages.
 
-    A slice is the smallest part of a model that can be a stage, usually a layer; `slices` returns the costs. `sizes`
-    are slice counts by stage; by default, stages are partitioned as in a run.
+    A slice is the smallest part of a model that can be a stage, usually a layer. `sizes` are slice counts by
+    stage; by default, stages are partitioned as in a run.
     """
 
-    def costs(
+    def stage_costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage, with a `recompute` policy per stage."""
         ...
 
-    def memory(self, program: Program, sizes: Sequence[int] | None = None) -> Sequence[int] | None:
+    def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> Sequence[int] | None:
         """Return the peak activation bytes by rank, or None if unknown."""
         ...
 
-    def slices(self, ranks: int) -> dict[str, Any]:
+    def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return `pipeline.schedules.auto` settings for these costs."""
         ...
 
@@ -65,22 +65,22 @@ class Units:
 
     given: Costs
 
-    def costs(
+    def stage_costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage; recomputation adds a forward pass fraction to the backward pass."""
-        costs = self.given.divide(stages_per_rank)
+        costs = self.given.divide_by_stages(stages_per_rank)
         if not recompute:
             return costs
-        again = costs.forward * np.array([repeat_fraction(policy) for policy in recompute])
+        again = costs.forward * np.array([recomputed_fraction(policy) for policy in recompute])
         zeros = np.zeros_like(again)
         columns = [costs.forward + zeros, costs.backward + again, costs.backward_input + again]
         return CostTable(**attrs.asdict(costs), lengths=np.stack([*columns, costs.backward_weight + zeros], axis=1))
 
-    def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
+    def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> None:
         """Return None: units have no bytes."""
 
-    def slices(self, ranks: int) -> dict[str, Any]:
+    def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return the costs of a rank instead of slices; the schedule divides them evenly among its stages."""
         return {name: getattr(self.given, name) for name in ("forward", "backward_input", "backward_weight", "comm")}
 
@@ -92,22 +92,22 @@ class Traced:
     measured: TracedStep
 
     @cached_property
-    def _op_table(self) -> CostTable:
+    def _cost_table_of_trace(self) -> CostTable:
         """The traced costs by stage and op."""
         return self.measured.table()
 
-    def costs(
+    def stage_costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage in seconds, including the traced run's recomputation."""
-        return self._op_table.resample(sizes or (1,) * (ranks * stages_per_rank))
+        return self._cost_table_of_trace.resample_to_sizes(sizes or (1,) * (ranks * stages_per_rank))
 
-    def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
+    def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> None:
         """Return None: a trace has no bytes by stage."""
 
-    def slices(self, ranks: int) -> dict[str, Any]:
+    def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return two slices per rank; a stage's costs besides its layers are not known."""
-        return slices_of(self._op_table.resample((1,) * (2 * ranks)))
+        return auto_schedule_slices(self._cost_table_of_trace.resample_to_sizes((1,) * (2 * ranks)))
 
 
 @attrs.frozen
@@ -119,18 +119,18 @@ class PlacedSchedule:
     recompute: tuple[Recompute, ...] = ()
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """Return the given ranks."""
+        """Return `placement`, whatever `ranks` is."""
         return self.placement
 
     def layers_by_stage(self, ranks: int, layers: int) -> tuple[int, ...]:
-        """Return the given sizes."""
+        """Return `sizes`, whatever `ranks` and `layers` are."""
         return self.sizes
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return a program with forward passes as early as possible, with the given recompute policies."""
         activations = (1.0,) * len(self.placement)
         task = Task(self.placement, microbatches, Costs(), activations, microbatches * sum(activations))
-        return attrs.evolve(list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
+        return attrs.evolve(build_list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
 
 
 @attrs.frozen(eq=False)
@@ -151,39 +151,41 @@ class Planned:
         key = cut or (ranks, stages_per_rank)
         if key not in self._plans:
             nodes = Nodes.of(self.recipe)
-            layers = nodes.settings(nodes.model).get("num_hidden_layers")
+            layers = nodes.settings_of_node(nodes.model_node).get("num_hidden_layers")
             if isinstance(layers, int) and layers < ranks * stages_per_rank:
                 raise UserError(
                     f"{layers} layers can't be cut into {ranks * stages_per_rank} stages; use fewer stages", 2
                 )
             schedule = {"use": "pipeline.schedules.zero_bubble_1p", "stages_per_rank": stages_per_rank}
-            values = {nodes.mesh: {PipelineDimension.name: ranks}, nodes.schedule: schedule}
+            values = {nodes.mesh_node: {PipelineDimension.name: ranks}, nodes.schedule_node: schedule}
             self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, cut)
         return self._plans[key]
 
-    def _plan_partition(
+    def _plan_with_partition(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None, recompute: Sequence[Recompute]
     ) -> Plan:
         """Plan a pipeline with these layers and recompute policies by stage; by default, those in the recipe."""
         if sizes is None and not recompute:
             return self.plan(ranks, stages_per_rank)
-        placement = loop(ranks, stages_per_rank)
-        sizes = sizes or even(self.plan(ranks, 1).layers, len(placement))
+        placement = assign_stages_in_loop(ranks, stages_per_rank)
+        sizes = sizes or partition_evenly(self.plan(ranks, 1).layers, len(placement))
         return self.plan(ranks, stages_per_rank, PlacedSchedule(placement, tuple(sizes), tuple(recompute)))
 
-    def costs(
+    def stage_costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage in seconds."""
-        return self._plan_partition(ranks, stages_per_rank, sizes, recompute).table
+        return self._plan_with_partition(ranks, stages_per_rank, sizes, recompute).table
 
-    def memory(self, program: Program, sizes: Sequence[int] | None = None) -> list[int]:
+    def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> list[int]:
         """Return the peak activation bytes by rank, without gradients and persistent bytes."""
-        costs = self._plan_partition(program.ranks, program.stages // program.ranks, sizes, program.recompute).costs
-        whole, none = with_whole_backwards(program), dict.fromkeys(costs, 0)
+        costs = self._plan_with_partition(
+            program.ranks, program.stages // program.ranks, sizes, program.recompute
+        ).costs
+        whole, none = merge_split_backwards(program), dict.fromkeys(costs, 0)
         return [peak_of(whole, rank, costs, none).bytes for rank in range(program.ranks)]
 
-    def slices(self, ranks: int) -> dict[str, Any]:
+    def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """
         Return one slice per layer in seconds, with recompute policies unless the recipe already recomputes.
 
@@ -200,62 +202,62 @@ class Planned:
         excess = by_layer.table.lengths.sum(0) - one.table.lengths.sum(0)
         per_stage = np.clip(excess / max(1, count - ranks), 0, 0.9 * by_layer.table.lengths.min(0))
         lengths = by_layer.table.lengths - per_stage
-        settings = slices_of(attrs.evolve(one.table, lengths=lengths))
-        settings["per_stage"] = _round_costs(per_stage)
+        settings = auto_schedule_slices(attrs.evolve(one.table, lengths=lengths))
+        settings["per_stage"] = _round_to_nanoseconds(per_stage)
         if self.device.memory:
-            activations, plans = _bytes_by_stage(by_layer, "F"), [one]
+            activations, plans = _live_bytes_by_stage_after(by_layer, "F"), [one]
             nodes = Nodes.of(self.recipe)
-            if nodes.settings(nodes.stages)["recompute"] == "none":
+            if nodes.settings_of_node(nodes.stages_node)["recompute"] == "none":
                 recompute = {}
                 for policy in POLICIES:
                     again = self.plan(ranks, 1, attrs.evolve(cut, recompute=(policy,) * count))
                     recompute[policy] = {
-                        "again": _compute_ratios(
+                        "again": _divide_and_round(
                             (again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]
                         ),
-                        "kept": _compute_ratios(_bytes_by_stage(again, "F"), activations),
+                        "kept": _divide_and_round(_live_bytes_by_stage_after(again, "F"), activations),
                     }
-                    plans.append(self._plan_partition(ranks, 1, even(count, ranks), (policy,) * ranks))
+                    plans.append(self._plan_with_partition(ranks, 1, partition_evenly(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
-            used = max(_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
+            used = max(_sum_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used
             settings["activations"] = activations.tolist()
-            settings["pending"] = _bytes_by_stage(by_layer, "I").tolist()
+            settings["pending"] = _live_bytes_by_stage_after(by_layer, "I").tolist()
             settings["memory"] = max(1.0, min(float(room), float(MAX_ACTIVATIONS * activations.sum())))
         return settings
 
 
-def _bytes_by_stage(by_layer: Plan, op: str) -> NDArray[np.float64]:
+def _live_bytes_by_stage_after(by_layer: Plan, op: str) -> NDArray[np.float64]:
     """Return the bytes by stage alive after a pass `op` of one microbatch, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
 
 
-def _compute_ratios(some: NDArray[np.float64], whole: NDArray[np.float64]) -> list[float]:
+def _divide_and_round(dividends: NDArray[np.float64], divisors: NDArray[np.float64]) -> list[float]:
     """Divide by element, and round; negative ratios become 0."""
-    return [round(max(0.0, float(ratio)), 4) for ratio in some / whole]
+    return [round(max(0.0, float(ratio)), 4) for ratio in dividends / divisors]
 
 
-def _non_activation_bytes(planned: Plan, rank: RankMemory) -> int:
+def _sum_non_activation_bytes(planned: Plan, rank: RankMemory) -> int:
     """Sum a rank's bytes besides activations: persistent bytes, gradients, buffers, and temporary tensors."""
-    temporary = (_temporary_bytes(planned.costs[stage].passes) for stage in rank.stages)
+    temporary = (_max_temporary_bytes(planned.costs[stage].passes) for stage in rank.stages)
     return sum(rank.persistent.values()) + rank.whole_gradients + sum(rank.buffers.values()) + max(temporary)
 
 
-def _temporary_bytes(passes: Passes) -> int:
+def _max_temporary_bytes(passes: Passes) -> int:
     """Return the maximum bytes alive in a pass beyond its inputs and results."""
     forward, pending = passes["F"].total_kept_bytes, passes["I"].total_kept_bytes
     growth = {"F": forward, "I": max(0, pending - forward)}
     return max(cost.peak_delta - growth.get(op, 0) for op, cost in passes.items())
 
 
-def slices_of(table: CostTable) -> dict[str, Any]:
+def auto_schedule_slices(table: CostTable) -> dict[str, Any]:
     """Return settings for `pipeline.schedules.auto` whose slices are the stages in a cost table."""
     # A pass without duration, such as the gradients of frozen weights, could be anywhere in a schedule.
     lengths = np.maximum(table.lengths, MIN_SLICE_SECONDS)
-    return {"comm": round(table.comm, 9), "slices": [_round_costs(costs) for costs in lengths]}
+    return {"comm": round(table.comm, 9), "slices": [_round_to_nanoseconds(costs) for costs in lengths]}
 
 
-def _round_costs(costs: NDArray[np.float64]) -> list[float]:
+def _round_to_nanoseconds(costs: NDArray[np.float64]) -> list[float]:
     """Round seconds to nanoseconds."""
     return [round(float(cost), 9) for cost in costs]

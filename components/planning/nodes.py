@@ -16,7 +16,7 @@ from drawloom.components.ports.memory import MemoryUser
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows
-from drawloom.components.ports.run import Batching, Phase, Restorer
+from drawloom.components.ports.run import Batching, Phase, Restorer, defers_scaling
 from drawloom.components.ports.stages import FrozenModel, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
@@ -38,7 +38,7 @@ class Nodes:
         graph = recipe.graph.require_valid()
         return cls(recipe, graph, frozenset(graph.topological_order([recipe.project.root])))
 
-    def only(self, port: type) -> str:
+    def find_only_node(self, port: type) -> str:
         """Return the node for a port; UserError if there is not exactly one."""
         names = self._find_used_nodes(port)
         if len(names) != 1:
@@ -51,67 +51,67 @@ class Nodes:
         """Return a port's nodes, without nodes unused in a run."""
         return [name for name in self.graph.implementers(port) if name in self.used]
 
-    def has(self, port: type) -> bool:
+    def has_node_for(self, port: type) -> bool:
         """Return whether a run uses a node for a port."""
         return bool(self._find_used_nodes(port))
 
     @property
-    def checkpointer(self) -> str:
+    def checkpointer_node(self) -> str:
         """Return the checkpointer's node; UserError if there is not exactly one."""
-        return self.only(Restorer)
+        return self.find_only_node(Restorer)
 
-    def settings(self, node: str) -> Mapping[str, Any]:
+    def settings_of_node(self, node: str) -> Mapping[str, Any]:
         """Return a node's settings."""
         return self.graph.nodes[node].settings
 
     @cached_property
-    def mesh(self) -> str:
+    def mesh_node(self) -> str:
         """The mesh's node."""
-        return self.only(Mesh)
+        return self.find_only_node(Mesh)
 
     @cached_property
-    def devices(self) -> list[str]:
+    def device_nodes(self) -> list[str]:
         """The devices' nodes."""
         return self._find_used_nodes(Device)
 
     @cached_property
-    def model(self) -> str:
+    def model_node(self) -> str:
         """The stages' model node."""
-        [edge] = self.graph.nodes[self.stages].edges["model"].targets
+        [edge] = self.graph.nodes[self.stages_node].edges["model"].targets
         return edge
 
     @property
     def counts_flops(self) -> bool:
         """Return whether the model counts its FLOPs."""
-        return self.model in self.graph.implementers(CountsFlops)
+        return self.model_node in self.graph.implementers(CountsFlops)
 
     @property
     def has_experts(self) -> bool:
         """Return whether the model has experts, according to its node's settings."""
-        return bool(self.settings(self.model).get("num_experts"))
+        return bool(self.settings_of_node(self.model_node).get("num_experts"))
 
     @cached_property
-    def loss(self) -> str:
+    def loss_node(self) -> str:
         """The loss's node."""
-        return self.only(Loss)
+        return self.find_only_node(Loss)
 
     @cached_property
-    def precision(self) -> str:
+    def precision_node(self) -> str:
         """The precision's node."""
-        return self.only(Precision)
+        return self.find_only_node(Precision)
 
     @cached_property
-    def schedule(self) -> str:
+    def schedule_node(self) -> str:
         """The schedule's node."""
-        return self.only(Schedule)
+        return self.find_only_node(Schedule)
 
     @cached_property
-    def stages(self) -> str:
+    def stages_node(self) -> str:
         """The stages' node."""
-        return self.only(TrainableStages)
+        return self.find_only_node(TrainableStages)
 
     @cached_property
-    def memory_users(self) -> list[str]:
+    def memory_user_nodes(self) -> list[str]:
         """The nodes with memory to report by kind, including the stages."""
         return self._find_used_nodes(MemoryUser)
 
@@ -127,44 +127,46 @@ class Nodes:
         return [name for name in names if name in self.graph.implementers(CountsFlops)]
 
     @property
-    def needed_by_stages(self) -> list[str]:
+    def nodes_needed_by_stages(self) -> list[str]:
         """The nodes to which the stages and a frozen second model refer."""
-        stages = [self.graph.nodes[name] for name in (self.stages, *self.frozen)]
+        stages = [self.graph.nodes[name] for name in (self.stages_node, *self.frozen)]
         return [*dict.fromkeys(name for node in stages for edge in node.edges.values() for name in edge.targets)]
 
     @property
-    def tokenizers_to_omit(self) -> list[str]:
+    def tokenizer_nodes_to_omit(self) -> list[str]:
         """Return the tokenizer if only the model needs it and its settings already determine the vocabulary size."""
-        edge = self.graph.nodes[self.model].edges.get("tokenizer")
-        is_known = any(self.settings(self.model).get(key) is not None for key in ("vocab_size", "config", "path"))
+        edge = self.graph.nodes[self.model_node].edges.get("tokenizer")
+        is_known = any(
+            self.settings_of_node(self.model_node).get(key) is not None for key in ("vocab_size", "config", "path")
+        )
         if edge is None or not is_known:
             return []
-        needed = {*self.graph.topological_order([*self.needed_by_stages, *self.memory_users])}
-        users = {user for name in edge.targets for user, _ in self.graph.incoming(name)}
-        return [*edge.targets] if users & needed == {self.model} else []
+        needed = {*self.graph.topological_order([*self.nodes_needed_by_stages, *self.memory_user_nodes])}
+        users = {user for name in edge.targets for user, _ in self.graph.list_incoming_edges(name)}
+        return [*edge.targets] if users & needed == {self.model_node} else []
 
     @property
     def mesh_settings(self) -> Mapping[str, Any]:
         """Return the mesh's dimension sizes."""
-        return self.graph.nodes[self.mesh].settings
+        return self.graph.nodes[self.mesh_node].settings
 
     @property
-    def least_ranks(self) -> int:
+    def min_rank_count(self) -> int:
         """Return the minimum rank count: the product over dimensions with explicit sizes."""
-        return math.prod(PerDimension.of_settings(self.mesh_settings).dense().values())
+        return math.prod(PerDimension.from_settings(self.mesh_settings).without_expert_dimensions().values())
 
     @cached_property
-    def made_rows(self) -> tuple[int, int]:
+    def rows_and_tokens_made_by_phase(self) -> tuple[int, int]:
         """How many training rows a phase, such as sampling, makes from a data row, and the tokens it adds to a row."""
         for name in self._find_used_nodes(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
-                return component.made_rows(self.graph.view(name))
+                return component.predict_made_rows(self.graph.view(name))
         return 1, 0
 
     @property
     def batch_type(self) -> type[Batch]:
         """Return the run's batch class; UserError if there is not exactly one."""
-        ports = (Phase,) if self.made_rows != (1, 0) else (PackedDataset, Collator)
+        ports = (Phase,) if self.rows_and_tokens_made_by_phase != (1, 0) else (PackedDataset, Collator)
         classes = [self.graph.nodes[name].spec.cls for port in ports for name in self._find_used_nodes(port)]
         types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
         if len(types) != 1:
@@ -172,19 +174,19 @@ class Nodes:
         return types.pop()
 
     @property
-    def length(self) -> int:
+    def sequence_length(self) -> int:
         """Return the sequence length, or 1 if rows are not tokens; UserError if no data set has it as a setting."""
         if "tokens" not in self.batch_type.specs.values():
             return 1
         for name in self._find_used_nodes(PackedDataset):
             for key in ("length", "max_length"):
                 if isinstance(length := self.graph.nodes[name].settings.get(key), int):
-                    return length + self.made_rows[1]
+                    return length + self.rows_and_tokens_made_by_phase[1]
         text = "a plan needs the sequence length, and no data set of the recipe has a setting `length` or `max_length`"
         raise UserError(f"{text}; add one of them, an integer", 2)
 
     @property
-    def document_length(self) -> float:
+    def mean_document_length(self) -> float:
         """Return the mean document length in tokens, or inf if the data are not available or do not know it."""
         names = self._find_used_nodes(TokenCorpus)
         if len(names) != 1 or not issubclass(self.graph.nodes[names[0]].spec.cls, KnownDocuments):
@@ -195,27 +197,42 @@ class Nodes:
         return math.inf if length is None else length
 
     @property
-    def attention(self) -> str:
+    def attention_kernel(self) -> str:
         """Return the recipe's attention kernel, or `auto`."""
-        settings = [self.settings(name).get("attention", "auto") for name in self._find_used_nodes(Kernels)]
+        settings = [self.settings_of_node(name).get("attention", "auto") for name in self._find_used_nodes(Kernels)]
         return next(iter(settings), "auto")
 
     @property
-    def global_size(self) -> int:
+    def global_batch_size(self) -> int:
         """Return the global batch size: rows of the data set in a step."""
-        return int(self.settings(self.only(Batching))["global_size"])
+        return int(self.settings_of_node(self.find_only_node(Batching))["global_size"])
 
     @property
-    def steps(self) -> int | None:
+    def defers_scaling(self) -> bool:
+        """Return whether the optimizer's launch on a GPU multiplies gradients by the step's factors while it reads."""
+        root = self.graph.nodes[self.recipe.project.root]
+        for name in root.edges["phases"].targets if "phases" in root.edges else ():
+            phase = self.graph.nodes[name]
+            flow = phase.spec.traits.flow
+            if "gradients" in flow.writes and phase.settings.get("norm") == "exact":
+                return False
+            if {"gradients", "gradients?"} & {*flow.reads, *flow.changes} and not defers_scaling(phase.spec.cls):
+                return False
+        return True
+
+    @property
+    def step_count(self) -> int | None:
         """Return the run's step count, or None if its length is not in steps."""
         steps = self.graph.nodes[self.recipe.project.root].settings.get("steps")
         return steps if isinstance(steps, int) else None
 
-    def microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
+    def divide_step_into_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Return rows per microbatch and microbatches per step on a rank; UserError if a step is not divisible."""
-        rows = int(self.settings(self.only(Batching))["micro_size"])
+        rows = int(self.settings_of_node(self.find_only_node(Batching))["micro_size"])
         replicas = mesh.sizes.data_replicate * mesh.sizes.data_shard
-        if self.global_size % (rows * replicas):
-            text = f"{self.global_size} rows are not divisible among {replicas} replicas with microbatches of {rows}"
+        if self.global_batch_size % (rows * replicas):
+            text = (
+                f"{self.global_batch_size} rows are not divisible among {replicas} replicas with microbatches of {rows}"
+            )
             raise UserError(f"batch.global_size: {text}; write a multiple of {rows * replicas}", 2)
-        return rows * self.made_rows[0], self.global_size // (rows * replicas)
+        return rows * self.rows_and_tokens_made_by_phase[0], self.global_batch_size // (rows * replicas)

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from drawloom.components.distributed.device_model import DeviceModel, products_in
+from drawloom.components.distributed.device_model import DeviceModel, get_product_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import PipelineDimension
-from drawloom.components.pipeline.program.lowering import with_whole_backwards
+from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
 from drawloom.components.planning.nodes import Nodes
@@ -54,24 +54,24 @@ class RankMemory:
     host: int
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Return the peak bytes: during the passes, or at the step's end when gradients are reduced."""
         return sum(self.persistent.values()) + sum(self.buffers.values()) + max(self.step.bytes, self.final_peak)
 
     @property
-    def peak_gradients(self) -> int:
+    def peak_gradient_bytes(self) -> int:
         """Return the bytes for gradients and their reduction buffers at the peak."""
         return self.step.kinds.get("gradients", 0) if self.step.bytes >= self.final_peak else self.final_peak
 
     @property
-    def activations(self) -> dict[str, int]:
+    def activation_bytes_at_peak(self) -> dict[str, int]:
         """Return the bytes for activations and temporary tensors at the peak, by label."""
         if self.step.bytes < self.final_peak:
             return {}
         return {label: size for label, size in self.step.kinds.items() if label != "gradients"}
 
     @property
-    def when(self) -> str:
+    def action_at_peak(self) -> str:
         """Return the name of the action at the peak."""
         return self.step.action if self.step.bytes >= self.final_peak else "sums of gradients"
 
@@ -105,7 +105,7 @@ class Plan:
     def peak_memory_bytes(self) -> list[int]:
         """Return the peak bytes of every rank in the mesh; ranks with the same stages have the same peak."""
         copies = self.ranks // len(self.memory)
-        return [rank.peak for rank in self.memory for _ in range(copies)]
+        return [rank.peak_bytes for rank in self.memory for _ in range(copies)]
 
     @property
     def fits(self) -> bool:
@@ -138,7 +138,7 @@ class PlanCache:
     views: dict[Hashable, list[RankView]] = attrs.field(factory=dict)
     values: dict[str, Any] = attrs.field(factory=dict)
 
-    def once(self, name: str, compute: Callable[[], T]) -> T:
+    def get_or_compute(self, name: str, compute: Callable[[], T]) -> T:
         """Return the cached value with this name, or compute and cache it."""
         if name not in self.values:
             self.values[name] = compute()
@@ -169,7 +169,7 @@ def plan(
     do not fit.
     """
     nodes = Nodes.of(recipe)
-    mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.least_ranks)
+    mesh = PlannedMesh.from_settings(nodes.mesh_settings, ranks or nodes.min_rank_count)
     with open_planner(nodes, device, mesh, schedule) as planner:
         if cache is None:
             return planner.plan()
@@ -183,11 +183,14 @@ def open_planner(
 ) -> Iterator["Planner"]:
     """Yield a planner whose model, loss and kernels are open."""
     kind = "cuda" if device.is_gpu else "cpu"
-    replacements: dict[str, Any] = {nodes.mesh: mesh, **dict.fromkeys(nodes.devices, PlannedDevice(torch.device(kind)))}
-    replacements |= dict.fromkeys(nodes.tokenizers_to_omit)
+    replacements: dict[str, Any] = {
+        nodes.mesh_node: mesh,
+        **dict.fromkeys(nodes.device_nodes, PlannedDevice(torch.device(kind))),
+    }
+    replacements |= dict.fromkeys(nodes.tokenizer_nodes_to_omit)
     if schedule is not None:
-        replacements[nodes.schedule] = schedule
-    with nodes.recipe.open(nodes.needed_by_stages, replacements) as objects:
+        replacements[nodes.schedule_node] = schedule
+    with nodes.recipe.open(nodes.nodes_needed_by_stages, replacements) as objects:
         yield Planner(nodes, device, mesh, {**objects, **replacements})
 
 
@@ -205,28 +208,28 @@ class Planner:
 
     def plan(self) -> Plan:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
-        schedule = self.objects[self.nodes.schedule]
+        schedule = self.objects[self.nodes.schedule_node]
         if embeds_on_every_rank(schedule):
             text = "a plan does not support embedding and head on every rank; use the plan with schedule.use = "
-            raise UserError(f'{self.nodes.schedule}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
-        rows, microbatches = self.nodes.microbatches(self.mesh)
+            raise UserError(f'{self.nodes.schedule_node}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
+        rows, microbatches = self.nodes.divide_step_into_microbatches(self.mesh)
         try:
             program = schedule.program(self.mesh.sizes.pipeline, microbatches)
         except DeadlockError as deadlock:
-            raise UserError(f"{self.nodes.schedule} can't be executed: {deadlock}") from deadlock
-        views = self._rank_views(program)
-        persistent = max(sum(_persistent_bytes(view).values()) for view in views)
+            raise UserError(f"{self.nodes.schedule_node} can't be executed: {deadlock}") from deadlock
+        views = self._build_rank_views(program)
+        persistent = max(sum(_persistent_bytes_by_kind(view).values()) for view in views)
         if self.memory_limit and persistent > self.memory_limit:
             raise TooLargeError(persistent)
-        costs = self._measure_stages(views, program, rows)
-        program = with_whole_backwards(program)
-        memory = [self._rank_memory(view, index, program, costs) for index, view in enumerate(views)]
-        precision = self.objects[self.nodes.precision]
-        document_rows = self._describe_rows(rows)
-        tokens = self.nodes.global_size * self.nodes.made_rows[0] * self.nodes.length
-        exchanges = [view.exchange(self.device) for view in views]
-        table = cost_table(costs, exchanges, self._message_seconds(costs))
-        frozen = set[str]().union(*(view.frozen for view in views))
+        costs = self._record_stage_costs(views, program, rows)
+        program = merge_split_backwards(program)
+        memory = [self._estimate_rank_memory(view, index, program, costs) for index, view in enumerate(views)]
+        precision = self.objects[self.nodes.precision_node]
+        document_rows = self._describe_microbatch_rows(rows)
+        tokens = self.nodes.global_batch_size * self.nodes.rows_and_tokens_made_by_phase[0] * self.nodes.sequence_length
+        exchanges = [view.estimate_replica_times(self.device) for view in views]
+        table = cost_table(costs, exchanges, self._estimate_message_seconds(costs))
+        frozen = set[str]().union(*(view.frozen_names for view in views))
         return Plan(
             device=self.device,
             mesh=self.mesh,
@@ -234,61 +237,63 @@ class Planner:
             rows=document_rows,
             microbatches=microbatches,
             layers=self._layer_count,
-            elements={stage: elements for view in views for stage, elements in view.elements.items()},
+            elements={stage: elements for view in views for stage, elements in view.elements_by_stage.items()},
             costs=costs,
             table=table,
             memory=memory,
             time=estimate_step_time(program, table, costs, exchanges, self._reference_passes),
             tokens=tokens,
-            flops=_training_flops(self._forward_flops, tokens, document_rows, frozen),
-            peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
-            steps=self.nodes.steps,
+            flops=_count_training_flops(self._model_forward_flops, tokens, document_rows, frozen),
+            peak_flops=self.device.peaks.get(get_product_key(precision.compute), math.nan),
+            steps=self.nodes.step_count,
         )
 
     @property
     def _reference_passes(self) -> float:
         """Return a reference model's forward passes per microbatch, in passes of the trained model."""
-        loss = self.objects[self.nodes.loss]
+        loss = self.objects[self.nodes.loss_node]
         if not isinstance(loss, Referenced) or loss.reference not in ("adapters", "model"):
             return 0.0
-        if loss.reference == "adapters" or self._forward_flops is None:
+        if loss.reference == "adapters" or self._model_forward_flops is None:
             return 1.0
         models = [self.objects[name] for name in self.nodes.frozen_models_with_flops]
         counts = [sum(model.forward_flops().by_parameter.values()) for model in models]
-        return sum(counts) / sum(self._forward_flops.by_parameter.values()) if counts else 1.0
+        return sum(counts) / sum(self._model_forward_flops.by_parameter.values()) if counts else 1.0
 
     @property
     def _layer_count(self) -> int:
         """The model's layer count."""
-        layers: int = self.objects[self.nodes.model].num_hidden_layers
+        layers: int = self.objects[self.nodes.model_node].num_hidden_layers
         return layers
 
-    def _describe_rows(self, count: int) -> Rows:
+    def _describe_microbatch_rows(self, count: int) -> Rows:
         """Return microbatch rows for the estimates: `count`, sequence length, and mean document length."""
         # The length may require opening a store of many shards.
-        document = self.cache.once("document length", lambda: self.nodes.document_length)
-        return Rows(count, self.nodes.length, document)
+        document = self.cache.get_or_compute("document length", lambda: self.nodes.mean_document_length)
+        return Rows(count, self.nodes.sequence_length, document)
 
     def _estimate_attention(self, rows: Rows) -> AttentionFractions:
         """Estimate the attention fractions; cuDNN gets single-document rows, unless another kernel is configured."""
         if not self.device.is_gpu:
-            fractions = estimate_attention_fractions(self._forward_flops, Rows(rows.count, rows.length), 1.0)
+            fractions = estimate_attention_fractions(self._model_forward_flops, Rows(rows.count, rows.length), 1.0)
             return attrs.evolve(fractions, packed=0.0)
-        captured = bool(self.nodes.settings(self.nodes.stages).get("capture")) and rows.document < math.inf
-        by_cudnn = self.nodes.attention in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
-        return estimate_attention_fractions(self._forward_flops, rows, rows.whole * by_cudnn)
+        captured = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("capture")) and rows.document < math.inf
+        by_cudnn = self.nodes.attention_kernel in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
+        return estimate_attention_fractions(
+            self._model_forward_flops, rows, rows.single_document_probability * by_cudnn
+        )
 
     @cached_property
-    def _forward_flops(self) -> ForwardFlops | None:
+    def _model_forward_flops(self) -> ForwardFlops | None:
         """Return the model's forward FLOPs, or None if the model does not count them."""
         if not self.nodes.counts_flops:
             return None
-        model: CountsFlops = self.objects[self.nodes.model]
-        return self.cache.once("operations", model.forward_flops)  # it builds the model
+        model: CountsFlops = self.objects[self.nodes.model_node]
+        return self.cache.get_or_compute("operations", model.forward_flops)  # it builds the model
 
-    def _rank_views(self, program: Program) -> list[RankView]:
+    def _build_rank_views(self, program: Program) -> list[RankView]:
         """Return the views by pipeline rank, from the cache if another plan has the same partition."""
-        schedule = self.objects[self.nodes.schedule]
+        schedule = self.objects[self.nodes.schedule_node]
         cuts = isinstance(schedule, PartitioningSchedule)
         sizes = tuple(schedule.layers_by_stage(program.ranks, self._layer_count)) if cuts else ()
         key = self.mesh.sizes, program.stage_to_rank, sizes
@@ -298,38 +303,39 @@ class Planner:
 
     def _build_rank_view(self, index: int, program: Program) -> "RankView":
         """Build a pipeline rank's stages on the meta device, and sum its memory by kind."""
-        mesh = self.mesh.at(index)
-        replacements = {**self.objects, self.nodes.mesh: mesh}
+        mesh = self.mesh.seen_from_pipeline_rank(index)
+        replacements = {**self.objects, self.nodes.mesh_node: mesh}
         container = self.nodes.recipe.project.container(
-            self.nodes.recipe.graph, self.nodes.stages, *self.nodes.memory_users, replacements=replacements
+            self.nodes.recipe.graph, self.nodes.stages_node, *self.nodes.memory_user_nodes, replacements=replacements
         )
         container.build()
-        stages = container[self.nodes.stages]
+        stages = container[self.nodes.stages_node]
         stages.outline()
         frozen = [container[name] for name in self.nodes.frozen]
         for model in frozen:
             model.outline()
-        users = [container[name] for name in self.nodes.memory_users]
+        users = [container[name] for name in self.nodes.memory_user_nodes]
         sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
         update_flops = sum(user.update_flops() for user in users if isinstance(user, UpdateFlops))
         host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
-        return RankView(mesh, stages, sizes, update_flops, host_bytes, next(iter(frozen), None))
+        passes = 2 if self.device.is_gpu and self.nodes.defers_scaling else 4
+        return RankView(mesh, stages, sizes, passes, update_flops, host_bytes, next(iter(frozen), None))
 
-    def _measure_stages(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
+    def _record_stage_costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
         """Record every stage's passes on the meta device, and return the costs by stage."""
-        model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
-        stages, sizes = self.nodes.settings(self.nodes.stages), self.mesh.sizes.settings()
+        model, loss = self.objects[self.nodes.model_node], self.objects[self.nodes.loss_node]
+        stages, sizes = self.nodes.settings_of_node(self.nodes.stages_node), self.mesh.sizes.settings()
         meter = StageMeter(
             loss=loss,
             batch_type=self.nodes.batch_type,
             blocks=model.blocks,
             rows=rows,
-            length=self.nodes.length,
+            length=self.nodes.sequence_length,
             context=self.mesh.context_group,
-            gradient=self.objects[self.nodes.precision].gradient,
-            device=self.device.without_host() if stages.get("capture") else self.device,
+            gradient=self.objects[self.nodes.precision_node].gradient,
+            device=self.device.without_host_time() if stages.get("capture") else self.device,
             links=lambda dimension: link_bandwidth(self.mesh, self.device, dimension),
-            fractions=self._estimate_attention(self._describe_rows(rows)),
+            fractions=self._estimate_attention(self._describe_microbatch_rows(rows)),
             cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             recordings=self.cache.recordings,
             frozen_model=views[-1].frozen_model,
@@ -344,46 +350,50 @@ class Planner:
         self.frozen_bytes = meter.frozen_bytes
         return costs
 
-    def _rank_memory(
+    def _estimate_rank_memory(
         self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]
     ) -> RankMemory:
         """Return a pipeline rank's memory: persistent bytes, peak, and buffers."""
-        gradients = {stage.index: view.gradient_bytes(stage, program.microbatches) for stage in view.stages.local}
+        gradients = {
+            stage.index: view.gradient_bytes_in_backward(stage, program.microbatches) for stage in view.stages.local
+        }
         offloaded = {stage.index for stage in view.stages.local if stage.offload}
         peak = peak_of(program, index, costs, gradients, offloaded)
-        buffers = view.buffers(costs, self.device, self._batch_bytes(program.microbatches))
+        buffers = view.buffer_bytes_by_kind(costs, self.device, self._count_step_batch_bytes(program.microbatches))
         if self.frozen_bytes and view.stages.local[-1].span.head:
             buffers["reference"] = program.microbatches * self.frozen_bytes
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
-            persistent=_persistent_bytes(view),
+            persistent=_persistent_bytes_by_kind(view),
             gradients=view.bytes_by_kind.get("gradients", 0),
             whole_gradients=sum(gradients.values()),
             step=peak,
             buffers=buffers,
-            final_peak=view.bytes_by_kind.get("gradients", 0) + view.reduction_bytes(),
+            final_peak=view.bytes_by_kind.get("gradients", 0) + view.reduction_buffer_bytes(),
             host=view.host_bytes,
         )
 
-    def _message_seconds(self, costs: Mapping[int, StageCosts]) -> float:
+    def _estimate_message_seconds(self, costs: Mapping[int, StageCosts]) -> float:
         """Return the seconds for a message from a stage to the next."""
         size = max(stage_costs.sent for stage_costs in costs.values())
         return size / link_bandwidth(self.mesh, self.device, PipelineDimension.name)
 
-    def _batch_bytes(self, microbatches: int) -> int:
+    def _count_step_batch_bytes(self, microbatch_count: int) -> int:
         """Return the bytes in a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""
-        rows, _ = self.nodes.microbatches(self.mesh)
-        return microbatches * rows * self.nodes.length // self.mesh.sizes.context * (4 * 8 + 4)
+        rows, _ = self.nodes.divide_step_into_microbatches(self.mesh)
+        return microbatch_count * rows * self.nodes.sequence_length // self.mesh.sizes.context * (4 * 8 + 4)
 
 
-def _persistent_bytes(view: RankView) -> dict[str, int]:
+def _persistent_bytes_by_kind(view: RankView) -> dict[str, int]:
     """Return a rank's persistent bytes by kind: all but gradients."""
     return {kind: size for kind, size in view.bytes_by_kind.items() if kind != "gradients"}
 
 
-def _training_flops(counted: ForwardFlops | None, tokens: int, rows: Rows, frozen: set[str]) -> float | None:
+def _count_training_flops(
+    forward_flops: ForwardFlops | None, tokens: int, rows: Rows, frozen_names: set[str]
+) -> float | None:
     """Return the FLOPs to train on `tokens`, or None if the model does not count them."""
-    if counted is None:
+    if forward_flops is None:
         return None
-    pairs = {window: tokens / rows.length * rows.pairs(window) for window in counted.per_pair}
-    return counted.of_training(tokens, pairs, frozen)
+    pairs = {window: tokens / rows.length * rows.count_expected_pairs(window) for window in forward_flops.per_pair}
+    return forward_flops.count_training_flops(tokens, pairs, frozen_names)

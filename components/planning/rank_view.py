@@ -10,11 +10,12 @@ import torch
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.components.parallel.float8_layers import float8_layers
-from drawloom.components.parallel.shard_transfers import message_dtype
-from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
+from drawloom.components.parallel.float8_layers import find_float8_layers
+from drawloom.components.parallel.shard_transfers import choose_message_dtype
+from drawloom.components.parallel.sliced_store import SlicedStore, count_largest_reduction_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
+from drawloom.components.ports.model import LinearLayer
 from drawloom.components.ports.stages import FrozenModel, Stage
 
 
@@ -37,13 +38,15 @@ class RankView:
     """
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
-    `update_flops` are the matrix product FLOPs in one optimizer step; `host_bytes` are streamed from host memory and
-    back in every step. `frozen_model` is the recipe's frozen second model, if it has one.
+    `gradient_passes` is how often an update reads or writes all gradients; `update_flops` are the matrix product FLOPs
+    in one optimizer step; `host_bytes` are streamed from host memory and back in every step. `frozen_model` is the
+    recipe's frozen second model, if it has one.
     """
 
     mesh: PlannedMesh
     stages: Any
     bytes_by_kind: Mapping[str, int]
+    gradient_passes: int
     update_flops: float
     host_bytes: int
     frozen_model: FrozenModel | None = None
@@ -55,18 +58,18 @@ class RankView:
         return store if isinstance(store, SlicedStore) else None
 
     @cached_property
-    def trainable_elements(self) -> int:
+    def trainable_elements_on_rank(self) -> int:
         """Count the trained elements owned by this rank."""
         return sum(parameter.numel() for _, parameter in self.stages.named_parameters())
 
     @cached_property
-    def frozen(self) -> set[str]:
+    def frozen_names(self) -> set[str]:
         """Return the names of untrained parameters."""
         named = (pair for stage in self.stages.local for pair in stage.named_parameters())
         return {name for name, parameter in named if not parameter.requires_grad}
 
     @cached_property
-    def elements(self) -> dict[int, Elements]:
+    def elements_by_stage(self) -> dict[int, Elements]:
         """Return the element counts by stage."""
         owned = dict(self.stages.named_parameters())
         return {stage.index: self._count_elements(stage, owned) for stage in self.stages.local}
@@ -78,29 +81,29 @@ class RankView:
             all=sum(parameter.numel() for parameter in parameters),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             owned=sum(owned[name].numel() for name, _ in stage.named_parameters() if name in owned),
-            unit=largest_unit(stage.module, self.stages.model.blocks(stage.module)),
+            unit=count_largest_reduction_unit(stage.module, self.stages.model.blocks(stage.module)),
         )
 
-    def gradient_bytes(self, stage: Stage, microbatches: int) -> int:
+    def gradient_bytes_in_backward(self, stage: Stage, microbatches: int) -> int:
         """
         Return a stage's gradient bytes during its backward passes.
 
         Sharded parameters' gradients are whole until they are reduced: once a step, or unit by unit.
         """
-        size, elements = int(self.stages.precision.gradient.itemsize), self.elements[stage.index]
+        size, elements = int(self.stages.precision.gradient.itemsize), self.elements_by_stage[stage.index]
         if self.shard_store is None:
             return elements.owned * size
         by_unit = microbatches == 1 or bool(self.stages.sync_each_microbatch)
         return (elements.owned + 2 * elements.unit if by_unit else elements.trained) * size
 
-    def reduction_bytes(self) -> int:
+    def reduction_buffer_bytes(self) -> int:
         """Return the bytes for the reduction over ranks, beyond the gradients."""
         # Every bucket is a copy that lives until all sums are written back.
-        buckets = self.trainable_elements * self._reduction_itemsize
+        buckets = self.trainable_elements_on_rank * self._reduction_itemsize
         if self.shard_store is not None:
             # A unit's gradients are sent without a copy; the gradients received from other ranks take as much again.
-            units = (elements.unit for elements in self.elements.values())
-            return self._message_itemsize * max(units) + buckets * (self.mesh.sizes.data_replicate > 1)
+            units = (elements.unit for elements in self.elements_by_stage.values())
+            return self._gradient_message_itemsize * max(units) + buckets * (self.mesh.sizes.data_replicate > 1)
         return buckets if self.mesh.data_group.size > 1 else 0
 
     @property
@@ -109,25 +112,30 @@ class RankView:
         return torch.promote_types(self.stages.precision.gradient, self.stages.precision.reduce).itemsize
 
     @property
-    def _message_itemsize(self) -> int:
+    def _gradient_message_itemsize(self) -> int:
         """Return a gradient element's bytes in the message to its owner."""
-        return message_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
+        return choose_message_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
 
-    def buffers(self, costs: Mapping[int, StageCosts], device: DeviceModel, batches: int) -> dict[str, int]:
+    def buffer_bytes_by_kind(
+        self, costs: Mapping[int, StageCosts], device: DeviceModel, batch_bytes: int
+    ) -> dict[str, int]:
         """Return the bytes by buffer: batches, messages in flight, and the device's libraries."""
         sends = self.mesh.sizes.pipeline > 1
         messages = 2 * max(stage_costs.sent for stage_costs in costs.values()) if sends else 0
-        sizes = {"batches": batches, "messages": messages, "libraries": device.workspace}
+        sizes = {"batches": batch_bytes, "messages": messages, "libraries": device.workspace}
         return {name: size for name, size in sizes.items() if size}
 
-    def exchange(self, device: DeviceModel) -> ReplicaTimes:
+    def estimate_replica_times(self, device: DeviceModel) -> ReplicaTimes:
         """Return the seconds for gathers, reductions and the update: in every pass, or once a step."""
-        gathers = {} if self.shard_store is None else self._gather_seconds(self.shard_store, device)
+        gathers = {} if self.shard_store is None else self._gather_seconds_by_stage(self.shard_store, device)
         by_block = self.shard_store is not None and self.shard_store.by_block
-        reduces = self._reduce_seconds(device)
+        reduces = self._reduce_seconds_by_stage(device)
         sync_each_microbatch = self.stages.sync_each_microbatch
         replicas = (
-            2 * self.trainable_elements * self._reduction_itemsize * self._seconds_per_byte(device, "data_replicate")
+            2
+            * self.trainable_elements_on_rank
+            * self._reduction_itemsize
+            * self._seconds_per_byte(device, "data_replicate")
         )
         return ReplicaTimes(
             gathered_by_pass=gathers if by_block else {},
@@ -137,29 +145,30 @@ class RankView:
             update=self._update_seconds(device),
         )
 
-    def _gather_seconds(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, float]:
+    def _gather_seconds_by_stage(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for gathering parameters, by stage."""
         seconds = self._seconds_per_byte(device, *SHARDS)
         stages = zip(self.stages.local, sliced.gathered, strict=True)
         return {
-            stage.index: (sizes.root + sum(sizes.blocks) - self._bytes_saved_by_float8(stage)) * seconds
+            stage.index: (sizes.root + sum(sizes.blocks) - self._gather_bytes_saved_by_float8(stage)) * seconds
             for stage, sizes in stages
         }
 
-    def _bytes_saved_by_float8(self, stage: Stage) -> int:
+    def _gather_bytes_saved_by_float8(self, stage: Stage) -> int:
         """Return the bytes that float8 saves in the messages with a stage's weights."""
         precision = self.stages.precision
         if precision.gather != "float8":
             return 0
-        layers = float8_layers(stage.module, precision).values()
-        return sum(layer.weight.numel() for layer in layers) * (int(precision.compute.itemsize) - 1)
+        layers = [*find_float8_layers(stage.module, precision).values()]
+        linear = [layer for layer in layers if isinstance(layer, LinearLayer) and not layer.weight_formats]
+        return sum(layer.weight.numel() for layer in linear) * (int(precision.compute.itemsize) - 1)
 
-    def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:
+    def _reduce_seconds_by_stage(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for reducing sharded gradients, by stage."""
         if self.shard_store is None:
             return {}
-        seconds = self._message_itemsize * self._seconds_per_byte(device, *SHARDS)
-        return {stage: elements.all * seconds for stage, elements in self.elements.items()}
+        seconds = self._gradient_message_itemsize * self._seconds_per_byte(device, *SHARDS)
+        return {stage: elements.all * seconds for stage, elements in self.elements_by_stage.items()}
 
     def _seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:
         """Return the seconds per byte for an all-gather or a reduce-scatter along mesh dimensions."""
@@ -167,14 +176,15 @@ class RankView:
         return (size - 1) / size / link_bandwidth(self.mesh, device, *dimensions)
 
     @cached_property
-    def _weight_bytes(self) -> int:
+    def _weight_bytes_to_update(self) -> int:
         """Return the weight bytes that the optimizer updates on this rank."""
         return sum(weight.nbytes for _, weight in self.stages.named_parameters())
 
     def _update_seconds(self, device: DeviceModel) -> float:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes = self.bytes_by_kind
-        traffic: float = 4 * sizes.get("gradients", 0) + 2 * self._weight_bytes + 2 * sizes.get("optimizer_state", 0)
+        traffic: float = self.gradient_passes * sizes.get("gradients", 0)
+        traffic += 2 * self._weight_bytes_to_update + 2 * sizes.get("optimizer_state", 0)
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         products = self.update_flops / device.product_rate(torch.bfloat16)
         # State in host memory is streamed in both directions at once, while the device updates.
@@ -182,9 +192,9 @@ class RankView:
         return max(traffic / (device.bandwidth * device.reached.memory) + products, streamed)
 
 
-def link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *dimensions: str) -> float:
+def link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *mesh_dimensions: str) -> float:
     """Return a rank's send rate along mesh dimensions, in bytes/s."""
-    ranks = mesh.group(*dimensions).ranks
+    ranks = mesh.group(*mesh_dimensions).ranks
     hosts = {rank // device.per_host for rank in ranks}
     # Between hosts, all ranks of a group on one host share its network cards.
     bandwidth = device.link if len(hosts) == 1 else min(device.link, device.network * len(ranks) / len(hosts))

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drawloom.components.distributed.device_model import DeviceModel
-from drawloom.components.parallel.meta_collectives import COLLECTIVE, message_bytes
+from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
 from drawloom.components.planning.attention import AttentionFractions
-from drawloom.kernels.costs import OperationCosts, bind_arguments, moves_data, operation_costs
+from drawloom.kernels.costs import OperationCosts, bind_arguments, compute_operation_costs, moves_data
 
 
 @attrs.frozen
@@ -46,7 +46,7 @@ class PassCost:
     net_delta: int = 0
     kept_bytes: Mapping[str, int] = attrs.field(factory=dict)
 
-    def plus(self, other: "PassCost", times: int = 1) -> "PassCost":
+    def add_repetitions(self, other: "PassCost", times: int = 1) -> "PassCost":
         """Return the costs plus `times` repetitions of another pass; `peak_delta` is the maximum of both."""
         labels = dict.fromkeys([*self.kept_bytes, *other.kept_bytes])
         kept = {label: self.kept_bytes.get(label, 0) + times * other.kept_bytes.get(label, 0) for label in labels}
@@ -81,25 +81,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seconds = self._comm_seconds = self._host = self._flops = 0.0
         self._label = ["other"]
 
-    def label_module(self, module: nn.Module, label: str) -> list[Any]:
+    def label_storages_of_module(self, module: nn.Module, label: str) -> list[Any]:
         """Label the storages allocated in a module's forward pass; return the hooks' handles."""
         begin = module.register_forward_pre_hook(lambda *_: self._label.append(label))
         return [begin, module.register_forward_hook(lambda *_: self._label.pop() and None, always_call=True)]
 
     @contextmanager
-    def label(self, label: str) -> Iterator[None]:
+    def label_storages(self, label: str) -> Iterator[None]:
         """Label storages allocated in this context, unless a module has its own label."""
         self._label.append(label)
         yield
         self._label.pop()
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """Start recording a pass."""
         self._seconds = self._comm_seconds = self._host = self._flops = 0.0
         self._start = self._peak = self._now
 
-    def end(self) -> PassCost:
-        """Return the costs since `begin`."""
+    def end_pass(self) -> PassCost:
+        """Return the costs since `begin_pass`."""
         kept: Counter[str] = Counter()
         for size, label in self._sizes.values():
             kept[label] += size
@@ -122,30 +122,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         for tensor in new:
-            self._add_storage(tensor)
+            self._count_storage_once(tensor)
         if function.overloadpacket is COLLECTIVE:
             self._count_collective(bind_arguments(function, args, kwargs), result)
         elif moves_data(function, bool(new)):
-            self._count_operation(operation_costs(function, args, kwargs, result), inputs, outputs)
+            self._count_operation(compute_operation_costs(function, args, kwargs, result), inputs, outputs)
         return result
 
-    def _add_storage(self, tensor: Tensor) -> None:
+    def _count_storage_once(self, tensor: Tensor) -> None:
         """Count a tensor's storage as alive, unless it is already counted."""
         storage = tensor.untyped_storage()
-        reference = weakref.ref(storage, self._drop_storage)
+        reference = weakref.ref(storage, self._subtract_freed_storage)
         if reference not in self._sizes:
             # Allocators hand out whole blocks of 512 bytes.
             self._sizes[reference] = size, _ = -(-storage.nbytes() // 512) * 512, self._label[-1]
             self._now += size
             self._peak = max(self._peak, self._now)
 
-    def _drop_storage(self, reference: Any) -> None:
+    def _subtract_freed_storage(self, reference: Any) -> None:
         """Subtract a storage's bytes when Python frees it."""
         self._now -= self._sizes.pop(reference)[0]
 
     def _count_collective(self, arguments: Mapping[str, Any], result: Tensor) -> None:
         """Add the seconds for a collective over its link."""
-        sent = message_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
+        sent = count_message_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
         seconds = sent / self._links(arguments["dimension"])
         self._seconds += seconds
         self._comm_seconds += seconds
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
-        rate = self._device.product_rate(_factor_dtype(inputs)) if flops else math.inf
+        rate = self._device.product_rate(_narrowest_dtype(inputs)) if flops else math.inf
         if costs.is_attention:
             rate *= reached.attention / reached.products
             rate /= 1 - self._fractions.packed + self._fractions.packed / reached.packed
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = max(self._peak, self._now + costs.scratch)
 
 
-def _factor_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
+def _narrowest_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
     """Return the narrowest input dtype: the dtype of the factors in a product, whose added sum may be wider."""
     dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()] or [inputs[0].dtype]
     return min(dtypes, key=lambda dtype: dtype.itemsize)

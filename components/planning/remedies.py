@@ -8,7 +8,7 @@ import attrs
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.ports.run import Batching
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
@@ -27,10 +27,10 @@ class Remedy:
     @property
     def setting_lines(self) -> list[str]:
         """Return the settings as TOML lines."""
-        return toml_lines(self.values)
+        return format_toml_lines(self.values)
 
 
-def toml_lines(values: Values) -> list[str]:
+def format_toml_lines(values: Values) -> list[str]:
     """Return settings as TOML lines with dotted keys."""
     return [
         f"{node}.{key} = {_format_toml_value(value)}"
@@ -52,26 +52,26 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     """
     Return remedies for a plan over its memory limit, sorted by decreasing memory; all take less than the plan.
 
-    If no remedy fits by itself, the last remedy combines as many candidates as needed, in `_list_candidates` order.
+    If no remedy fits by itself, the last remedy combines as many candidates as needed, cheap ones first.
     """
     helpful = [
         remedy
-        for values, cost, ranks in _list_candidates(Nodes.of(recipe), planned)
-        if (remedy := _try_values(recipe, values, cost, planned, ranks)) is not None
+        for values, cost, ranks in _list_candidate_settings(Nodes.of(recipe), planned)
+        if (remedy := _plan_with_remedy(recipe, values, cost, planned, ranks)) is not None
     ]
     helpful.sort(key=lambda remedy: -max(remedy.plan.peak_memory_bytes))
     if not any(remedy.plan.fits for remedy in helpful):
-        helpful += _combine_candidates(recipe, planned)
+        helpful += _combine_until_fit(recipe, planned)
     return helpful
 
 
-def _combine_candidates(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
+def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
     """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
-    for values, _, ranks in _list_candidates(Nodes.of(recipe), planned):
+    for values, _, ranks in _list_candidate_settings(Nodes.of(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
-        remedy = _try_values(recipe, merged, "together", best, ranks)
+        remedy = _plan_with_remedy(recipe, merged, "together", best, ranks)
         if remedy is not None:
             so_far, best = merged, remedy.plan
             if best.fits:
@@ -79,49 +79,51 @@ def _combine_candidates(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
                 return
 
 
-def _try_values(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int) -> Remedy | None:
+def _plan_with_remedy(
+    recipe: Recipe, values: Values, cost_in_words: str, unfitting_plan: Plan, ranks: int
+) -> Remedy | None:
     """Return the remedy with these settings, or None if they are invalid in this recipe or do not save memory."""
     try:
-        changed_plan = plan(recipe.with_values(values), planned.device, ranks)
+        changed_plan = plan(recipe.with_values(values), unfitting_plan.device, ranks)
     except (RecipeError, UserError):
         return None
-    less = max(changed_plan.peak_memory_bytes) < 0.99 * max(planned.peak_memory_bytes)
-    return Remedy(values, cost, changed_plan) if less else None
+    less = max(changed_plan.peak_memory_bytes) < 0.99 * max(unfitting_plan.peak_memory_bytes)
+    return Remedy(values, cost_in_words, changed_plan) if less else None
 
 
-def _list_candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
+def _list_candidate_settings(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
-    ranks, stages = planned.ranks, nodes.settings(nodes.stages)
+    ranks, stages = planned.ranks, nodes.settings_of_node(nodes.stages_node)
     shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:
-        yield {nodes.stages: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
+        yield {nodes.stages_node: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
     if stages["recompute"] == "none":
-        yield {nodes.stages: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
-    precision = nodes.settings(nodes.precision)
+        yield {nodes.stages_node: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
+    precision = nodes.settings_of_node(nodes.precision_node)
     if (precision["compute"] or precision["parameter"]) not in ("bfloat16", "float16"):
-        yield {nodes.precision: {"compute": "bfloat16"}}, "layers compute with 8 bits of fraction", ranks
+        yield {nodes.precision_node: {"compute": "bfloat16"}}, "layers compute with 8 bits of fraction", ranks
     if (rows := planned.rows.count) > 1:
         smaller = next(size for size in range(rows // 2, 0, -1) if rows % size == 0)
-        yield {nodes.only(Batching): {"micro_size": smaller}}, "products of fewer rows are slower", ranks
+        yield {nodes.find_only_node(Batching): {"micro_size": smaller}}, "products of fewer rows are slower", ranks
     replicas = planned.mesh.sizes.data_replicate
     if replicas > 1:
         more = {"data_shard": shards * replicas, "data_replicate": 1}
-        yield {nodes.mesh: more}, "parameters are gathered from other ranks", ranks
+        yield {nodes.mesh_node: more}, "parameters are gathered from other ranks", ranks
     if stages["recompute"] != "blocks":
-        yield {nodes.stages: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
+        yield {nodes.stages_node: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
     if shards > 1 and stages["reshard_after_forward"] is not True and planned.mesh.sizes.pipeline > 1:
-        yield {nodes.stages: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
-    yield {nodes.mesh: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks
+        yield {nodes.stages_node: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
+    yield {nodes.mesh_node: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks
 
 
-def remedy_data(remedy: Remedy) -> dict[str, Any]:
+def describe_remedy_for_json(remedy: Remedy) -> dict[str, Any]:
     """Return a remedy for JSON."""
     peak = max(remedy.plan.peak_memory_bytes)
     seconds = {"step_seconds": remedy.plan.time.seconds, "ranks": remedy.plan.ranks, "fits": remedy.plan.fits}
     return {"toml": remedy.setting_lines, "cost": remedy.cost, "peak_memory_bytes": peak, **seconds}
 
 
-def remedies_text(remedies: Sequence[Remedy]) -> str:
+def format_remedies(remedies: Sequence[Remedy]) -> str:
     """Return a line per remedy: settings, memory, time and cost."""
     if not remedies:
         return "nothing that was tried takes less memory; take more ranks, or a smaller model"
@@ -130,5 +132,5 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
         peak, seconds = max(remedy.plan.peak_memory_bytes), remedy.plan.time.seconds
         fits = "fits" if remedy.plan.fits else "too much"
         settings = "; ".join(remedy.setting_lines)
-        lines.append(f"  {settings}  # {byte_size(peak)}, {fits}; {seconds:.3g} s a step; {remedy.cost}")
+        lines.append(f"  {settings}  # {format_byte_size(peak)}, {fits}; {seconds:.3g} s a step; {remedy.cost}")
     return "\n".join(lines)

@@ -13,10 +13,10 @@ from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.planning.cost_sources import Planned
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, TooLargeError, plan
-from drawloom.components.planning.remedies import Values, toml_lines
+from drawloom.components.planning.remedies import Values, format_toml_lines
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.run import Batching
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
@@ -55,12 +55,12 @@ class PlanChoice:
     plan: Plan
 
     @property
-    def overlay(self) -> str:
+    def format_overlay(self) -> str:
         """Return the settings as an overlay in TOML."""
-        return "\n".join(toml_lines(self.values))
+        return "\n".join(format_toml_lines(self.values))
 
 
-def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
+def search_fastest_plans(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
     """
     Return the fitting plans, the fastest first; if none fits, the plans with the least memory.
 
@@ -70,8 +70,8 @@ def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
     UserError with the first reason if no mesh suits the recipe.
     """
     searched = _Search(Nodes.of(recipe), device, ranks)
-    tried = list(searched.try_meshes())
-    tried += searched.try_auto(tried)
+    tried = list(searched.plan_promising_meshes())
+    tried += searched.search_auto_schedules(tried)
     if not tried and searched.problem:
         raise UserError(f"no mesh of {ranks} ranks suits the recipe: {searched.problem}")
     fitting = sorted((choice for choice in tried if choice.plan.fits), key=_sort_key)
@@ -95,21 +95,23 @@ class _Search:
     best: float = math.inf
     problem: str = ""
 
-    def try_meshes(self) -> Iterator[PlanChoice]:
+    def plan_promising_meshes(self) -> Iterator[PlanChoice]:
         """Yield plans for all promising meshes; if nothing fits, plans for the meshes with the least memory."""
         before = math.inf
-        for tensor in _list_divisors(self.ranks, min(8, self.device.per_host)):
+        for tensor in _list_power_of_two_divisors(self.ranks, min(8, self.device.per_host)):
             for mesh in _list_meshes(self.nodes, self.device, self.ranks, tensor):
-                yield from self._try_mesh(mesh)
+                yield from self._plan_mesh(mesh)
             if self.best == before < math.inf:
                 return
             before = self.best
         if self.best == math.inf:
             for _, mesh in sorted(self.too_large, key=lambda pair: pair[0])[:MAX_PLANS_SHOWN]:
-                if (choice := self._plan_policy(mesh, 1, _list_schedules(mesh)[0], POLICIES[-1], None)) is not None:
+                if (
+                    choice := self._plan_policy(mesh, 1, _list_schedules_for_mesh(mesh)[0], POLICIES[-1], None)
+                ) is not None:
                     yield choice
 
-    def try_auto(self, tried: Sequence[PlanChoice]) -> list[PlanChoice]:
+    def search_auto_schedules(self, tried: Sequence[PlanChoice]) -> list[PlanChoice]:
         """Search for a schedule and stages, and return the fastest fitting pipeline."""
         nodes, device = self.nodes, self.device
         pipelines = [choice for choice in tried if choice.plan.fits and choice.plan.mesh.sizes.pipeline > 1]
@@ -117,28 +119,28 @@ class _Search:
         if fastest is None:
             return []
         # Slices include the costs of the ends, and the schedule sets the recompute policies.
-        ends = [key for key in END_COSTS if nodes.settings(nodes.stages).get(key)]
-        stages = {**fastest.values[nodes.stages], **dict.fromkeys(ends, 0), "recompute": "none"}
-        values = {**fastest.values, nodes.stages: stages}
+        ends = [key for key in END_COSTS if nodes.settings_of_node(nodes.stages_node).get(key)]
+        stages = {**fastest.values[nodes.stages_node], **dict.fromkeys(ends, 0), "recompute": "none"}
+        values = {**fastest.values, nodes.stages_node: stages}
         cache = attrs.evolve(self.cache, views={})  # without the costs of the ends, stages contain other layers
         try:
             planned = Planned(nodes.recipe.with_values(values), device, cache)
-            costs = planned.slices(fastest.plan.mesh.sizes.pipeline)
+            costs = planned.auto_schedule_settings(fastest.plan.mesh.sizes.pipeline)
             schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
-            choice = self._try_settings({**values, nodes.schedule: schedule}, cache)
+            choice = self._plan_if_valid({**values, nodes.schedule_node: schedule}, cache)
         except (RecipeError, UserError):  # also TooLargeError: stages of other sizes may contain more parameters
             return []
         return [] if choice is None else [choice]
 
-    def _try_mesh(self, mesh: PerDimension) -> Iterator[PlanChoice]:
+    def _plan_mesh(self, mesh: PerDimension) -> Iterator[PlanChoice]:
         """Yield plans on one mesh: for every schedule and microbatch size the first fitting policy, or the last."""
-        for schedule in _list_schedules(mesh):
+        for schedule in _list_schedules_for_mesh(mesh):
             best = math.inf
             for rows in MICRO_SIZES:
-                if self.nodes.global_size % (rows * mesh.data_replicate * mesh.data_shard):
+                if self.nodes.global_batch_size % (rows * mesh.data_replicate * mesh.data_shard):
                     break
                 try:
-                    choice = self._try_policies(mesh, rows, schedule)
+                    choice = self._plan_least_recomputation(mesh, rows, schedule)
                 except TooLargeError as error:
                     self.too_large.append((error.bytes, mesh))
                     return
@@ -149,7 +151,7 @@ class _Search:
                     break
                 best = choice.plan.time.seconds
 
-    def _try_policies(self, mesh: PerDimension, rows: int, schedule: str) -> PlanChoice | None:
+    def _plan_least_recomputation(self, mesh: PerDimension, rows: int, schedule: str) -> PlanChoice | None:
         """Return the plan with the least recomputation that fits; if none fits, a plan with more; None if invalid."""
         choice = None
         for policy in POLICIES:
@@ -173,15 +175,15 @@ class _Search:
             stages["dispatcher"] = {"use": "experts.all_to_all" if mesh.expert > 1 else "experts.local"}
         batch = {"micro_size": rows}
         values: dict[str, dict[str, Any]] = {
-            nodes.mesh: _mesh_settings(nodes, mesh),
-            nodes.only(Batching): batch,
-            nodes.stages: stages,
+            nodes.mesh_node: _mesh_settings_of_plan(nodes, mesh),
+            nodes.find_only_node(Batching): batch,
+            nodes.stages_node: stages,
         }
         if schedule:
-            values[nodes.schedule] = {"use": f"pipeline.schedules.{schedule}"}
-        return self._try_settings(values, cache)
+            values[nodes.schedule_node] = {"use": f"pipeline.schedules.{schedule}"}
+        return self._plan_if_valid(values, cache)
 
-    def _try_settings(self, values: Values, cache: PlanCache | None) -> PlanChoice | None:
+    def _plan_if_valid(self, values: Values, cache: PlanCache | None) -> PlanChoice | None:
         """Plan with these settings; return None if they are invalid, and keep the first reason."""
         try:
             return PlanChoice(values, plan(self.nodes.recipe.with_values(values), self.device, self.ranks, cache))
@@ -192,15 +194,15 @@ class _Search:
             return None
 
 
-def _list_schedules(mesh: PerDimension) -> tuple[str, ...]:
+def _list_schedules_for_mesh(mesh: PerDimension) -> tuple[str, ...]:
     """Return the schedules to try on a mesh; "" leaves the recipe's schedule."""
     return SCHEDULES if mesh.pipeline > 1 else ("",)
 
 
 def _list_meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[PerDimension]:
     """Yield meshes with this `tensor` size: pipelines and shards in powers of two; the context size does not change."""
-    context = PerDimension.of_settings(nodes.mesh_settings).context
-    for pipeline in _list_divisors(ranks, 8):
+    context = PerDimension.from_settings(nodes.mesh_settings).context
+    for pipeline in _list_power_of_two_divisors(ranks, 8):
         rest, remainder = divmod(ranks, tensor * pipeline * context)
         if remainder:
             continue
@@ -218,18 +220,18 @@ def _list_meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> 
                 )
 
 
-def _mesh_settings(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
+def _mesh_settings_of_plan(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
     """Return a mesh's settings for a plan: contexts stay, and models without experts have no `expert`."""
     kept = {ContextDimension.name, *(() if nodes.has_experts else (ExpertDimension.name,))}
     return {name: size for name, size in mesh.settings().items() if name not in kept}
 
 
-def _list_divisors(number: int, most: int) -> list[int]:
+def _list_power_of_two_divisors(number: int, most: int) -> list[int]:
     """Return a number's divisors among the powers of two, up to `most`."""
     return [size for size in (2**power for power in range(12)) if size <= most and number % size == 0]
 
 
-def search_text(choices: Sequence[PlanChoice]) -> str:
+def format_search_table(choices: Sequence[PlanChoice]) -> str:
     """Return plans as a table: time, tokens/s, memory, and the settings."""
     if not choices:
         return "no mesh of that many ranks suits the recipe; take another number of ranks, or another global_size"
@@ -242,8 +244,8 @@ def search_text(choices: Sequence[PlanChoice]) -> str:
             for name, seconds in time.as_data().items()
             if name != "compute" and seconds > 0.01 * time.seconds
         )
-        speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {byte_size(peak)}"
-        settings = "; ".join(_abbreviate_lists(line) for line in toml_lines(choice.values))
+        speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {format_byte_size(peak)}"
+        settings = "; ".join(_abbreviate_lists(line) for line in format_toml_lines(choice.values))
         lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {settings}"]
     return "\n".join(lines).lstrip("\n")
 

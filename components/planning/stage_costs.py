@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextPart
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, start_stage_graph
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import HasCostKey
 from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.stages import FrozenModel, Recompute, Stage
-from drawloom.components.stages.activation_specs import on_meta
+from drawloom.components.stages.activation_specs import copy_tree_to_meta
 from drawloom.components.state.batch import Batch
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.graph import UserError
-from drawloom.kernels.deferred_grads import fuse_on_meta
+from drawloom.kernels.deferred_grads import fuse_gradient_sums_on_meta
 from drawloom.kernels.recompute_policy import make_recomputable
 
 Passes = dict[str, PassCost]
@@ -96,14 +96,17 @@ class StageMeter:
                 examples = sorted([*examples, block], key=lambda block: block.number)
                 more = self._record_blocks(stage, examples, split)
                 times = count - len(added) + 1 if number == len(added) else 1
-                passes = {op: cost.plus(more[op].plus(before[op], -1), times) for op, cost in passes.items()}
+                passes = {
+                    op: cost.add_repetitions(more[op].add_repetitions(before[op], -1), times)
+                    for op, cost in passes.items()
+                }
                 recorded.append(more)
                 before = more
         for op, cost in passes.items():
             # Bytes alive at a pass's peak but not at its end belong to one block; the rest may grow with the blocks.
             beyond = max(costs[op].peak_delta - costs[op].net_delta for costs in recorded)
             passes[op] = attrs.evolve(cost, peak_delta=max(cost.peak_delta, cost.net_delta + beyond))
-        return StageCosts(passes, sum(leaf.nbytes for leaf in leaves(self._hidden) if isinstance(leaf, Tensor)))
+        return StageCosts(passes, sum(leaf.nbytes for leaf in list_leaves(self._hidden) if isinstance(leaf, Tensor)))
 
     def _record_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
         """Record a stage's passes with only these blocks in place, or return the recording for an equal stage."""
@@ -130,25 +133,27 @@ class StageMeter:
             if parameter.requires_grad:
                 # Gradients exist since an earlier microbatch (gradient accumulation), so that no pass allocates them.
                 parameter.grad = torch.empty_like(parameter, dtype=self.gradient)
-        fused = fuse_on_meta() if self.device.is_gpu else nullcontext()
+        fused = fuse_gradient_sums_on_meta() if self.device.is_gpu else nullcontext()
         with ExitStack() as hooks, fused, recorder:
             for handle in self._label_modules(recorder, stage):
                 hooks.callback(handle.remove)
-            with recorder.label("hidden states"):
-                inputs = first_inputs if stage.index == 0 else as_input(transform(_allocate_like, self._hidden))
-            recorder.begin()
-            with recorder.label("head and loss" if stage.span.head else "hidden states"):
+            with recorder.label_storages("hidden states"):
+                inputs = (
+                    first_inputs if stage.index == 0 else start_stage_graph(map_leaves(_allocate_like, self._hidden))
+                )
+            recorder.begin_pass()
+            with recorder.label_storages("head and loss" if stage.span.head else "hidden states"):
                 outputs = runner.forward(0, inputs, context, batch)
             if stage.index == 0 and not runner.last:
-                self._hidden = on_meta(outputs)
-            shapes = [on_meta(leaf) for leaf in floating(outputs)]
+                self._hidden = copy_tree_to_meta(outputs)
+            shapes = [copy_tree_to_meta(leaf) for leaf in list_floating_leaves(outputs)]
             del inputs, outputs
-            passes["F"] = recorder.end()
+            passes["F"] = recorder.end_pass()
             for op, run in self._backward_calls(runner, split):
-                recorder.begin()
-                with recorder.label("pending weight gradients"):
+                recorder.begin_pass()
+                with recorder.label_storages("pending weight gradients"):
                     run(None if runner.last else shapes) if op != "W" else run()
-                passes[op] = recorder.end()
+                passes[op] = recorder.end_pass()
         return passes
 
     def _backward_calls(self, runner: StageRunner, split: bool) -> list[tuple[str, Callable[..., Any]]]:
@@ -162,22 +167,22 @@ class StageMeter:
         inside: set[nn.Module] = set()
         for block in self.blocks(stage.module):
             for name, child in block.named_children():
-                yield from recorder.label_module(child, name)
+                yield from recorder.label_storages_of_module(child, name)
             inside |= set(block.modules())
         for name, part in stage.module.named_modules():
             if part not in inside and not [*part.children()]:
-                yield from recorder.label_module(part, name.rpartition(".")[2])
+                yield from recorder.label_storages_of_module(part, name.rpartition(".")[2])
 
     def _make_batch(self) -> tuple[Any, Any, Batch]:
         """Return a microbatch on the meta device: model inputs, context and batch."""
         if self._inputs is None:
             try:
-                batch = self.batch_type.outline(self.rows, self.length)
+                batch = self.batch_type.make_meta_batch(self.rows, self.length)
             except NotImplementedError as error:
                 raise UserError(f"a plan needs the shapes of batches, and {error}", 2) from error
             part: Any = None
             if self.context.size > 1:
-                part = on_meta(ContextPart.of(self.length, self.context))
+                part = copy_tree_to_meta(ContextPart.for_rank(self.length, self.context))
                 batch = part.cut(batch)
             inputs, context = self.loss.inputs(batch)
             context = attrs.evolve(context, part=part)

@@ -7,8 +7,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.builders import forward_only
-from drawloom.components.pipeline.program.timing import CostTable, time
+from drawloom.components.pipeline.program.builders import build_forward_only_program
+from drawloom.components.pipeline.program.timing import CostTable, compute_timing
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.ports.program import OPS, Program
 
@@ -92,7 +92,7 @@ def estimate_step_time(
     reference: float = 0.0,
 ) -> StepTime:
     """Return a step's parts for the busiest rank, with `reference` more forward passes per microbatch."""
-    lengths = table.of(program)
+    lengths = table.get_durations(program)
     busy_seconds = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
     compute = max(busy_seconds)
     busiest = busy_seconds.index(compute)
@@ -101,7 +101,7 @@ def estimate_step_time(
     return StepTime(
         compute=compute,
         sending=_sum_field(program, costs, busiest, "comm_seconds"),
-        bubble=max(0.0, time(program, table).makespan - compute),
+        bubble=max(0.0, compute_timing(program, table).makespan - compute),
         reference=reference * _forward_seconds(program, table) if reference else 0.0,
         gather=max(times.gathered_once for times in exchanges),
         sync=max(max(0.0, times.reduced_once - last) for times, last in zip(exchanges, last_backwards, strict=True)),
@@ -125,4 +125,4 @@ def _sum_field(program: Program, costs: Mapping[int, StageCosts], rank: int, fie
 
 def _forward_seconds(program: Program, table: CostTable) -> float:
     """Return the seconds for one forward pass per microbatch, without backward passes."""
-    return time(forward_only(program.stage_to_rank, program.microbatches), table).makespan
+    return compute_timing(build_forward_only_program(program.stage_to_rank, program.microbatches), table).makespan

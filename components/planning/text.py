@@ -7,7 +7,7 @@ from typing import Any
 
 from drawloom.components.planning.plan import Plan, RankMemory
 from drawloom.components.ports.program import OPS
-from drawloom.components.storage.byte_size import byte_size, unit_of
+from drawloom.components.storage.byte_size import choose_byte_unit, format_byte_size
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     return {
         "device": plan.device.name,
         "ranks": plan.ranks,
-        "mesh": plan.mesh.sizes.dense(),
+        "mesh": plan.mesh.sizes.without_expert_dimensions(),
         "microbatches": plan.microbatches,
         "document_tokens": plan.rows.document if plan.rows.document < math.inf else None,
         "fits": plan.fits,
@@ -37,12 +37,12 @@ def _rank_data(memory: RankMemory) -> dict[str, Any]:
         "stages": list(memory.stages),
         "kept": dict(memory.persistent),
         "gradients": memory.gradients,
-        "peak_gradients": memory.peak_gradients,
-        "activations": memory.activations,
+        "peak_gradients": memory.peak_gradient_bytes,
+        "activations": memory.activation_bytes_at_peak,
         "buffers": dict(memory.buffers),
-        "peak": memory.peak,
+        "peak": memory.peak_bytes,
         "host": memory.host,
-        "when": memory.when,
+        "when": memory.action_at_peak,
     }
 
 
@@ -67,19 +67,19 @@ def format_plan(plan: Plan) -> str:
 
 def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield lines about a plan as (subject, text): device, step, memory and time."""
-    sizes = [f"{name} {size}" for name, size in plan.mesh.sizes.dense().items() if size > 1]
+    sizes = [f"{name} {size}" for name, size in plan.mesh.sizes.without_expert_dimensions().items() if size > 1]
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     yield "device", f"{plan.device.name}, {': '.join([ranks, ' x '.join(sizes)] if sizes else [ranks])}"
     rows = f"{plan.rows.count} row{'s' * (plan.rows.count > 1)} of {plan.rows.length:,} tokens"
     documents = f" in documents of {plan.rows.document:,.0f}" if plan.rows.document < math.inf else ""
     count = f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
     yield "step", f"{count} of {rows}{documents} on each replica, {plan.tokens:,} tokens in all"
-    fullest = max(plan.memory, key=lambda memory: memory.peak)
-    limit = f" of {byte_size(plan.device.memory)}" if plan.device.memory else ""
+    fullest = max(plan.memory, key=lambda memory: memory.peak_bytes)
+    limit = f" of {format_byte_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"
-    yield "memory", f"{byte_size(fullest.peak)}{limit} at most, in {fullest.when}{verdict}"
+    yield "memory", f"{format_byte_size(fullest.peak_bytes)}{limit} at most, in {fullest.action_at_peak}{verdict}"
     if host := max(memory.host for memory in plan.memory):
-        yield "host", f"{byte_size(host)} of each rank in host memory, at most"
+        yield "host", f"{format_byte_size(host)} of each rank in host memory, at most"
     yield "time", f"{plan.time.seconds:.3g} s a step: {_format_time_parts(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     per_rank = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
@@ -104,29 +104,34 @@ KINDS = ("parameters", "masters", "compute_copies", "optimizer_state")
 def _format_rank_table(plan: Plan) -> Iterator[str]:
     """Yield a table with a column per pipeline rank: persistent bytes, and bytes at the peak."""
     kinds = [kind for kind in KINDS if any(kind in memory.persistent for memory in plan.memory)]
-    labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activations))
+    labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activation_bytes_at_peak))
     shown = [label for label in labels if any(_peak_fraction(memory, label) >= 0.01 for memory in plan.memory)]
-    unit, scale = unit_of(max(plan.peak_memory_bytes))
+    unit, scale = choose_byte_unit(max(plan.peak_memory_bytes))
     sizes = [(kind.replace("_", " "), [memory.persistent.get(kind, 0) for memory in plan.memory]) for kind in kinds]
-    sizes += [("gradients", [memory.peak_gradients for memory in plan.memory])]
-    sizes += [(f"  {label}", [memory.activations.get(label, 0) for memory in plan.memory]) for label in shown]
-    rest = [sum(size for label, size in memory.activations.items() if label not in shown) for memory in plan.memory]
+    sizes += [("gradients", [memory.peak_gradient_bytes for memory in plan.memory])]
+    sizes += [
+        (f"  {label}", [memory.activation_bytes_at_peak.get(label, 0) for memory in plan.memory]) for label in shown
+    ]
+    rest = [
+        sum(size for label, size in memory.activation_bytes_at_peak.items() if label not in shown)
+        for memory in plan.memory
+    ]
     sizes += [("  other activations", rest)] if any(rest) else []
     sizes += [("buffers", [sum(memory.buffers.values()) for memory in plan.memory])]
-    sizes += [("peak", [memory.peak for memory in plan.memory])]
+    sizes += [("peak", [memory.peak_bytes for memory in plan.memory])]
     yield from _align_columns(
         [
             [unit, *(f"rank {number}" for number in _first_ranks(plan))],
             ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)],
             *([name, *(f"{size / scale:.3f}" for size in row)] for name, row in sizes),
-            ["in", *(memory.when for memory in plan.memory)],
+            ["in", *(memory.action_at_peak for memory in plan.memory)],
         ]
     )
 
 
 def _peak_fraction(memory: RankMemory, label: str) -> float:
     """Return which fraction of a rank's peak the activations with a label are."""
-    return memory.activations.get(label, 0) / max(1, memory.peak)
+    return memory.activation_bytes_at_peak.get(label, 0) / max(1, memory.peak_bytes)
 
 
 def _first_ranks(plan: Plan) -> Sequence[int]:

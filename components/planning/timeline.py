@@ -5,7 +5,7 @@ from collections.abc import Mapping, Set
 
 import attrs
 
-from drawloom.components.pipeline.program.lowering import offloaded_passes
+from drawloom.components.pipeline.program.lowering import list_offloaded_passes
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.ports.program import Program
 
@@ -34,7 +34,7 @@ def peak_of(
     """
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     moves: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for start, end in offloaded_passes(actions, offloaded):
+    for start, end in list_offloaded_passes(actions, offloaded):
         # Their memory is free from the second action after the forward pass to the last before the backward pass.
         moves[start + 2].append((actions[start].stage, -1))
         moves[end - 1].append((actions[start].stage, 1))

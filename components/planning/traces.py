@@ -12,12 +12,12 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.lowering import with_whole_backwards
-from drawloom.components.pipeline.program.timing import Costs, CostTable, dependencies
+from drawloom.components.pipeline.program.lowering import merge_split_backwards
+from drawloom.components.pipeline.program.timing import Costs, CostTable, list_input_cells
 from drawloom.components.pipeline.runtime.p2p import WAIT
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program
-from drawloom.components.storage.regular_file import regular_file
+from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import UserError
 
 FILE = re.compile(r"steps-(\d+)-(\d+)-rank-(\d+)\.json\.gz")
@@ -57,7 +57,7 @@ class TracedStep:
 
     def _message_seconds(self) -> float:
         """Return the minimum seconds between a result and its use on another rank; 0 without messages."""
-        produces, consumes, delay = dependencies(self.program, Costs(comm=1.0))
+        produces, consumes, delay = list_input_cells(self.program, Costs(comm=1.0))
         ready = np.zeros(int(produces.max(initial=0)) + 1)
         ready[produces] = self.end
         between = self.start - ready[consumes]
@@ -71,7 +71,7 @@ def read_traced_step(folder: Path, program: Program) -> TracedStep:
     Among ranks with the same stages, the first rank is read. Raises UserError if there is no trace, or if the trace
     belongs to another program.
     """
-    program = with_whole_backwards(program)
+    program = merge_split_backwards(program)
     paths = _newest_trace_files(folder, program.ranks)
     ranks = [_read_action_spans(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
     spans: list[Span] = []
@@ -107,7 +107,7 @@ def _newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
 def _read_action_spans(path: Path) -> dict[str, Span]:
     """Return the spans of the last step's actions by name, without waits for messages; GPU time if the trace has it."""
     try:
-        with regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
+        with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
             trace = json.loads(gzip.decompress(packed.read()))
         base = trace.get("baseTimeNanoseconds", 0)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]

@@ -39,7 +39,7 @@ class ThawingAdapter(Protocol):
     thaws: ClassVar[bool]
 
 
-def thaws_weights(adapter: object) -> bool:
+def trains_base_weights(adapter: object) -> bool:
     """Return whether an adapter, an object or a class, trains the model's own weights."""
     return isinstance(adapter, ThawingAdapter) and adapter.thaws
 
@@ -81,13 +81,13 @@ class AdaptedLayer(ABC):
         """The adapter's parameter names inside the layer."""
 
     @abstractmethod
-    def fill_adapter(self, name: str, fill: Fill) -> None:
+    def initialize_adapter(self, name: str, fill: Fill) -> None:
         """
         Initialize the adapter's parameter `name` in place; the layer's other parameters are already initialized.
         """
 
     @abstractmethod
-    def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """
         Return the mapper from the layer's parameters to an equivalent layer without an adapter.
 
@@ -96,9 +96,9 @@ class AdaptedLayer(ABC):
         """
 
     @abstractmethod
-    def peft_mapper(self, name: str) -> Mapper:
+    def make_peft_mapper(self, name: str) -> Mapper:
         """Return the mapper from the adapter's parameters to the tensors in PEFT's `adapter_model.safetensors`."""
 
     @abstractmethod
-    def low_ranks(self, name: str) -> list[LowRank]:
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
         """Return the low-rank factor pairs in the adapter of the layer `name`."""

@@ -9,7 +9,7 @@ class KeyValueCache:
 
     The BatchContext for a pass over new tokens, with positions from `length` on, contains the cache. A model passes it
     to `Kernels.attention_mask`; every layer's `Kernels.attention` then extends it, always in the first pass's layer
-    order. Recurrent operations keep their states instead, also in order. `advance` ends a pass.
+    order. Recurrent operations keep their states instead, also in order. `end_pass` ends a pass.
     """
 
     # Not an attrs class: a forward pass walks the trees of its inputs, in which a cache must be a leaf.
@@ -62,7 +62,7 @@ class KeyValueCache:
         """Store a state (any shape) for the operation that called `read_state` last."""
         self._states[self._next_state - 1] = state
 
-    def advance(self, tokens: int) -> None:
-        """End a pass over `tokens` new tokens; the next pass begins at the first layer again."""
+    def end_pass(self, tokens: int) -> None:
+        """End a forward pass over `tokens` new tokens: the next `extend` is for the first layer again."""
         self.length += tokens
         self._next = self._next_state = 0

@@ -81,7 +81,7 @@ class TokenBatch(Batch):
         )
 
     @classmethod
-    def outline(cls, rows: int, length: int) -> Self:
+    def make_meta_batch(cls, rows: int, length: int) -> Self:
         """Return a batch on the meta device, without a reference, and with 64 teacher tokens per position."""
         whole = torch.empty(rows, length, dtype=torch.int64, device="meta")
         ids = torch.empty(rows, length, 64, dtype=torch.int64, device="meta")
@@ -96,7 +96,7 @@ class TokenBatch(Batch):
         return ids.is_cpu and ids.equal(ids[:, :1].expand_as(ids))
 
     def without_weights(self) -> Self:
-        """Return the same rows as padding, without targets."""
+        """Return a copy to fill up a microbatch: the same rows without targets, counted as padding."""
         targets = torch.full_like(self.targets, IGNORE_INDEX)
         return super().without_weights().evolve(targets=targets, padding=self.tokens.numel())
 
@@ -114,7 +114,7 @@ def token_batch(batch: Batch, reader: str) -> TokenBatch:
     raise UserError(f"{reader} reads rows of tokens, and the run's batches are {type(batch).__name__}: {leaves}", 2)
 
 
-def target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tensor:
+def count_target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tensor:
     """
     Return the weighted byte count for the targets' text: float64 ().
 
@@ -140,7 +140,7 @@ class WritesBatches(Protocol):
     batch_type: ClassVar[type[Batch] | None]
 
 
-def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
+def find_batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
     """Yield the nodes with a declared batch class, among a node and its dependencies, and these classes."""
     for reached in node.reachable():
         component = reached.component
@@ -330,8 +330,8 @@ class MovableData(TrainingData, Protocol):
         """The position in the order at which the next step begins."""
         ...
 
-    def continue_at(self, position: int) -> None:
-        """Begin the next step at a position in the order, and skip the rows up to it."""
+    def skip_to_position(self, position: int) -> None:
+        """Skip the rows before a position in the order; the next step begins there."""
         ...
 
 
@@ -349,7 +349,7 @@ class ValidationData(Protocol):
     """Fixed validation rows, always in the same order."""
 
     def row_counts(self) -> tuple[int, int]:
-        """Return how many rows all ranks evaluate together, and how many rows there are to choose from."""
+        """Return (rows evaluated by all ranks together, rows to choose from)."""
         ...
 
     def batches(self) -> Iterator[Batch]:

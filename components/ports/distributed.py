@@ -30,8 +30,8 @@ class PerDimension:
     expert_shard: int = 1
     expert: int = 1
 
-    def dense(self) -> dict[str, int]:
-        """Return the numbers by name, without the expert dimensions."""
+    def without_expert_dimensions(self) -> dict[str, int]:
+        """Return the numbers by dimension name, without the dimensions for expert parallelism."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @classmethod
@@ -40,11 +40,11 @@ class PerDimension:
         return cls(**dict.fromkeys(attrs.fields_dict(cls), 0))
 
     def settings(self) -> dict[str, int]:
-        """Return the numbers by the mesh's setting names."""
-        return {**self.dense(), "expert": self.expert}
+        """Return the numbers by the mesh's setting names, such as `tensor` and `expert`."""
+        return {**self.without_expert_dimensions(), "expert": self.expert}
 
     @classmethod
-    def of_settings(cls, settings: Mapping[str, Any]) -> "PerDimension":
+    def from_settings(cls, settings: Mapping[str, Any]) -> "PerDimension":
         """Return the sizes in a mesh's settings; "auto" and omitted sizes count as 1, the smallest size."""
         names = (*DIMENSIONS, "expert")
         return cls(**{name: size for name in names if isinstance(size := settings.get(name), int)})
@@ -93,7 +93,7 @@ class Group(Protocol):
         """All-gather tensors with one shape (...) and dtype: (size, ...), in rank order."""
         ...
 
-    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+    def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """
         All-gather tensors with one dtype and dimension count, but different shapes (...); return them in rank order.
         """
@@ -202,7 +202,7 @@ class Processes(Protocol):
         """Machine count."""
         ...
 
-    def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
+    def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
         """
         Make one process group per set of ranks, and return this process's group.
 
@@ -210,7 +210,7 @@ class Processes(Protocol):
         """
         ...
 
-    def channel(self, name: str, first: int, second: int) -> P2PChannel:
+    def open_channel(self, name: str, first: int, second: int) -> P2PChannel:
         """
         Return the named channel between this rank and another, connected at the first call.
 
@@ -231,17 +231,26 @@ class Processes(Protocol):
 @runtime_checkable
 class SurvivingProcesses(Protocol):
     """
-    Processes that may continue without the replicas of lost ranks.
+    Processes that may continue without the replicas of lost ranks, and let new processes join.
 
-    `replicas` are the sets of ranks that leave as a whole; the mesh sets them. `survives_losses` is True if the run
-    continues after a loss.
+    `replica_shape` is a replica's number of pipeline stages, and of ranks in each stage; the mesh sets it. None, if
+    replicas can't leave or join.
     """
 
-    replicas: Sequence[Sequence[int]]
+    replica_shape: tuple[int, int] | None
 
     @property
     def survives_losses(self) -> bool:
         """Whether the run continues after a loss."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """How often processes have left or joined the run; with the first, the mesh's replica count may differ."""
+        ...
+
+    def has_spares(self) -> bool:
+        """Return whether enough processes wait to join; False on all ranks but the first."""
         ...
 
 
@@ -250,7 +259,7 @@ class ReplicaLimit(Protocol):
     """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
 
     def fits_replicas(self, count: int) -> bool:
-        """Return whether `count` replicas (DDP) can share the work; the node is open."""
+        """Return whether the work can be divided among `count` replicas (DDP); called on an open node."""
         ...
 
 
@@ -263,15 +272,19 @@ class Timed(Protocol):
         ...
 
     def set_location(self, location: str) -> None:
-        """Set this rank's step and phase for messages about hangs and failures."""
+        """Record what this rank is doing, a step and a phase, for messages about hangs and failures."""
         ...
 
-    def diagnose(self) -> str:
+    def diagnose_hang(self) -> str:
         """Return a message that names the ranks for which others wait, or "" if unknown. Takes about a second."""
         ...
 
-    def fail(self, text: str) -> None:
-        """Report a failure on this rank, and end all ranks."""
+    def fail_all_ranks(self, text: str) -> bool:
+        """
+        End all ranks' processes with `text` as this rank's error message; return whether this process has to end.
+
+        If the run survives losses, only the ranks end for which the others wait.
+        """
         ...
 
 
@@ -364,7 +377,7 @@ class Mesh(Protocol):
 class Neighbours(Protocol):
     """Point-to-point channels inside the mesh."""
 
-    def links(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
+    def open_channels(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
         """
         Return this rank's channels for `edges`, pairs of pipeline ranks, by the peer's index; a collective of all
         ranks.
@@ -465,10 +478,10 @@ class Precision(Protocol):
 class Reduce(Protocol):
     """Reductions over ranks with different parameters, for example for a squared norm."""
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Sum a float64 tensor over ranks, any shape, into a new tensor."""
         ...
 
-    def largest(self, value: Tensor) -> Tensor:
+    def max_over_ranks(self, value: Tensor) -> Tensor:
         """Reduce a float64 tensor to its maximum over ranks, any shape, in a new tensor."""
         ...

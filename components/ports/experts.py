@@ -22,11 +22,11 @@ class ExpertKernels(Kernels, Protocol):
     end; its length is the number of rows that operations return.
     """
 
-    def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
+    def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
         """Apply `swiglu` to both halves of (..., 2 * width); result (..., width)."""
         ...
 
-    def oss_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+    def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
         """
         Return (up + 1) * gate * sigmoid(alpha * gate) for the halves of (..., 2 * width), with `swiglu`'s scale.
 
@@ -54,13 +54,35 @@ class ExpertKernels(Kernels, Protocol):
 
     @property
     def moe_peers(self) -> "PeerExchange":
-        """Operations that read tokens and sums from other ranks' memory, for expert parallelism."""
+        """Kernels for expert parallelism that read tokens and sums directly from other ranks' memory."""
         ...
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         """
         Multiply rows x (rows, inputs) by their expert's matrix in (experts, inputs, outputs), or its transpose.
         """
+        ...
+
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """
+        Add to each of the rows (rows, width) its expert's bias in (experts, width), times scale (rows,) if given.
+        """
+        ...
+
+    def experts_float8(
+        self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """
+        Return the sum over a token's choices of probability * down(silu(gate(x)) * up(x)) with products in float8: x
+        (..., width), probabilities (tokens, top_k), gate_up (experts, 2 * inner, width), down (experts, width,
+        inner), all but probabilities bfloat16; result (tokens, width).
+        """
+        ...
+
+    def expert_rows_float8(
+        self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
+    ) -> Tensor:
+        """Compute `experts_float8` for rows (rows, width) with probabilities (rows,), without sums by token."""
         ...
 
     def multiply_quantized_experts(
@@ -84,61 +106,63 @@ class PeerExchange(Protocol):
     All ranks have equally many token slots. Tokens are numbered by rank, then by slot.
     """
 
-    def publish(self, given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
+    def publish_tokens(self, values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
         """
-        Write hidden states (tokens, width), and optionally scalars and choices (tokens, top_k), to this rank's slots,
-        (slots, ...); unused slots get choice -1.
+        Copy this rank's tokens into its memory that the other ranks read.
+
+        values: hidden states (tokens, width), and optionally scalars and choices (tokens, top_k); own_slots: the same
+        tensors in this rank's memory, (slots, ...). Unused slots get choice -1.
         """
         ...
 
-    def limit(
-        self, routes: tuple[Tensor, Tensor, Tensor], room: int, most: Tensor
+    def limit_routes(
+        self, routes: tuple[Tensor, Tensor, Tensor], room: int, max_rows: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """
         Return routes to at most `room` rows, without the excess choices, and float32 (1,): NaN if choices were dropped,
         else 0.
 
-        most: int32 (1,), the maximum number of rows before the limit; it is updated in place.
+        max_rows: int32 (1,), the maximum number of rows before the limit; it is updated in place.
         """
         ...
 
-    def choices(self, chosen: Peers, first: int, experts: int) -> Tensor:
+    def localize_choices(self, chosen: Peers, first: int, experts: int) -> Tensor:
         """
-        Return choices for `experts` experts from `first` on, renumbered from 0; others are -1: int32 (ranks * slots,
-        top_k).
+        Renumber all ranks' choices from 0 for this rank's experts, `first` to before `first + experts`; other choices
+        become -1: int32 (ranks * slots, top_k).
 
         chosen: int32 (slots, top_k) on every rank, -1 in unused slots.
         """
         ...
 
-    def rows(
+    def read_rows(
         self, tokens: Peers, scalars: Peers | None, routes: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """
-        Return tokens (rows, width) and their scalars (rows,) at their choices' rows.
+        Copy tokens from all ranks' memory to the rows of this rank's experts: (rows, width), with scalars (rows,).
 
         tokens: (slots, width) on every rank; scalars: (slots, top_k) on every rank. `routes` determines the row count;
         unused rows have undefined contents.
         """
         ...
 
-    def stage(
+    def stage_sums(
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
     ) -> None:
         """
-        Prepare `sums` on an experts' rank: sum its rows (rows, width) by token into sums (tokens, width), and write
-        scalars (rows,) by choice to by_choice (tokens, top_k).
+        Sum this rank's expert rows (rows, width) by token into `sums` (tokens, width), for `read_sums` on the tokens'
+        ranks, and write scalars (rows,) by choice to by_choice (tokens, top_k).
 
         dest_row: int32 (tokens, top_k), a choice's row.
         """
         ...
 
-    def sums(
+    def read_sums(
         self, staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """
-        Sum this rank's tokens over their experts' ranks, (tokens, width), and return the sums and the scalars by
-        choice, (tokens, top_k).
+        Add up the sums that `stage_sums` left on the experts' ranks for this rank's tokens, (tokens, width); return
+        them and the scalars by choice, (tokens, top_k).
 
         staged: (ranks * slots, width) on every rank, with this rank's tokens from row `first` on; by_choice: (ranks *
         slots, top_k) on every rank; chosen: integers (tokens, top_k), -1 for dropped choices. Every rank has `experts`
@@ -209,19 +233,19 @@ class ExpertRouter(Protocol):
     e_score_correction_bias: Tensor | None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the router's parameters, as every module does."""
+        """Yield the router's parameters, like `nn.Module.parameters`."""
         ...
 
-    def observe(self, observer: ObserveRouting) -> None:
+    def add_routing_observer(self, observer: ObserveRouting) -> None:
         """Call `observer` once per microbatch in training's forward passes from now on."""
         ...
 
-    def ignore(self, observer: ObserveRouting) -> None:
+    def remove_routing_observer(self, observer: ObserveRouting) -> None:
         """Stop calling `observer`."""
         ...
 
 
-def routers_of(stages: Stages) -> dict[str, ExpertRouter]:
+def find_routers(stages: Stages) -> dict[str, ExpertRouter]:
     """Return the routers in this rank's stages by name."""
     named_modules = (item for stage in stages.local for item in stage.module.named_modules())
     return {name: module for name, module in named_modules if isinstance(module, ExpertRouter)}

@@ -25,7 +25,9 @@ class ForwardFlops:
     per_pair: Mapping[int | None, float]
     per_token: float = 0.0
 
-    def of_training(self, tokens: float, pairs: Mapping[int | None, float], frozen: Collection[str] = ()) -> float:
+    def count_training_flops(
+        self, tokens: float, pairs: Mapping[int | None, float], frozen: Collection[str] = ()
+    ) -> float:
         """
         Return the operations in a forward and a backward pass over `tokens` tokens and `pairs` attended pairs by
         window.

@@ -66,20 +66,20 @@ class Transfers(Protocol):
         """Return zeros in host memory, uint8 (size,), which is pinned if the device is a GPU."""
         ...
 
-    def fetch(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+    def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         """Copy tensors from host memory to the device, and return the ticket of the last copy's end."""
         ...
 
-    def store(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+    def copy_to_host(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         """Copy tensors from the device to host memory, and return the ticket of the last copy's end."""
         ...
 
-    def mark(self) -> Ticket:
-        """Return a ticket for the end of the computation issued so far."""
+    def mark_computation(self) -> Ticket:
+        """Return a ticket that copies can wait for: all computation issued so far is done."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
-        """Let later computation wait for a ticket."""
+        """Make computation issued from now on wait for a ticket; the host does not wait."""
         ...
 
     def synchronize(self) -> None:

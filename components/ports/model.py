@@ -31,7 +31,7 @@ class RowPart(Protocol):
     """This rank's tokens in every row, if several ranks share the rows (context parallelism)."""
 
     @property
-    def places(self) -> Tensor:
+    def token_indices(self) -> Tensor:
         """Indices of this rank's tokens in a row, int64 (tokens,), ascending."""
         ...
 
@@ -40,7 +40,7 @@ class RowPart(Protocol):
         ...
 
     @property
-    def pieces(self) -> tuple[int, ...]:
+    def piece_indices(self) -> tuple[int, ...]:
         """
         Indices of this rank's pieces; all ranks' pieces are equally long runs of tokens, counted from the row's start.
         """
@@ -165,11 +165,11 @@ class HeadLayer:
     """A layer that can be a model's head, or be tied to it."""
 
     def head(self) -> Head:
-        """Return a new head for every forward pass, because wrappers may replace weights."""
+        """Return a Head for one forward pass; FSDP and others may replace the weights between passes."""
         raise NotImplementedError
 
-    def finish(self, hidden: Any, finish: Finish) -> Any:
-        """End a forward pass with the head. Like `forward`, it runs with gathered weights if ranks have shards."""
+    def finish_with_head(self, hidden: Any, finish: Finish) -> Any:
+        """Return `finish(hidden, head)`, computed like `forward` with gathered weights if FSDP shards the layer."""
         return finish(hidden, self.head())
 
 
@@ -194,21 +194,42 @@ def stored_formats(module: nn.Module) -> dict[str, WeightFormat]:
     }
 
 
-class LinearLayer(QuantizableLayer):
+class Float8Layer(QuantizableLayer):
+    """A layer whose forward pass multiplies by its weights in float8 if stages set `uses_float8`."""
+
+    supports_float8: bool = True
+    uses_float8: bool = False
+
+    def float8_weights(self) -> Mapping[str, Tensor]:
+        """Return the weights by name, (outputs, inputs) or (experts, outputs, inputs)."""
+        raise NotImplementedError
+
+
+class LinearLayer(Float8Layer):
     """A layer whose forward pass multiplies by `weight` (outputs, inputs), in the format that stages set."""
 
     quantizable: ClassVar[tuple[str, ...]] = ("weight",)
     weight: Tensor
-    supports_float8: ClassVar[bool] = True
-    uses_float8: bool = False
+
+    def float8_weights(self) -> Mapping[str, Tensor]:
+        return {"weight": self.weight}
 
 
 @runtime_checkable
 class JointLayers(Protocol):
     """A module that multiplies one input by several layers' weights in one operation."""
 
-    def joint_layers(self) -> Sequence[Sequence[LinearLayer]]:
-        """Return groups of layers; in float8, one operation multiplies the input by all weights in a group."""
+    def list_fused_float8_layers(self) -> Sequence[Sequence[LinearLayer]]:
+        """Return groups of linear layers with the same input, which float8 multiplies in one operation per group."""
+        ...
+
+
+@runtime_checkable
+class RoundsInput(Protocol):
+    """A module whose first operations may multiply its input in float8."""
+
+    def rounds_input(self) -> bool:
+        """Return whether they do, so that the norm before the module rounds its result in the same pass."""
         ...
 
 
@@ -249,9 +270,9 @@ class Model(Protocol):
         """
         ...
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
         """
-        Fill a parameter, or the slice `part_of` of a parameter, in place with its initial values.
+        Fill a parameter, or the slice `tensor_slice` of a parameter, in place with its initial values.
 
         An element depends only on the seed, the parameter's name and the element's index, and is bitwise equal on every
         device and for every slice.
@@ -270,7 +291,7 @@ class LanguageModel(Model, Protocol):
         ...
 
     @property
-    def longest_text(self) -> int | None:
+    def max_sequence_length(self) -> int | None:
         """Maximum sequence length for the model's positions; None without a limit."""
         ...
 
@@ -287,7 +308,7 @@ class LanguageModel(Model, Protocol):
 class KeepsConfig(Protocol):
     """A language model that may be a part of a larger model in a folder."""
 
-    def config_within(self, path: Path) -> dict[str, Any]:
+    def update_folder_config(self, path: Path) -> dict[str, Any]:
         """
         Return the `config.json` of a folder with this model in place of the old one.
 
@@ -295,7 +316,7 @@ class KeepsConfig(Protocol):
         """
         ...
 
-    def prefix_within(self, path: Path) -> str:
+    def find_decoder_prefix(self, path: Path) -> str:
         """
         Return the prefix of the decoder's modules in the model that transformers builds for a folder's `config.json`.
 
@@ -345,7 +366,7 @@ class UncastParameters(Protocol):
     """A model with parameters that layers use in the parameter dtype, as if `precision.uncast` named them."""
 
     def uncast_parameters(self) -> Sequence[str]:
-        """Return name patterns (fnmatch) of these parameters."""
+        """Return name patterns (fnmatch) for parameters without a cast to the compute dtype."""
         ...
 
 
@@ -364,8 +385,8 @@ class TensorParallelModel(Protocol):
     """A model class that restricts tensor parallelism."""
 
     @classmethod
-    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        """Yield reasons why `ranks` ranks along `tensor` can't share a node's model, as ends of a sentence."""
+    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+        """Yield reasons why tensor parallelism over `ranks` ranks can't split a node's model, as ends of a sentence."""
         ...
 
 
@@ -374,8 +395,8 @@ class ContextParallelModel(Protocol):
     """A model class that restricts context parallelism."""
 
     @classmethod
-    def context_faults(cls, node: Any) -> Iterator[str]:
-        """Yield reasons why a node's model needs whole rows, as ends of a sentence."""
+    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
+        """Yield reasons, as ends of a sentence, why context parallelism can't split rows for a node's model."""
         ...
 
 
@@ -384,14 +405,14 @@ class KnownModule(Protocol):
     """A model class that can build a node's whole model on the meta device, without other components."""
 
     @classmethod
-    def module_of(cls, node: Any) -> nn.Module | None:
+    def build_meta_module(cls, node: Any) -> nn.Module | None:
         """Return the whole model on the meta device, from a node's settings; None if the settings are invalid."""
         ...
 
 
-def known_module(node: Any) -> nn.Module | None:
+def build_known_module(node: Any) -> nn.Module | None:
     """Return the whole model of a model's node on the meta device, if its class is a `KnownModule`."""
-    return node.component.module_of(node) if issubclass(node.component, KnownModule) else None
+    return node.component.build_meta_module(node) if issubclass(node.component, KnownModule) else None
 
 
 @runtime_checkable
@@ -445,9 +466,17 @@ class Kernels(Protocol):
         ...
 
     def linear_quantized(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        stored: Tensor,
+        weight_format: WeightFormat,
+        bias: Tensor | None = None,
+        float8: bool = False,
     ) -> Tensor:
-        """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
+        """
+        Compute `linear`, or with `float8` `linear_float8`, of bfloat16 x with a frozen weight, given as its storage
+        (outputs, units).
+        """
         ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ class Schedule(Protocol):
 class PartialSchedule(Protocol):
     """A schedule that computes some ranks' actions alone, so a rank builds only the part it needs."""
 
-    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
-        """Return the same program with actions for at least the `wanted` ranks; other ranks may have none."""
+    def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+        """Return `program` for the `wanted` ranks only; other ranks' actions may be missing, which saves time."""
         ...
 
 
@@ -105,7 +105,7 @@ STEP_SPECS: Mapping[str, SpecTree] = {
 """The division into microbatches of the step's values that are not numbers."""
 
 
-def state_of_batches(batches: Iterable[Batch]) -> StepState:
+def make_state_of_batches(batches: Iterable[Batch]) -> StepState:
     """Return a state with microbatches as `batches` and room for their losses, for example for an evaluation."""
     microbatches = list(batches)
     return StepState({"batches": microbatches}, microbatches=len(microbatches), specs=STEP_SPECS)
@@ -162,7 +162,7 @@ class TrainableLoss(Protocol):
     """Module with the parameters, filled by `reset_parameters()`; None without parameters."""
 
 
-def module_of(loss: object) -> nn.Module | None:
+def find_loss_module(loss: object) -> nn.Module | None:
     """Return the loss's module if it has its own parameters, else None."""
     return loss.module if isinstance(loss, TrainableLoss) else None
 
@@ -207,18 +207,18 @@ class MeasuresStep(Protocol):
     A pass without gradients measures them before the step's first backward pass.
     """
 
-    def measure(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
+    def measure_step_sums(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
         """
         Return a microbatch's part of the step's sums, float64 (sums,), from hidden states (rows, length, hidden_size).
 
-        The executor adds up the parts of all microbatches and ranks, and calls `with_measured` with the result.
+        The executor adds up the parts of all microbatches and ranks, and calls `with_step_sums` with the result.
 
         Called without gradients; `batch` has its reference values, if the loss is `Referenced`.
         """
         ...
 
-    def with_measured(self, batch: Any, sums: Tensor) -> Any:
-        """Return the batch with the step's sums, float64 (sums,)."""
+    def with_step_sums(self, batch: Any, sums: Tensor) -> Any:
+        """Return the batch with the sums over the step's microbatches and ranks, float64 (sums,), for `loss`."""
         ...
 
 
@@ -268,7 +268,7 @@ class Predictor(Protocol):
 class ForwardPasses(Protocol):
     """Inference over all stages, with a function of the last hidden states."""
 
-    def infer_each(
+    def infer_microbatches(
         self,
         microbatches: Sequence[tuple[Tensor, BatchContext]],
         each_output: Callable[[int, Any], None],

@@ -94,12 +94,15 @@ class Program:
         Raises ValueError for a message action, for a stage on which several ranks or no ranks work, for an unknown
         recompute policy, and if there is not one policy per stage.
         """
-        parts = [[_row(part, joined) for item in line for part, joined in _parts(item)] for line in rank_programs]
+        parts = [
+            [_encode_action(part, joined) for item in line for part, joined in _list_actions(item)]
+            for line in rank_programs
+        ]
         rows = [row for line in parts for row in line]
         stage, work, microbatch, joined = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         bounds = np.cumsum([0, *map(len, parts)])
-        stage_to_rank = _stage_to_rank(parts) if stage_to_rank is None else tuple(stage_to_rank)
-        if fault := _fault_of_policies(recompute, len(stage_to_rank)):
+        stage_to_rank = _find_stage_to_rank(parts) if stage_to_rank is None else tuple(stage_to_rank)
+        if fault := _find_policy_fault(recompute, len(stage_to_rank)):
             raise ValueError(f"recompute = {tuple(recompute)}: {fault}")
         return cls(
             stage_to_rank=stage_to_rank,
@@ -121,12 +124,12 @@ class Program:
         return len(self.stage_to_rank)
 
     @property
-    def rank(self) -> NDArray[np.int64]:
-        """Ranks by action."""
+    def rank_by_action(self) -> NDArray[np.int64]:
+        """Ranks by action, in column order: int64 (actions,)."""
         return np.repeat(np.arange(self.ranks), np.diff(self.bounds))
 
     def rows(self, rank: int) -> slice:
-        """Return a rank's rows in the columns."""
+        """Return the slice of the columns with a rank's actions."""
         return slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
 
     def rank_program(self, rank: int) -> RankProgram:
@@ -139,7 +142,7 @@ class Program:
         """Return the action in a row."""
         return Action(int(self.stage[row]), OPS[self.op[row]], int(self.microbatch[row]))
 
-    def select(self, kept: NDArray[np.bool_]) -> "Program":
+    def select_actions(self, kept: NDArray[np.bool_]) -> "Program":
         """Return the same program with the `kept` actions only; an overlap's remainder is an action by itself."""
         # An action does not overlap any earlier action if its direct predecessor is dropped.
         before = np.concatenate([[False], kept[:-1]])
@@ -148,7 +151,7 @@ class Program:
         return attrs.evolve(self, bounds=bounds, overlaps_previous=(self.overlaps_previous & before)[kept], **columns)
 
 
-def flat(line: RankProgram) -> Iterator[Action]:
+def iterate_actions(line: RankProgram) -> Iterator[Action]:
     """Yield the actions one by one, without their grouping in overlaps."""
     for item in line:
         yield from item.parts if isinstance(item, Overlap) else (item,)
@@ -165,21 +168,23 @@ def group_overlaps(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
     return [group[0] if len(group) == 1 else Overlap(tuple(group)) for group in groups]
 
 
-def _parts(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
-    """Return an item's actions, with True if the action overlaps the previous one."""
+def _list_actions(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
+    """Return the actions in an item, with a flag: whether the action overlaps the one before."""
     if isinstance(item, Action):
         return [(item, False)]
     return [(part, number > 0) for number, part in enumerate(item.parts)]
 
 
-def _row(action: Action, joined: bool) -> tuple[int, int, int, bool]:
-    """Return an action's stage, op index and microbatch, and the flag. Raises ValueError for a message."""
+def _encode_action(action: Action, joined: bool) -> tuple[int, int, int, bool]:
+    """Return an action as numbers for the columns: stage, op index, microbatch, `joined`. ValueError for a message."""
     if action.op not in OPS:
-        raise ValueError(f"{action} is a message; a program holds the compute ops {', '.join(OPS)} alone")
+        raise ValueError(
+            f"{action} sends or receives a message; a program may only contain the compute ops {', '.join(OPS)}"
+        )
     return action.stage, OPS.index(action.op), action.microbatch, joined
 
 
-def _fault_of_policies(policies: Sequence[Recompute], stages: int) -> str | None:
+def _find_policy_fault(policies: Sequence[Recompute], stages: int) -> str | None:
     """Return a fault in the recompute policies: their number, or an unknown one; else None."""
     if policies and len(policies) != stages:
         return f"there are {stages} stages; write a policy for each, or for none"
@@ -189,7 +194,7 @@ def _fault_of_policies(policies: Sequence[Recompute], stages: int) -> str | None
     return None
 
 
-def _stage_to_rank(rank_programs: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[int, ...]:
+def _find_stage_to_rank(rank_programs: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[int, ...]:
     """Return ranks by stage. Raises ValueError for a stage on which several ranks or no ranks work."""
     pairs = sorted({(row[0], rank) for rank, line in enumerate(rank_programs) for row in line})
     stage_to_rank = dict(pairs)

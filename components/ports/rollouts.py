@@ -26,7 +26,7 @@ class PromptBatch(Batch):
     examples: tuple[Example, ...] = leaf("host", default=())
 
     @classmethod
-    def outline(cls, rows: int, length: int) -> Self:
+    def make_meta_batch(cls, rows: int, length: int) -> Self:
         """Return prompts on the meta device, without examples."""
         counts = torch.empty(rows, dtype=torch.int64, device="meta")
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
@@ -47,9 +47,9 @@ class PolicyBatch(TokenBatch):
     temperature: Tensor | None = leaf("replicated", default=None, kw_only=True)
 
     @classmethod
-    def outline(cls, rows: int, length: int) -> Self:
+    def make_meta_batch(cls, rows: int, length: int) -> Self:
         """Return a batch on the meta device, without a reference."""
-        batch = super().outline(rows, length)
+        batch = super().make_meta_batch(rows, length)
         return batch.evolve(logps=batch.weights, advantages=batch.weights)
 
 
@@ -85,8 +85,8 @@ class Completions:
     is_ended: Tensor
 
     @property
-    def counts(self) -> Tensor:
-        """Return the number of sampled tokens: int64 (rows,)."""
+    def sampled_counts(self) -> Tensor:
+        """Count the sampled tokens by row: int64 (rows,)."""
         return self.ends - self.starts
 
     @property
@@ -154,8 +154,8 @@ class MakesRows(Protocol):
     """A phase's component that replaces each row of the data set by several longer ones, such as completions."""
 
     @classmethod
-    def made_rows(cls, node: Any) -> tuple[int, int]:
-        """Return the number of rows made from one, and the tokens added to a row's length, from a node's settings."""
+    def predict_made_rows(cls, node: Any) -> tuple[int, int]:
+        """Return, from a node's settings, how many rows replace one row, and how many tokens longer these are."""
         ...
 
 

@@ -49,8 +49,8 @@ class RunFolder(Protocol):
 class EnvironmentSource(Protocol):
     """A node with choices made by the machine instead of the recipe, such as the GPU or a kernel."""
 
-    def environment(self) -> Mapping[str, str]:
-        """Return the choices by name; the node is open."""
+    def list_machine_choices(self) -> Mapping[str, str]:
+        """Return choices by name, such as the GPU or a kernel; called on an open node."""
         ...
 
 
@@ -89,7 +89,7 @@ class Step:
     _deferred: list[tuple[Callable[[Tensor], object], Tensor]] = attrs.field(init=False, factory=list)
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """Whether the run ends with this step."""
         return self.index == self.total or bool(self.stop_reason)
 
@@ -140,13 +140,13 @@ class Step:
         else:
             scale(factor)
 
-    def settle_scaling(self) -> None:
-        """Multiply the gradients by all deferred factors."""
+    def apply_deferred_factors(self) -> None:
+        """Multiply the gradients by all factors that `scale_gradients` deferred, and forget these."""
         for scale, factor in self._deferred:
             scale(factor)
         self._deferred = []
 
-    def take_factors(self) -> Tensor | None:
+    def take_deferred_factors(self) -> Tensor | None:
         """
         Return the deferred factors, float32 (factors,) on the gradients' device, or None; the caller multiplies every
         gradient by each in turn, and rounds each product to the gradient's dtype.
@@ -182,7 +182,9 @@ class Phase(Protocol):
 @runtime_checkable
 class DefersScaling(Protocol):
     """
-    A phase that may run while gradients lack deferred factors: it reads no gradient, or calls `Step.take_factors`.
+    A phase that may run while gradients lack deferred factors.
+
+    It reads no gradient, or calls `Step.take_deferred_factors`.
 
     The trainer multiplies by deferred factors before any other phase that reads or changes gradients.
     """
@@ -266,13 +268,13 @@ class Batching(Protocol):
         """Data-parallel rank: this rank's index among the data-parallel ranks, from 0."""
         ...
 
-    def start(self, step: int) -> int:
+    def first_position(self, step: int) -> int:
         """
-        Return the row count over all steps before `step` (from 1): its first position in the endless row order.
+        Return the position in the endless row order where `step` (from 1) begins: the row count in all earlier steps.
         """
         ...
 
-    def positions(self, step: int) -> list[list[int]]:
+    def microbatch_positions(self, step: int) -> list[list[int]]:
         """Return this rank's microbatches in a step (from 1) as lists of positions in the endless row order."""
         ...
 
@@ -411,8 +413,8 @@ class Accumulator:
     shape: tuple[int, ...] = ()
     scope: Literal["data", "rows", "activations", "model"] = "data"
 
-    def identity(self) -> torch.Tensor:
-        """Return the neutral element for `op`: the contribution from a rank without values."""
+    def identity_element(self) -> torch.Tensor:
+        """Return the neutral element for `op`, such as 0 for a sum: the contribution from a rank without values."""
         value = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}[self.op]
         return torch.full(self.shape, value, dtype=torch.float64)
 
@@ -492,11 +494,15 @@ class Restorer(Protocol):
         ...
 
     def wait_until_staged(self) -> None:
-        """Wait until the state is copied, for the save in progress and for `hold`; then it may change."""
+        """Wait until the state is copied, for the save in progress and for `keep_in_memory`; then it may change."""
         ...
 
-    def hold(self, step: Step) -> None:
-        """Keep the state after a step in memory, to continue from after a loss, if the run survives losses."""
+    def keep_in_memory(self, step: Step) -> None:
+        """
+        Keep a copy in memory of the state after a step, if the run can continue there after a rank is lost.
+
+        Raises ReopenError on all ranks if processes wait to join the run. All ranks have ended the step.
+        """
         ...
 
 
@@ -506,7 +512,7 @@ class AfterRestore(Protocol):
 
     def after_restore(self, done: int) -> None:
         """
-        Act on every rank before the first step, and again whenever the run goes back to a checkpoint.
+        Act on every rank after `done` steps are restored: before the first step, and after going back to a checkpoint.
 
         `done` is the checkpoint's step; 0 in a new run, which restores nothing.
         """
@@ -523,8 +529,8 @@ class ReadsFiles(Protocol):
     A node that reads files outside the run folder, such as a tokenizer's; checkpoints are useless without these files.
     """
 
-    def files_read(self) -> Mapping[str, Sequence[Path]]:
-        """Return existing files by the setting with their path or folder; the run folder keeps copies."""
+    def list_input_files(self) -> Mapping[str, Sequence[Path]]:
+        """Return the existing files that this node reads, by setting; the run folder keeps copies."""
         ...
 
 
@@ -561,7 +567,7 @@ class Stop(Protocol):
         """Return the first rank's reason that is not empty, "" if all are; a collective, equal on all ranks."""
         ...
 
-    def raising(self) -> AbstractContextManager[None]:
+    def stop_on_signal(self) -> AbstractContextManager[None]:
         """
         Return a context for the time after the last step, when all state is saved, in which a signal raises
         StoppedError.
@@ -592,11 +598,11 @@ class FinalTask(Protocol):
 Cadence = int | Literal["last", "never"]
 
 
-def due(cadence: Cadence, step: Step) -> bool:
+def is_due(cadence: Cadence, step: Step) -> bool:
     """Return whether a cadence contains the step: every n-th step and the last, only the last, or none."""
     if isinstance(cadence, int):
-        return step.last or step.index % cadence == 0
-    return cadence == "last" and step.last
+        return step.is_last or step.index % cadence == 0
+    return cadence == "last" and step.is_last
 
 
 def check_cadence(value: Cadence) -> str | None:

@@ -19,7 +19,7 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
-def rank_shares(length: int, ranks: int) -> list[range]:
+def divide_into_shares(length: int, ranks: int) -> list[range]:
     """
     Divide `length` elements into consecutive ranges, one per rank.
 
@@ -32,11 +32,11 @@ def rank_shares(length: int, ranks: int) -> list[range]:
 
 def gather_shares(share: Tensor, ranks: Group, dim: int, length: int) -> Tensor:
     """
-    Gather dimension `dim`, with `length` elements, from all ranks' shares; a collective.
+    Concatenate all ranks' shares along `dim`, which then has `length` elements; a collective.
 
     share: (..., n, ...), any dtype; the result is (..., length, ...).
     """
-    sizes = [len(indices) for indices in rank_shares(length, ranks.size)]
+    sizes = [len(indices) for indices in divide_into_shares(length, ranks.size)]
     if missing := sizes[0] - sizes[ranks.rank]:  # a group gathers tensors of equal shape
         share = F.pad(share, (*(0, 0) * (share.ndim - 1 - dim), 0, missing))
     parts = zip(ranks.gather(share), sizes, strict=True)
@@ -62,7 +62,7 @@ class TensorSlice:
         return prod(self.size)
 
     def index(self, within: "TensorSlice | None" = None) -> tuple[slice, ...]:
-        """Return the slice's index in the whole tensor, or in the tensor for a slice `within` that contains it."""
+        """Return the index that selects this slice from the whole tensor, or from the slice `within` containing it."""
         base = within.offsets if within else (0,) * len(self.shape)
         return tuple(
             slice(offset - start, offset - start + size)

@@ -54,20 +54,20 @@ class Shards(Protocol):
         """Free the gathered parameters."""
         ...
 
-    def reduce_next(self, final: bool) -> None:
-        """Reduce gradients with the stage's next backward pass; `final` marks the step's last reduction."""
+    def reduce_in_backward(self, is_last_in_step: bool) -> None:
+        """Reduce gradients with the stage's next backward pass; `is_last_in_step` marks the step's last reduction."""
         ...
 
     def end_reduction(self) -> None:
-        """End the backward pass that `reduce_next` announced; later passes accumulate gradients on this rank."""
+        """End the backward pass announced by `reduce_in_backward`; later passes only accumulate gradients."""
         ...
 
     def parts(self) -> Sequence["ReducedPart"]:
-        """Return parameter groups reduced by no autograd hook, in the order in which all ranks reduce them."""
+        """Return the parameter groups for the executor itself to reduce, in an order common to all ranks."""
         ...
 
     def reduce(self) -> None:
-        """Reduce the gradients not reduced by any part, and end the reduction."""
+        """Reduce the remaining gradients, in no group of `parts`, and end the reduction."""
         ...
 
 
@@ -164,7 +164,7 @@ class TrainableStages(Stages, Protocol):
         ...
 
     def hand_over_gradients(self) -> None:
-        """Pass gradients to the optimizer's parameters, after a step's backward passes."""
+        """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
         ...
 
 
@@ -172,8 +172,8 @@ class TrainableStages(Stages, Protocol):
 class StageInputs(Protocol):
     """Shapes and dtypes for tensors sent between stages."""
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        """Return the inputs of `stage` for a microbatch with these inputs, as a tree of meta tensors."""
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+        """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""
         ...
 
 
@@ -254,12 +254,12 @@ class AveragedWeights(Protocol):
         ...
 
 
-def with_averages(average: AveragedWeights | None) -> AbstractContextManager[None]:
+def use_averages_if_any(average: AveragedWeights | None) -> AbstractContextManager[None]:
     """Return a context that replaces the weights by the averages, if there are any."""
     return nullcontext() if average is None else average.use_averages()
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor:
+def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
     """
     Return a parameter's gradient (any shape), not a copy; set it to zeros if it is None, because all ranks reduce the
     same tensors.

@@ -72,12 +72,12 @@ class ContextTracker(Protocol):
 class PropertyTracker(Protocol):
     """A tracker that stores run properties (hyperparameters) beside its values."""
 
-    def describe(self, properties: Mapping[str, Any]) -> None:
-        """Store the resolved recipe's settings, as nested tables; called once, before `rewind`."""
+    def store_properties(self, properties: Mapping[str, Any]) -> None:
+        """Store the run's settings, as nested tables; called once, before `rewind`."""
         ...
 
 
-def by_context(values: Mapping[str, Value]) -> list[tuple[Context, dict[str, Value]]]:
+def split_by_context(values: Mapping[str, Value]) -> list[tuple[Context, dict[str, Value]]]:
     """Split a step's values into training and validation values, and strip `validation_` from the latter's names."""
     training = {name: value for name, value in values.items() if not name.startswith(_VALIDATION)}
     validation = {name.removeprefix(_VALIDATION): values[name] for name in values.keys() - training.keys()}
@@ -88,9 +88,9 @@ def by_context(values: Mapping[str, Value]) -> list[tuple[Context, dict[str, Val
     return [(context, named) for context, named in split if named]
 
 
-def flat_properties(properties: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_properties(properties: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested tables: `{"optimizer": {"lr": 0.1}}` becomes `{"optimizer.lr": 0.1}`."""
     flat: dict[str, Any] = {}
     for name, value in properties.items():
-        flat |= flat_properties(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        flat |= flatten_properties(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat

@@ -11,7 +11,7 @@ MAX_PASSES = 1500
 """Largest product of stages and microbatches: a picture needs about 700 bytes per stage and microbatch."""
 
 
-def draw_schedule(use: str, schedule: Schedule, ranks: int, microbatches: int) -> str:
+def draw_schedule_svg(schedule_name: str, schedule: Schedule, ranks: int, microbatches: int) -> str:
     """
     Draw a step's simulated timeline as SVG.
 
@@ -20,7 +20,9 @@ def draw_schedule(use: str, schedule: Schedule, ranks: int, microbatches: int) -
     if ranks < 2 or len(schedule.stage_to_rank(ranks)) * microbatches > MAX_PASSES:
         return ""
     try:
-        summary = Summary(use.removeprefix(FOLDER), simulate(schedule.program(ranks, microbatches), Costs(), "free"))
+        summary = Summary(
+            schedule_name.removeprefix(FOLDER), simulate(schedule.program(ranks, microbatches), Costs(), "free")
+        )
     except DeadlockError:
         return ""
     return draw_svg(summary.simulation, summary.title, summary.caption)

@@ -27,7 +27,7 @@ class Ettr:
     processes: int
 
     @property
-    def ratio(self) -> float:
+    def productive_time_fraction(self) -> float:
         """Productive time fraction, at most 1."""
         return min(1.0, self.learned / self.wall)  # the log rounds times to seconds
 
@@ -35,14 +35,15 @@ class Ettr:
         learned, wall = (timedelta(seconds=round(seconds)) for seconds in (self.learned, self.wall))
         lost = f", {self.lost_steps:,} steps lost and done again" if self.lost_steps else ""
         processes = f", {self.processes} processes" if self.processes > 1 else ""
-        return f"{self.ratio:.1%} in steps that count: {learned} of {wall} since the start{processes}{lost}"
+        share = f"{self.productive_time_fraction:.1%} in steps that count"
+        return f"{share}: {learned} of {wall} since the start{processes}{lost}"
 
 
 def compute_ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
     """Compute a run's ratio from its log and metrics; None if they lack times or steps."""
-    if not log.first or not len(metrics.steps) or metrics.seconds[-1] <= 0:
+    if not log.first or not len(metrics.steps) or metrics.total_seconds_by_step[-1] <= 0:
         return None
     first, last = (datetime.strptime(time, TIME_FORMAT) for time in (log.first, log.last))
     if (wall := (last - first).total_seconds()) <= 0:
         return None
-    return Ettr(float(metrics.seconds[-1]), wall, log.lost, log.starts)
+    return Ettr(float(metrics.total_seconds_by_step[-1]), wall, log.lost, log.starts)

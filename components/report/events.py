@@ -11,7 +11,7 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.report.metrics import lines_of
+from drawloom.components.report.metrics import read_lines
 
 LOG = "log/rank-0.log"
 MAX_EVENTS = 200
@@ -63,7 +63,7 @@ class RunLog:
     _time: str = ""
     _in_header: bool = False
 
-    def read_line(self, line: str) -> None:
+    def update_from_line(self, line: str) -> None:
         """Update the events with a line; a line without a time continues the previous message."""
         if (match := LINE.match(line)) is None:
             if self._in_header:
@@ -73,9 +73,9 @@ class RunLog:
         time, level, logger, text = match.groups()
         self.first, self.last = self.first or time, time
         if logger == "drawloom.run" and level == "INFO":
-            self._read_run_line(time, text)
+            self._update_from_run_message(time, text)
         elif skip := STEP.match(text):
-            self._set_step(skip)
+            self._set_step_and_total(skip)
             self.skipped += 1
             self._add_event(time, "skipped", text)
         elif level in ("WARNING", "ERROR", "CRITICAL"):
@@ -85,12 +85,12 @@ class RunLog:
         if self.running and logger == "drawloom.run":  # other messages may be the next process's, before its header
             self._time = time
 
-    def _read_run_line(self, time: str, text: str) -> None:
+    def _update_from_run_message(self, time: str, text: str) -> None:
         """Update the events with an INFO line from the run: a step, start, resume, stop or end."""
         if step := STEP.match(text):
-            self._set_step(step)
+            self._set_step_and_total(step)
         elif text.startswith("run     "):
-            self._start_process(time, text)
+            self._add_process_start(time, text)
         elif text.startswith("memory  "):
             self._add_header_line(text)
         elif match := RESUMED.match(text):
@@ -109,7 +109,7 @@ class RunLog:
         elif ": the recipe changed: " in text:
             self._add_event(time, "recipe", text.partition(": ")[2])
 
-    def _start_process(self, time: str, text: str) -> None:
+    def _add_process_start(self, time: str, text: str) -> None:
         """Note a new process; if the earlier one did not end, note its kill."""
         if self.running:
             self.add_kill()
@@ -124,7 +124,7 @@ class RunLog:
         where = f"the last line in the log is of step {self.step}" if self.step else "it was before the first step"
         self._add_event(self._time, "killed", f"killed, or failed with an error that only the terminal shows; {where}")
 
-    def end(self, time: str, step: int) -> None:
+    def add_training_end(self, time: str, step: int) -> None:
         """Add the training's end after this step, because the report is written before the log contains the end."""
         self.running, self.step, self.last = False, step, time
         self._add_event(time, "ended", f"all {step:,} steps are done")
@@ -135,8 +135,8 @@ class RunLog:
         if label and text and len(self.header) < 20:
             self.header[label] = text[:MAX_TEXT_LENGTH]
 
-    def _set_step(self, match: re.Match[str]) -> None:
-        """Note the last step, and the total."""
+    def _set_step_and_total(self, match: re.Match[str]) -> None:
+        """Set the last step and the run's step count from a matched step line."""
         self.step, self.total = int(match[1]), int(match[2])
 
     def _add_event(self, time: str, kind: Kind, text: str) -> None:
@@ -149,12 +149,12 @@ class RunLog:
 
 def read_log(folder: Path) -> RunLog:
     """Read rank 0's log in a run folder. Raises UserError if the file is a link or not a regular file."""
-    return parse_log(line.decode("utf-8", "replace").rstrip("\n") for line in lines_of(folder / LOG))
+    return parse_log(line.decode("utf-8", "replace").rstrip("\n") for line in read_lines(folder / LOG))
 
 
 def parse_log(lines: Iterable[str]) -> RunLog:
-    """Read a log's lines."""
+    """Return the events, header and state from the lines of a log, the oldest first."""
     log = RunLog()
     for line in lines:
-        log.read_line(line)
+        log.update_from_line(line)
     return log

@@ -8,12 +8,12 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, RunFolder
-from drawloom.components.report.drawings import draw_schedule
+from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import REPORT, Drawings, read_run
+from drawloom.components.report.run_record import REPORT, Drawings, read_run_record
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import regular_file
+from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import Every, ResolvedRecipe, component
 
 log = logging.getLogger("drawloom.run")
@@ -36,7 +36,7 @@ class HtmlReport:
 
     def is_finished(self, step: int) -> bool:
         """Return whether rank 0 has a report for this step. A collective, equal on all ranks."""
-        return bool(run_on_rank0(self.mesh.world, lambda: self._has_report(step)))
+        return bool(run_on_rank0(self.mesh.world, lambda: self._has_report_of_step(step)))
 
     def finish(self, step: int) -> None:
         """Write the report on rank 0."""
@@ -49,31 +49,31 @@ class HtmlReport:
     def _write_report(self, step: int) -> None:
         """Write the report, and log its path and the ETTR."""
         folder = self.folder.folder
-        run = read_run(folder, folder.resolve().name, self._draw_run(step))
-        run.log.end(time.strftime(TIME_FORMAT), step)
-        replace_file(self._report_path, render_page([run], _heading(step)).encode())
+        run = read_run_record(folder, folder.resolve().name, self._draw_run_or_explain(step))
+        run.log.add_training_end(time.strftime(TIME_FORMAT), step)
+        replace_file(self._report_path, render_page([run], _format_step_comment(step)).encode())
         log.info("report in %s", self._report_path)
         if (ratio := compute_ettr(run.log, run.metrics)) is not None:
             log.info("time    %s", ratio)
 
-    def _draw_run(self, step: int) -> Drawings:
+    def _draw_run_or_explain(self, step: int) -> Drawings:
         """Draw the run's graph, step and schedule, or return why they can't be drawn."""
         pictures = [
-            draw_schedule(
+            draw_schedule_svg(
                 type(schedule).__module__.rpartition(".")[2],
                 schedule,
                 self.mesh.sizes.pipeline,
-                len(batching.positions(step)),
+                len(batching.microbatch_positions(step)),
             )
             for schedule, batching in zip(self.schedules.values(), self.batching.values(), strict=False)
         ]
         return Drawings(self.recipe.draw(False), self.recipe.draw(True), "\n".join(pictures))
 
-    def _has_report(self, step: int) -> bool:
+    def _has_report_of_step(self, step: int) -> bool:
         """Return whether the report in the run folder is about this step."""
-        beginning = f"<!doctype html><!-- {_heading(step)} -->".encode()
+        beginning = f"<!doctype html><!-- {_format_step_comment(step)} -->".encode()
         try:
-            with regular_file(self._report_path) as file:
+            with open_regular_file(self._report_path) as file:
                 return file.read(0, min(file.size, len(beginning))) == beginning
         except OSError:
             return False
@@ -84,6 +84,6 @@ class HtmlReport:
         return self.folder.folder / REPORT
 
 
-def _heading(step: int) -> str:
+def _format_step_comment(step: int) -> str:
     """Return the comment for a report's step."""
     return f"after step {step}"

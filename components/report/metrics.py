@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 
 METRICS = "metrics.jsonl"
 OTHER_KEYS = {"step", "format", "tokens", "crc32"}
@@ -47,9 +47,9 @@ class Column:
     steps: "array[int]" = attrs.field(factory=lambda: array("q"))
     values: "array[float]" = attrs.field(factory=lambda: array("d"))
 
-    def thin(self, points: int) -> MetricCurve:
+    def thin_to_curve(self, max_points: int) -> MetricCurve:
         """Return a curve with at most this many points."""
-        return thin(np.asarray(self.steps), np.asarray(self.values), points)
+        return thin_values_to_curve(np.asarray(self.steps), np.asarray(self.values), max_points)
 
 
 @attrs.define(eq=False)
@@ -84,30 +84,32 @@ class Metrics:
         self._speeds.append(speed)
 
     @cached_property
-    def tokens(self) -> NDArray[np.float64]:
+    def total_tokens_by_step(self) -> NDArray[np.float64]:
         """Total tokens up to every step, (steps,); zeros if they are unknown."""
         known = np.nan_to_num(np.asarray(self._tokens), nan=0.0)
         return np.maximum.accumulate(known) if len(known) else known
 
     @cached_property
-    def seconds(self) -> NDArray[np.float64]:
+    def total_seconds_by_step(self) -> NDArray[np.float64]:
         """Cumulative step seconds, (steps,), from tokens and speeds: without evaluations and pauses."""
         speeds = np.asarray(self._speeds)
         is_timed = speeds > 0  # false for NaN
-        seconds = np.divide(np.diff(self.tokens, prepend=0.0), speeds, out=np.zeros_like(speeds), where=is_timed)
+        seconds = np.divide(
+            np.diff(self.total_tokens_by_step, prepend=0.0), speeds, out=np.zeros_like(speeds), where=is_timed
+        )
         return np.cumsum(np.minimum(seconds, MAX_STEP_SECONDS))
 
-    def last(self, name: str) -> float | None:
+    def last_value(self, name: str) -> float | None:
         """Return a metric's last value."""
         column = self.columns.get(name)
         return column.values[-1] if column else None
 
-    def largest(self, name: str) -> float | None:
+    def largest_value(self, name: str) -> float | None:
         """Return a metric's largest value."""
         column = self.columns.get(name)
         return max(column.values) if column else None
 
-    def smallest(self, name: str) -> tuple[float, int] | None:
+    def smallest_value_and_step(self, name: str) -> tuple[float, int] | None:
         """Return a metric's smallest value, and its first step."""
         column = self.columns.get(name)
         if not column:
@@ -115,19 +117,19 @@ class Metrics:
         index = int(np.argmin(np.asarray(column.values)))
         return column.values[index], column.steps[index]
 
-    def curves(self) -> dict[str, MetricCurve]:
+    def thin_all_curves(self) -> dict[str, MetricCurve]:
         """Return all metrics' thinned curves, by name."""
-        points = point_count(len(self.columns))
-        return {name: column.thin(points) for name, column in self.columns.items()}
+        points = max_points_per_curve(len(self.columns))
+        return {name: column.thin_to_curve(points) for name, column in self.columns.items()}
 
-    def axes(self) -> dict[str, list[float]]:
+    def thin_all_axes(self) -> dict[str, list[float]]:
         """Return at most MAX_POINTS steps with their total tokens and seconds; the page interpolates between them."""
         count = min(MAX_POINTS, len(self.steps))
         chosen = np.linspace(0, len(self.steps) - 1, count).round().astype(np.int64)
         axes: dict[str, list[float]] = {"step": [self.steps[index] for index in chosen]}
-        for name, numbers in (("tokens", self.tokens), ("seconds", self.seconds)):
+        for name, numbers in (("tokens", self.total_tokens_by_step), ("seconds", self.total_seconds_by_step)):
             if count and numbers[-1] > 0:
-                axes[name] = _round_values(numbers[chosen], digits=9)
+                axes[name] = _round_for_json(numbers[chosen], digits=9)
         return axes
 
     def _add_column(self, name: str) -> Column | None:
@@ -138,34 +140,36 @@ class Metrics:
         return self.columns.setdefault(name, Column())
 
 
-def point_count(series: int) -> int:
-    """Return the maximum points per curve for a run with `series` metrics."""
-    return min(MAX_POINTS, max(MIN_POINTS, MAX_NUMBERS // (4 * max(1, series))))
+def max_points_per_curve(curve_count: int) -> int:
+    """Return the maximum points per curve for a run with `curve_count` metrics."""
+    return min(MAX_POINTS, max(MIN_POINTS, MAX_NUMBERS // (4 * max(1, curve_count))))
 
 
-def thin(
+def thin_values_to_curve(
     steps: NDArray[np.int64],
     values: NDArray[np.float64],
-    points: int,
+    max_points: int,
     low: NDArray[np.float64] | None = None,
     high: NDArray[np.float64] | None = None,
 ) -> MetricCurve:
     """Return a curve with at most this many points, through values with a band from `low` to `high`, all (steps,)."""
-    if len(steps) <= points:
-        bounds = [[] if bound is None else _round_values(bound) for bound in (low, high)]
-        return MetricCurve(steps.tolist(), _round_values(values), low=bounds[0], high=bounds[1])
-    starts = np.arange(0, len(steps), math.ceil(len(steps) / points))
+    if len(steps) <= max_points:
+        bounds = [[] if bound is None else _round_for_json(bound) for bound in (low, high)]
+        return MetricCurve(steps.tolist(), _round_for_json(values), low=bounds[0], high=bounds[1])
+    starts = np.arange(0, len(steps), math.ceil(len(steps) / max_points))
     ends = np.append(starts[1:], len(steps))
     means = np.add.reduceat(values, starts) / (ends - starts)
     smallest = np.minimum.reduceat(values if low is None else low, starts)
     largest = np.maximum.reduceat(values if high is None else high, starts)
-    return MetricCurve(steps[ends - 1].tolist(), _round_values(means), _round_values(smallest), _round_values(largest))
+    return MetricCurve(
+        steps[ends - 1].tolist(), _round_for_json(means), _round_for_json(smallest), _round_for_json(largest)
+    )
 
 
 def read_metrics(folder: Path) -> Metrics:
     """Read the metrics in a run folder. Raises UserError if the file is a link or not a regular file."""
     metrics = Metrics()
-    for line in lines_of(folder / METRICS):
+    for line in read_lines(folder / METRICS):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # a crash left the line incomplete, or a stranger wrote the file
@@ -175,15 +179,15 @@ def read_metrics(folder: Path) -> Metrics:
     return metrics
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
+def read_lines(path: Path) -> Iterator[bytes]:
     """Yield a regular file's lines as bytes, longer ones in parts of MAX_LINE_BYTES; nothing if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return
-    with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:
+    with open_untrusted_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:
         yield from iter(lambda: lines.readline(MAX_LINE_BYTES), b"")
 
 
-def _round_values(values: NDArray[np.float64], digits: int = 6) -> list[float]:
+def _round_for_json(values: NDArray[np.float64], digits: int = 6) -> list[float]:
     """Round values to visible digits; whole numbers become integers, which are shorter in JSON."""
     rounded = [float(f"{value:.{digits}g}") for value in values.tolist()]
     return [int(value) if value.is_integer() and abs(value) < 2**53 else value for value in rounded]

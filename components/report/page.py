@@ -16,8 +16,8 @@ from pathlib import Path
 from drawloom.components.report.ettr import compute_ettr
 from drawloom.components.report.events import LogEvent
 from drawloom.components.report.run_record import RunRecord
-from drawloom.components.report.seed_groups import SeedGroup, group_seeds, last_common_step
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.report.seed_groups import SeedGroup, group_runs_by_settings, last_common_step
+from drawloom.components.storage.byte_size import format_byte_size
 
 FOLDER = Path(__file__).parent
 COLOURS = 8  # classes c0 to c7 of the style
@@ -39,24 +39,24 @@ CURVES = {
 def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
     """Return the report about runs as HTML; `heading` is a comment on the first line, after the doctype."""
     script, style = ((FOLDER / name).read_text("utf-8") for name in ("page.js", "page.css"))
-    allowed = f"script-src {_csp_hash(script)}; style-src {_csp_hash(style)}"
+    allowed = f"script-src {_content_security_hash(script)}; style-src {_content_security_hash(style)}"
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; {allowed}"
     title = ", ".join(run.name for run in runs)
-    groups = group_seeds(runs)
+    groups = group_runs_by_settings(runs)
     parts = [
         f"<!doctype html>{f'<!-- {heading} -->' if heading else ''}",
         '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">',
-        f"<title>{text(title)}</title><style>{style}</style></head><body>",
-        f"<header><h1>{text(title)}</h1></header><main>",
-        *(_render_comparison(groups) if len(runs) > 1 else ()),
-        *_render_overview(runs, groups),
+        f"<title>{escape_text(title)}</title><style>{style}</style></head><body>",
+        f"<header><h1>{escape_text(title)}</h1></header><main>",
+        *(_render_seed_group_table(groups) if len(runs) > 1 else ()),
+        *_render_figures_by_run(runs, groups),
         *CONTROLS,
         *(part for number, group in enumerate(groups) for run in group.runs for part in _render_run(run, number)),
         "</main>",
-        f'<script type="application/json" id="data">{_dump_curves(groups)}</script>',
+        f'<script type="application/json" id="data">{_dump_curves_as_json(groups)}</script>',
         f"<script>{script}</script></body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -74,7 +74,7 @@ CONTROLS = (
 )
 
 
-def text(words: str) -> str:
+def escape_text(words: str) -> str:
     """Escape text for HTML, and replace unprintable characters, such as direction marks, by U+FFFD."""
     return html.escape(_replace_unprintable(words))
 
@@ -84,19 +84,19 @@ def _replace_unprintable(words: str) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in words)
 
 
-def _csp_hash(content: str) -> str:
+def _content_security_hash(content: str) -> str:
     """Return the content's hash for the page's content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _dump_curves(groups: Sequence[SeedGroup]) -> str:
+def _dump_curves_as_json(groups: Sequence[SeedGroup]) -> str:
     """Return all groups' curves as JSON, escaped so that it can't close its HTML element."""
-    data = {"titles": CURVES, "runs": [_group_data(group) for group in groups]}
+    data = {"titles": CURVES, "runs": [_describe_group_for_json(group) for group in groups]}
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII, without surrogates
     return encoded.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _group_data(group: SeedGroup) -> dict[str, object]:
+def _describe_group_for_json(group: SeedGroup) -> dict[str, object]:
     """Return a group's curves and marks for JSON; over several seeds, means with bands from minimum to maximum."""
     curves = {
         _replace_unprintable(name): {
@@ -104,18 +104,18 @@ def _group_data(group: SeedGroup) -> dict[str, object]:
             "y": curve.y,
             **({"low": curve.low, "high": curve.high} if curve.low else {}),
         }
-        for name, curve in group.curves().items()
+        for name, curve in group.curves_over_seeds().items()
     }
     marks = [[event.step, event.kind] for run in group.runs for event in run.log.events if event.kind in MARKED_KINDS]
     return {
-        "name": _replace_unprintable(group.title),
-        "axes": group.runs[0].metrics.axes(),
+        "name": _replace_unprintable(group.name_with_seed_count),
+        "axes": group.runs[0].metrics.thin_all_axes(),
         "curves": curves,
         "marks": marks,
     }
 
 
-def _render_comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
+def _render_seed_group_table(groups: Sequence[SeedGroup]) -> Iterator[str]:
     """Yield a table with a row per group of seeds: differing settings, and losses."""
     keys = list(groups[0].settings)
     losses = [name for name in ("loss", "validation_loss") if last_common_step(groups, name) is not None]
@@ -129,8 +129,11 @@ def _render_comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
     ]
     rows = []
     for group in groups:
-        spreads = [group.at(name, step) for name, step in ends.items() if step is not None]
-        cells = ["" if spread is None else str(spread) for spread in [*spreads, group.best("validation_loss")]]
+        spreads = [group.spread_at_step(name, step) for name, step in ends.items() if step is not None]
+        cells = [
+            "" if spread is None else str(spread)
+            for spread in [*spreads, group.spread_of_best_values("validation_loss")]
+        ]
         values = [group.settings[key][:MAX_VALUE_LENGTH] for key in keys]
         rows.append([group.name, str(len(group.runs)), *cells, *values])
     head, rows, equal = _drop_equal_columns(head, rows)
@@ -138,7 +141,7 @@ def _render_comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
     yield '<section id="differences"><h2>Recipes</h2>'
     yield from _render_table(head, rows, row_colours=colours)
     if equal:
-        yield f'<p class="equal">{text(equal)}</p>'
+        yield f'<p class="equal">{escape_text(equal)}</p>'
     if len(groups) > 1 and not keys:
         yield "<p>Some recipes can't be read, so that their differences are not known.</p>"
     elif len(groups) == 1:
@@ -146,9 +149,9 @@ def _render_comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
     yield "</section>"
 
 
-def _render_overview(runs: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> Iterator[str]:
+def _render_figures_by_run(runs: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> Iterator[str]:
     """Yield a table with planned and measured figures, with a column per run in the colour of its group."""
-    columns = [dict(_list_figures(run)) for run in runs]
+    columns = [dict(_list_run_figures(run)) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
     rows = [[label, *(column.get(label, "") for column in columns)] for label in labels]
     numbers = {id(run): number for number, group in enumerate(groups) for run in group.runs}
@@ -158,26 +161,26 @@ def _render_overview(runs: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> 
     yield "</section>"
 
 
-def _list_figures(run: RunRecord) -> Iterator[tuple[str, str]]:
+def _list_run_figures(run: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield a run's figures as (label, text): model, data, steps, tokens, times, losses."""
     metrics, log = run.metrics, run.log
     yield from ((label, words) for label, words in log.header.items() if label in ("model", "data", "device"))
     if metrics.steps:
         total = f" of {log.total:,}" if log.total else ""
         yield "steps", f"{metrics.steps[-1]:,}{total}"
-        if metrics.tokens[-1]:
-            yield "tokens", f"{metrics.tokens[-1]:,.0f}"
-        if (seconds := metrics.seconds[-1]) > 0:
+        if metrics.total_tokens_by_step[-1]:
+            yield "tokens", f"{metrics.total_tokens_by_step[-1]:,.0f}"
+        if (seconds := metrics.total_seconds_by_step[-1]) > 0:
             yield "time in steps", str(timedelta(seconds=round(min(seconds, 1e9))))
-            yield "mean speed", f"{metrics.tokens[-1] / seconds:,.0f} tokens/s"
-    if (loss := metrics.last("loss")) is not None:
+            yield "mean speed", f"{metrics.total_tokens_by_step[-1] / seconds:,.0f} tokens/s"
+    if (loss := metrics.last_value("loss")) is not None:
         yield "last loss", f"{loss:.4f}"
-    if (best := metrics.smallest("validation_loss")) is not None:
+    if (best := metrics.smallest_value_and_step("validation_loss")) is not None:
         yield "best validation loss", f"{best[0]:.4f} after step {best[1]:,}"
     if "memory" in log.header:
         yield "memory, planned", log.header["memory"]
-    if (memory := metrics.largest("memory")) is not None:
-        yield "memory, measured", f"{byte_size(memory)} at most"
+    if (memory := metrics.largest_value("memory")) is not None:
+        yield "memory, measured", f"{format_byte_size(memory)} at most"
     if log.skipped:
         yield "skipped steps", f"{log.skipped:,}"
     if (ratio := compute_ettr(log, metrics)) is not None:
@@ -188,14 +191,14 @@ def _list_figures(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _render_run(run: RunRecord, number: int) -> Iterator[str]:
     """Yield a run's section: events, checkpoints, plan, sample and drawings."""
-    yield f'<section class="run"><h2 class="c{number % COLOURS}">{text(run.name)}</h2>'
+    yield f'<section class="run"><h2 class="c{number % COLOURS}">{escape_text(run.name)}</h2>'
     yield from _render_events(run)
     yield from _render_checkpoints(run)
     if run.plan:
-        yield f"<h3>Planned and measured</h3><pre>{text(run.plan)}</pre>"
+        yield f"<h3>Planned and measured</h3><pre>{escape_text(run.plan)}</pre>"
     yield from _render_sample(run.sample)
     if run.drawings.missing:
-        yield f"<p>The graph is not drawn: {text(run.drawings.missing)}</p>"
+        yield f"<p>The graph is not drawn: {escape_text(run.drawings.missing)}</p>"
     # drawloom's own drawings are not escaped here, because they escape the names that they contain
     for title, drawing, is_open in (
         ("One step", run.drawings.step, True),
@@ -206,7 +209,7 @@ def _render_run(run: RunRecord, number: int) -> Iterator[str]:
             attribute = " open" if is_open else ""
             yield f'<details{attribute}><summary>{title}</summary><div class="drawing">{drawing}</div></details>'
     if run.recipe:
-        yield f"<details><summary>The resolved recipe</summary><pre>{text(run.recipe)}</pre></details>"
+        yield f"<details><summary>The resolved recipe</summary><pre>{escape_text(run.recipe)}</pre></details>"
     yield "</section>"
 
 
@@ -217,10 +220,10 @@ def _render_sample(sample: str) -> Iterator[str]:
     heading, line, words = sample.partition("\n")
     short = f"{heading}{line}{words[:MAX_SAMPLE_START]}"
     if len(words) <= MAX_SAMPLE_START + 1:  # with the line's end
-        yield f"<h3>Sample</h3><pre>{text(sample)}</pre>"
+        yield f"<h3>Sample</h3><pre>{escape_text(sample)}</pre>"
     else:
-        yield f"<h3>Sample</h3><pre>{text(short)} ...</pre>"
-        yield f"<details><summary>All of the sample</summary><pre>{text(sample)}</pre></details>"
+        yield f"<h3>Sample</h3><pre>{escape_text(short)} ...</pre>"
+        yield f"<details><summary>All of the sample</summary><pre>{escape_text(sample)}</pre></details>"
 
 
 def _render_events(run: RunRecord) -> Iterator[str]:
@@ -230,10 +233,10 @@ def _render_events(run: RunRecord) -> Iterator[str]:
     omitted = f" ({run.log.omitted:,} in the middle are left out)" if run.log.omitted else ""
     yield f"<h3>Events{omitted}</h3>"
     head = ["time", "after step", "event", "what the log says"]
-    yield from _render_table(head, [_event_row(event) for event in run.log.events], prose=True)
+    yield from _render_table(head, [_event_cells(event) for event in run.log.events], prose=True)
 
 
-def _event_row(event: LogEvent) -> list[str]:
+def _event_cells(event: LogEvent) -> list[str]:
     """Return an event's cells."""
     return [event.time, f"{event.step:,}", event.kind, event.text]
 
@@ -250,11 +253,11 @@ def _render_checkpoints(run: RunRecord) -> Iterator[str]:
             continue
         losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
         cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-        rows.append([f"{step:,}", *cells, byte_size(manifest.bytes), f"{manifest.world_size}"])
+        rows.append([f"{step:,}", *cells, format_byte_size(manifest.total_file_bytes), f"{manifest.world_size}"])
     head, rows, equal = _drop_equal_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
     yield from _render_table(head, rows)
     if equal:
-        yield f'<p class="equal">{text(equal)}</p>'
+        yield f'<p class="equal">{escape_text(equal)}</p>'
 
 
 def _drop_equal_columns(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
@@ -287,12 +290,14 @@ def _render_table(
     """
     classes = [f' class="c{number}"' for number in column_colours] or [""] * (len(head) - 1)
     row_classes = [f' class="c{number}"' for number in row_colours] or [""] * len(rows)
-    cells = "".join(f"<th{name}>{text(cell)}</th>" for name, cell in zip(classes, head[1:], strict=True))
+    cells = "".join(f"<th{name}>{escape_text(cell)}</th>" for name, cell in zip(classes, head[1:], strict=True))
     kind = f"table{' prose' if prose else ''}"
-    yield f'<div class="{kind}" tabindex="0"><table><thead><tr><th>{text(head[0])}</th>{cells}</tr></thead><tbody>'
+    corner = f"<th>{escape_text(head[0])}</th>"
+    yield f'<div class="{kind}" tabindex="0"><table><thead><tr>{corner}{cells}</tr></thead><tbody>'
     for row_class, (name, *values) in zip(row_classes, rows, strict=True):
         if column_colours and len(values) > 1 and len(set(values)) == 1:
-            yield f'<tr><th>{text(name)}</th><td colspan="{len(values)}">{text(values[0])}</td></tr>'
+            yield f'<tr><th>{escape_text(name)}</th><td colspan="{len(values)}">{escape_text(values[0])}</td></tr>'
         else:
-            yield f"<tr><th{row_class}>{text(name)}</th>{''.join(f'<td>{text(cell)}</td>' for cell in values)}</tr>"
+            cells = "".join(f"<td>{escape_text(cell)}</td>" for cell in values)
+            yield f"<tr><th{row_class}>{escape_text(name)}</th>{cells}</tr>"
     yield "</tbody></table></div>"

@@ -6,10 +6,16 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import FOLDER, Manifest, list_checkpoints, quick_check, step_of
+from drawloom.components.checkpoint.manifest import (
+    FOLDER,
+    Manifest,
+    list_checkpoints,
+    read_manifest_if_sizes_match,
+    step_of_checkpoint,
+)
 from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.inspect.serialize import flatten, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -48,18 +54,21 @@ class RunRecord:
     plan: str = ""
 
 
-def read_run(folder: Path, name: str, drawings: Drawings) -> RunRecord:
+def read_run_record(folder: Path, name: str, drawings: Drawings) -> RunRecord:
     """Read a run folder, which may be in use. Raises UserError if a file can't be read."""
-    checkpoints = [(step_of(path), quick_check(path)) for path in list_checkpoints(folder / FOLDER)[-MAX_CHECKPOINTS:]]
+    checkpoints = [
+        (step_of_checkpoint(path), read_manifest_if_sizes_match(path))
+        for path in list_checkpoints(folder / FOLDER)[-MAX_CHECKPOINTS:]
+    ]
     return RunRecord(
         name=name,
         metrics=read_metrics(folder),
         log=read_log(folder),
         checkpoints=checkpoints,
-        recipe=_read_text(folder / LOCK, MAX_RECIPE_BYTES),
-        sample=_read_text(folder / SAMPLE, MAX_SAMPLE_BYTES),
+        recipe=_read_file_beginning(folder / LOCK, MAX_RECIPE_BYTES),
+        sample=_read_file_beginning(folder / SAMPLE, MAX_SAMPLE_BYTES),
         drawings=drawings,
-        plan=_read_text(folder / PLAN, MAX_SAMPLE_BYTES),
+        plan=_read_file_beginning(folder / PLAN, MAX_SAMPLE_BYTES),
     )
 
 
@@ -69,25 +78,25 @@ def check_is_run(folder: Path) -> None:
         raise UserError(f"{folder} is not a run folder; give one, such as runs/first_run", 2)
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
+def unique_run_names(folders: Sequence[Path]) -> list[str]:
     """Return a unique name for every run folder: the folder's name, or its path if two folders have the same name."""
     names = [folder.resolve().name for folder in folders]
     return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
 
 
-def differences(recipes: Sequence[str]) -> list[tuple[str, list[str]]]:
+def find_differing_settings(recipes: Sequence[str]) -> list[tuple[str, list[str]]]:
     """
     Return differing settings of resolved recipes in TOML: `node.key`, and its value in every run.
 
     A missing value is "". A recipe that can't be read counts as empty.
     """
-    values = [read_settings(text) for text in recipes]
+    values = [parse_recipe_settings(text) for text in recipes]
     keys = dict.fromkeys(key for settings in values for key in settings)
     rows = [(key, [settings.get(key, "") for settings in values]) for key in keys]
     return [(key, row) for key, row in rows if len(set(row)) > 1]
 
 
-def read_settings(text: str) -> dict[str, str]:
+def parse_recipe_settings(text: str) -> dict[str, str]:
     """Return the values of a resolved recipe as TOML, by `node.key`. Empty for a recipe that can't be read."""
     try:
         nodes: Mapping[str, Mapping[str, Any]] = flatten(serialize_recipe(MergedRecipe.of(parse(text))))
@@ -96,9 +105,9 @@ def read_settings(text: str) -> dict[str, str]:
     return {f"{name}.{key}": dumps(value) for name, node in nodes.items() for key, value in node.items()}
 
 
-def _read_text(path: Path, limit: int) -> str:
+def _read_file_beginning(path: Path, max_bytes: int) -> str:
     """Read a file's beginning; "" if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return ""
-    with open_regular_file(path) as file:
-        return file.read(0, min(file.size, limit)).decode("utf-8", "replace")
+    with open_untrusted_file(path) as file:
+        return file.read(0, min(file.size, max_bytes)).decode("utf-8", "replace")

@@ -8,7 +8,13 @@ import attrs
 
 from drawloom.components.report.events import RunLog
 from drawloom.components.report.metrics import METRICS
-from drawloom.components.report.run_record import OWN_SETTINGS, Drawings, RunRecord, differences, read_run
+from drawloom.components.report.run_record import (
+    OWN_SETTINGS,
+    Drawings,
+    RunRecord,
+    find_differing_settings,
+    read_run_record,
+)
 from drawloom.components.run.locks import is_holder_alive
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import output, output_class
@@ -40,35 +46,37 @@ class RunRow:
 COLUMNS = ("run", "state", "step", "steps", "loss", "best", "best_step", "tokens", "tokens_per_second")
 
 
-def find_runs(folder: Path) -> Iterator[Path]:
+def find_run_folders(folder: Path) -> Iterator[Path]:
     """Yield the run folders in a folder and in its subfolders, by name; a run folder is not searched."""
     if any((folder / file).is_file() for file in (LOCK, METRICS)):
         yield folder
         return
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            yield from find_runs(path)
+            yield from find_run_folders(path)
 
 
-def read_rows(folder: Path) -> list[RunRow]:
+def read_run_rows(folder: Path) -> list[RunRow]:
     """Return a row for every run in a folder. A run that can't be read has the state `unreadable`, and a problem."""
     records: list[tuple[Path, str, RunRecord | UserError]] = []
-    for path in find_runs(folder):
+    for path in find_run_folders(folder):
         name = str(path.relative_to(folder)) if path != folder else folder.resolve().name
         try:
-            records.append((path, name, read_run(path, name, Drawings())))
+            records.append((path, name, read_run_record(path, name, Drawings())))
         except UserError as error:
             records.append((path, name, error))
-    settings = _differing_settings([record.recipe if isinstance(record, RunRecord) else "" for *_, record in records])
+    settings = _differing_settings_by_recipe(
+        [record.recipe if isinstance(record, RunRecord) else "" for *_, record in records]
+    )
     return [
         RunRow(name, "unreadable", problem=str(record))
         if isinstance(record, UserError)
-        else _make_row(name, record, run_state(path, record.log), differs)
+        else _make_run_row(name, record, determine_run_state(path, record.log), differs)
         for (path, name, record), differs in zip(records, settings, strict=True)
     ]
 
 
-def run_state(folder: Path, log: RunLog) -> State:
+def determine_run_state(folder: Path, log: RunLog) -> State:
     """Return a run's state, from its log and from the process that holds its folder."""
     if log.running:
         return "running" if is_holder_alive(folder) else "interrupted"
@@ -76,37 +84,37 @@ def run_state(folder: Path, log: RunLog) -> State:
     return END_STATES[kinds[-1]] if kinds else "unknown"
 
 
-def sort_rows(rows: Sequence[RunRow], key: str, *, reverse: bool = False) -> list[RunRow]:
+def sort_run_rows(rows: Sequence[RunRow], key: str, *, reverse: bool = False) -> list[RunRow]:
     """
     Return the rows in the order of a column, or of a setting such as `optimizer.lr`; rows without a value come last.
 
     Raises UserError if the runs have no such column, and do not differ in such a setting.
     """
-    keys = [*COLUMNS, *difference_keys(rows)]
+    keys = [*COLUMNS, *differing_setting_keys(rows)]
     if key not in keys:
         raise UserError(f"--sort {key}: there is no such column; write one of {', '.join(keys)}", 2)
     known = [row for row in rows if _cell_value(row, key) is not None]
     unknown = [row for row in rows if _cell_value(row, key) is None]
-    return [*sorted(known, key=lambda row: _sort_key(_cell_value(row, key)), reverse=reverse), *unknown]
+    return [*sorted(known, key=lambda row: _numbers_first_key(_cell_value(row, key)), reverse=reverse), *unknown]
 
 
-def difference_keys(rows: Sequence[RunRow]) -> list[str]:
+def differing_setting_keys(rows: Sequence[RunRow]) -> list[str]:
     """Return the keys of the settings in which the runs' recipes differ."""
     return list(dict.fromkeys(key for row in rows for key in row.differs))
 
 
-def _make_row(name: str, record: RunRecord, state: State, differs: dict[str, str]) -> RunRow:
+def _make_run_row(name: str, record: RunRecord, state: State, differs: dict[str, str]) -> RunRow:
     """Return a run's row from its record."""
     metrics = record.metrics
-    best = metrics.smallest("validation_loss")
-    tokens = float(metrics.tokens[-1]) if metrics.steps else 0.0
-    seconds = float(metrics.seconds[-1]) if metrics.steps else 0.0
+    best = metrics.smallest_value_and_step("validation_loss")
+    tokens = float(metrics.total_tokens_by_step[-1]) if metrics.steps else 0.0
+    seconds = float(metrics.total_seconds_by_step[-1]) if metrics.steps else 0.0
     return RunRow(
         run=name,
         state=state,
         step=metrics.steps[-1] if metrics.steps else 0,
         steps=record.log.total or None,
-        loss=metrics.last("loss"),
+        loss=metrics.last_value("loss"),
         best=best[0] if best else None,
         best_step=best[1] if best else None,
         tokens=round(tokens) if tokens else None,
@@ -115,11 +123,11 @@ def _make_row(name: str, record: RunRecord, state: State, differs: dict[str, str
     )
 
 
-def _differing_settings(recipes: Sequence[str]) -> list[dict[str, str]]:
+def _differing_settings_by_recipe(recipes: Sequence[str]) -> list[dict[str, str]]:
     """Return every recipe's settings that differ from the others. Empty for an unknown recipe."""
     known = [number for number, recipe in enumerate(recipes) if recipe]
     differing: list[dict[str, str]] = [{} for _ in recipes]
-    for key, values in differences([recipes[number] for number in known]):
+    for key, values in find_differing_settings([recipes[number] for number in known]):
         for number, value in zip(known, values, strict=True):
             if value and key not in OWN_SETTINGS:
                 differing[number][key] = value
@@ -131,7 +139,7 @@ def _cell_value(row: RunRow, key: str) -> Any:
     return getattr(row, key) if key in COLUMNS else row.differs.get(key)
 
 
-def _sort_key(value: Any) -> tuple[bool, float, str]:
+def _numbers_first_key(value: Any) -> tuple[bool, float, str]:
     """Return a key that orders numbers, also those in the text of a setting, before other texts."""
     try:
         return False, float(value), ""

@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.report.metrics import Column, MetricCurve, point_count, thin
-from drawloom.components.report.run_record import OWN_SETTINGS, RunRecord, read_settings
+from drawloom.components.report.metrics import Column, MetricCurve, max_points_per_curve, thin_values_to_curve
+from drawloom.components.report.run_record import OWN_SETTINGS, RunRecord, parse_recipe_settings
 from drawloom.graph.cli.result import output, output_class
 
 MAX_NAMED_SETTINGS = 3
@@ -44,23 +44,23 @@ class SeedGroup:
     settings: dict[str, str]
 
     @property
-    def title(self) -> str:
+    def name_with_seed_count(self) -> str:
         """The name, with the number of seeds if there are several."""
         return f"{self.name} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.name
 
-    def at(self, metric: str, step: int) -> SeedSpread | None:
+    def spread_at_step(self, metric: str, step: int) -> SeedSpread | None:
         """Return a metric's spread at a step, or None if a run lacks it."""
-        values = [value_at(run.metrics.columns.get(metric), step) for run in self.runs]
+        values = [find_value_at_step(run.metrics.columns.get(metric), step) for run in self.runs]
         known = [value for value in values if value is not None]
         return SeedSpread.of(known) if len(known) == len(self.runs) else None
 
-    def best(self, metric: str) -> SeedSpread | None:
+    def spread_of_best_values(self, metric: str) -> SeedSpread | None:
         """Return the spread of a metric's smallest values, or None if a run lacks it."""
-        values = [run.metrics.smallest(metric) for run in self.runs]
+        values = [run.metrics.smallest_value_and_step(metric) for run in self.runs]
         known = [value[0] for value in values if value is not None]
         return SeedSpread.of(known) if len(known) == len(self.runs) else None
 
-    def curves(self) -> dict[str, MetricCurve]:
+    def curves_over_seeds(self) -> dict[str, MetricCurve]:
         """
         Return all metrics' curves by name.
 
@@ -68,27 +68,31 @@ class SeedGroup:
         """
         first = self.runs[0].metrics
         if len(self.runs) == 1:
-            return first.curves()
-        points = point_count(len(first.columns))
-        return {name: curve for name in first.columns if (curve := self._mean_curve(name, points)) is not None}
+            return first.thin_all_curves()
+        points = max_points_per_curve(len(first.columns))
+        return {
+            name: curve for name in first.columns if (curve := self._mean_curve_with_band(name, points)) is not None
+        }
 
-    def _mean_curve(self, metric: str, points: int) -> MetricCurve | None:
+    def _mean_curve_with_band(self, metric: str, max_points: int) -> MetricCurve | None:
         """Return a metric's mean over the runs with a band, at common steps; None if a run lacks the metric."""
         columns = [run.metrics.columns.get(metric) for run in self.runs]
         known = [column for column in columns if column is not None]
         steps = common_steps(known)
         if len(known) < len(columns) or not len(steps):
             return None
-        values = np.stack([_values_at(column, steps) for column in known])
-        return thin(steps, values.mean(0), points, values.min(0), values.max(0))
+        values = np.stack([_values_at_steps(column, steps) for column in known])
+        return thin_values_to_curve(steps, values.mean(0), max_points, values.min(0), values.max(0))
 
 
-def group_seeds(runs: Sequence[RunRecord]) -> list[SeedGroup]:
+def group_runs_by_settings(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     """Return the groups, ordered by their first runs. A run without a recipe is its own group."""
     grouped: dict[object, list[RunRecord]] = {}
     settings: dict[object, dict[str, str]] = {}
     for number, run in enumerate(runs):
-        known = {key: value for key, value in read_settings(run.recipe).items() if not _differs_by_seed(key)}
+        known = {
+            key: value for key, value in parse_recipe_settings(run.recipe).items() if not _may_differ_within_group(key)
+        }
         identity: object = frozenset(known.items()) if known else number
         grouped.setdefault(identity, []).append(run)
         settings[identity] = known
@@ -117,7 +121,7 @@ def common_steps(columns: Sequence[Column]) -> NDArray[np.int64]:
     return steps
 
 
-def value_at(column: Column | None, step: int) -> float | None:
+def find_value_at_step(column: Column | None, step: int) -> float | None:
     """Return a column's value at a step, or None."""
     if column is None:
         return None
@@ -126,12 +130,12 @@ def value_at(column: Column | None, step: int) -> float | None:
     return column.values[index] if has_step and math.isfinite(column.values[index]) else None
 
 
-def _values_at(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+def _values_at_steps(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a column's values at these steps, which it must have."""
     return np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)]
 
 
-def _differs_by_seed(key: str) -> bool:
+def _may_differ_within_group(key: str) -> bool:
     """Return whether a setting may differ within a group: names, folders and seeds."""
     return key in OWN_SETTINGS or key.rpartition(".")[2] == "seed"
 

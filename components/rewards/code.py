@@ -39,7 +39,7 @@ class Code(Compared):
     parallel: int = setting(default=2, check=between(1, 1025), impact="safe", doc="programs that run at the same time")
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
-        programs, tests = [program_of(answer.text) for answer in answers], map(self.read_expected_text, answers)
+        programs, tests = [extract_program(answer.text) for answer in answers], map(self.read_expected_text, answers)
         with ThreadPoolExecutor(self.parallel) as threads:
             return [float(passed) for passed in threads.map(self._passes_tests, programs, [*tests])]
 
@@ -60,16 +60,16 @@ class Code(Compared):
             os.close(reader)
             os.close(writer)
 
-    def _run_process(self, request: dict[str, object], folder: str, writer: int) -> None:
+    def _run_process(self, request: dict[str, object], working_folder: str, nonce_descriptor: int) -> None:
         """Run a request in a new session, and kill all its processes at the end or at the time limit."""
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", code_process.__file__, str(writer)],
+            [sys.executable, "-I", "-S", code_process.__file__, str(nonce_descriptor)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder},
-            pass_fds=[writer],
+            cwd=working_folder,
+            env={"PATH": os.defpath, "HOME": working_folder},
+            pass_fds=[nonce_descriptor],
             start_new_session=True,
         )
         try:
@@ -83,7 +83,7 @@ class Code(Compared):
                 process.stdin.close()
 
 
-def program_of(text: str) -> str:
+def extract_program(text: str) -> str:
     """Return the last fenced block of a text, or the whole text without one."""
     blocks = FENCE.findall(text)
     return str(blocks[-1]) if blocks else text

@@ -11,7 +11,7 @@ import resource
 import sys
 
 
-def main() -> None:
+def run_request() -> None:
     """Run the request. A program that fails or exits writes no nonce."""
     descriptor = int(sys.argv[1])
     request = json.load(sys.stdin)
@@ -32,4 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_request()

@@ -3,17 +3,17 @@
 from typing import Any
 
 from drawloom.components.ports.rollouts import Answer
-from drawloom.graph import UserError, inherited, setting
+from drawloom.graph import UserError, inheritable, setting
 
 
-@inherited
+@inheritable
 class Weighted:
     """Base for rewards with a weight in the sum of all."""
 
     weight: float = setting(default=1.0, doc="factor in the sum over all rewards; negative for a penalty")
 
 
-@inherited
+@inheritable
 class Compared(Weighted):
     """Base for rewards that compare a completion with a value in the prompt's example."""
 

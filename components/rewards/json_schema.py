@@ -23,8 +23,8 @@ NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "defaul
 """Keywords without an effect on validity."""
 
 
-def _check_schema(schema: Any) -> str | None:
-    """Return the reason if `is_valid` does not support a schema, else None."""
+def _describe_unsupported_schema(schema: Any) -> str | None:
+    """Return the reason if `is_valid_under_schema` does not support a schema, else None."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):
@@ -34,10 +34,10 @@ def _check_schema(schema: Any) -> str | None:
     kinds = schema.get("type", [])
     if unknown := {*([kinds] if isinstance(kinds, str) else kinds)} - TYPES.keys():
         return f"{min(unknown)!r} is not a type; write one of {', '.join(TYPES)}"
-    return next(filter(None, map(_check_schema, _list_subschemas(schema))), None)
+    return next(filter(None, map(_describe_unsupported_schema, _list_direct_subschemas(schema))), None)
 
 
-def _list_subschemas(schema: Mapping[str, Any]) -> list[Any]:
+def _list_direct_subschemas(schema: Mapping[str, Any]) -> list[Any]:
     """Return the schemas directly inside a schema."""
     members = [schema[key] for key in ("items", "not", "additionalProperties") if key in schema]
     members += [entry for key in ("anyOf", "allOf", "oneOf") for entry in schema.get(key, [])]
@@ -49,82 +49,85 @@ class JsonSchema(Weighted):
     """1 for a completion that is JSON, with nothing before or after it, and valid under a schema; else 0."""
 
     json_schema: dict[str, Any] = setting(
-        check=_check_schema, doc="JSON Schema; patterns are regular expressions of Python"
+        check=_describe_unsupported_schema, doc="JSON Schema; patterns are regular expressions of Python"
     )
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
-        return [self._score(answer.text) for answer in answers]
+        return [self._score_text(answer.text) for answer in answers]
 
-    def _score(self, text: str) -> float:
+    def _score_text(self, text: str) -> float:
         """Return 1 for a text with valid JSON, else 0."""
         try:
-            value = json.loads(text, parse_constant=_refuse_constant)
+            value = json.loads(text, parse_constant=_refuse_nan_and_infinity)
         except (ValueError, RecursionError):
             return 0.0
-        return float(is_valid(value, self.json_schema))
+        return float(is_valid_under_schema(value, self.json_schema))
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_nan_and_infinity(name: str) -> Any:
     """Raise ValueError for NaN and infinities, which JSON lacks."""
     raise ValueError(f"{name} is not JSON")
 
 
-def is_valid(value: Any, schema: Any) -> bool:
+def is_valid_under_schema(value: Any, schema: Any) -> bool:
     """Return whether a JSON value is valid under a schema, with the keywords in KEYWORDS."""
     if isinstance(schema, bool):
         return schema
     return all(KEYWORDS[key](value, argument) for key, argument in schema.items() if key in KEYWORDS) and (
-        "additionalProperties" not in schema or _has_valid_extras(value, schema)
+        "additionalProperties" not in schema or _has_valid_undeclared_properties(value, schema)
     )
 
 
-def _has_valid_extras(value: Any, schema: Mapping[str, Any]) -> bool:
+def _has_valid_undeclared_properties(value: Any, schema: Mapping[str, Any]) -> bool:
     """Return whether an object's undeclared properties are valid under `additionalProperties`."""
     if not isinstance(value, dict):
         return True
     extras = value.keys() - schema.get("properties", {}).keys()
-    return all(is_valid(value[key], schema["additionalProperties"]) for key in extras)
+    return all(is_valid_under_schema(value[key], schema["additionalProperties"]) for key in extras)
 
 
-def _has_type(value: Any, kinds: Any) -> bool:
+def _has_json_type(value: Any, kinds: Any) -> bool:
     """Return whether a value has one of the JSON types `kinds`, a name or a list."""
     return any(TYPES[kind](value) for kind in ([kinds] if isinstance(kinds, str) else kinds))
 
 
-def _restrict_to_type(kind: str, test: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+def _pass_values_of_other_types(kind: str, test: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     """Return a test for values with the JSON type `kind`; other values always pass, as JSON Schema defines it."""
     return lambda value, argument: not TYPES[kind](value) or test(value, argument)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal_json_values(one: Any, other: Any) -> bool:
     """Compare JSON values: true is not 1, and 1.0 is 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
+        return len(one) == len(other) and all(map(_are_equal_json_values, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_are_equal_json_values(one[key], other[key]) for key in one)
     return bool(one == other)
 
 
 KEYWORDS: Mapping[str, Callable[[Any, Any], bool]] = {
-    "type": _has_type,
-    "enum": lambda value, options: any(_are_equal(value, option) for option in options),
-    "const": _are_equal,
-    "properties": _restrict_to_type(
-        "object", lambda value, members: all(is_valid(value[key], members[key]) for key in value.keys() & members)
+    "type": _has_json_type,
+    "enum": lambda value, options: any(_are_equal_json_values(value, option) for option in options),
+    "const": _are_equal_json_values,
+    "properties": _pass_values_of_other_types(
+        "object",
+        lambda value, members: all(is_valid_under_schema(value[key], members[key]) for key in value.keys() & members),
     ),
-    "required": _restrict_to_type("object", lambda value, names: all(name in value for name in names)),
-    "items": _restrict_to_type("array", lambda value, schema: all(is_valid(entry, schema) for entry in value)),
-    "minItems": _restrict_to_type("array", lambda value, least: len(value) >= least),
-    "maxItems": _restrict_to_type("array", lambda value, most: len(value) <= most),
-    "minLength": _restrict_to_type("string", lambda value, least: len(value) >= least),
-    "maxLength": _restrict_to_type("string", lambda value, most: len(value) <= most),
-    "pattern": _restrict_to_type("string", lambda value, pattern: re.search(pattern, value) is not None),
-    "minimum": _restrict_to_type("number", lambda value, least: value >= least),
-    "maximum": _restrict_to_type("number", lambda value, most: value <= most),
-    "anyOf": lambda value, schemas: any(is_valid(value, schema) for schema in schemas),
-    "allOf": lambda value, schemas: all(is_valid(value, schema) for schema in schemas),
-    "oneOf": lambda value, schemas: sum(is_valid(value, schema) for schema in schemas) == 1,
-    "not": lambda value, schema: not is_valid(value, schema),
+    "required": _pass_values_of_other_types("object", lambda value, names: all(name in value for name in names)),
+    "items": _pass_values_of_other_types(
+        "array", lambda value, schema: all(is_valid_under_schema(entry, schema) for entry in value)
+    ),
+    "minItems": _pass_values_of_other_types("array", lambda value, least: len(value) >= least),
+    "maxItems": _pass_values_of_other_types("array", lambda value, most: len(value) <= most),
+    "minLength": _pass_values_of_other_types("string", lambda value, least: len(value) >= least),
+    "maxLength": _pass_values_of_other_types("string", lambda value, most: len(value) <= most),
+    "pattern": _pass_values_of_other_types("string", lambda value, pattern: re.search(pattern, value) is not None),
+    "minimum": _pass_values_of_other_types("number", lambda value, least: value >= least),
+    "maximum": _pass_values_of_other_types("number", lambda value, most: value <= most),
+    "anyOf": lambda value, schemas: any(is_valid_under_schema(value, schema) for schema in schemas),
+    "allOf": lambda value, schemas: all(is_valid_under_schema(value, schema) for schema in schemas),
+    "oneOf": lambda value, schemas: sum(is_valid_under_schema(value, schema) for schema in schemas) == 1,
+    "not": lambda value, schema: not is_valid_under_schema(value, schema),
 }

@@ -34,30 +34,30 @@ class MathEqual(Compared):
 
     def _score(self, answer: Answer) -> float:
         """Return 1 for the expected number, up to `tolerance`; else 0."""
-        expected, value = self._read_expected(answer), read_number(answer.text)
+        expected, value = self._read_expected_number(answer), extract_last_number(answer.text)
         if value is None:
             return 0.0
         return float(abs(value - expected) <= Fraction(self.tolerance) * abs(expected))
 
-    def _read_expected(self, answer: Answer) -> Fraction:
+    def _read_expected_number(self, answer: Answer) -> Fraction:
         """Return the expected number. Raises UserError if the example's value has none."""
         value = self.read_expected(answer)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        number = read_number(str(value)) if is_number or isinstance(value, str) else None
+        number = extract_last_number(str(value)) if is_number or isinstance(value, str) else None
         if number is None:
             source = answer.example.get("source", "an example")
             raise UserError(f"{source}: {self.key} is {value!r}, which contains no number; correct it", 2)
         return number
 
 
-def read_number(text: str) -> Fraction | None:
+def extract_last_number(text: str) -> Fraction | None:
     """Return a text's last number, or the last box's; None without one."""
-    boxed = _find_last_box(text)
+    boxed = _find_last_box_content(text)
     numbers = re.findall(rf"(?<![\w.]){NUMBER}", text if boxed is None else boxed)
-    return _parse_number(numbers[-1]) if numbers else None
+    return _parse_exact_number(numbers[-1]) if numbers else None
 
 
-def _find_last_box(text: str) -> str | None:
+def _find_last_box_content(text: str) -> str | None:
     """Return the last box's content, with balanced braces; empty if the box is not closed, None without a box."""
     begin = text.rfind(BOXED)
     if begin < 0:
@@ -70,7 +70,7 @@ def _find_last_box(text: str) -> str | None:
     return ""
 
 
-def _parse_number(text: str) -> Fraction | None:
+def _parse_exact_number(text: str) -> Fraction | None:
     """Return a number's exact value; None if it is too long, or divides by zero."""
     match = PARTS.fullmatch(text)
     if match is None or len(text) > MAX_DIGITS:

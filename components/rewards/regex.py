@@ -9,7 +9,7 @@ from drawloom.components.rewards.expected import Weighted
 from drawloom.graph import component, setting
 
 
-def _check_pattern(pattern: str) -> str | None:
+def _describe_invalid_pattern(pattern: str) -> str | None:
     """Return why a pattern is not a regular expression, or None."""
     try:
         re.compile(pattern)
@@ -23,7 +23,8 @@ class Regex(Weighted):
     """1 for a completion in which a regular expression is found, else 0."""
 
     pattern: str = setting(
-        check=_check_pattern, doc=r"regular expression (re, with DOTALL); \A and \Z anchor it to the whole completion"
+        check=_describe_invalid_pattern,
+        doc=r"regular expression (re, with DOTALL); \A and \Z anchor it to the whole completion",
     )
 
     @cached_property

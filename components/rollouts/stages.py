@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.rng import derive_seed, splitmix64
+from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import MAX_LENGTH
@@ -22,7 +22,7 @@ from drawloom.components.ports.model import ExpertModel, Head, Kernels, TokenCon
 from drawloom.components.ports.pipeline import ForwardPasses
 from drawloom.components.ports.rollouts import Completions, Prompts, policy_logps
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.state.trees import transform
+from drawloom.components.state.trees import map_leaves
 from drawloom.graph import Problem, UserError, above, between, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 
@@ -80,21 +80,23 @@ class StageRollouts:
         """Complete the prompts. Raises UserError on all ranks if the logits are not finite."""
         key = derive_seed(self.job.seed, "rollouts", purpose, step)
         if self._uses_whole_rows:
-            return [self._complete_prompts(microbatch, key) for microbatch in prompts]
+            return [self._sample_completions(microbatch, key) for microbatch in prompts]
         together = Prompts(
             tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
             lengths=torch.cat([microbatch.lengths for microbatch in prompts]),
             keys=torch.cat([microbatch.keys for microbatch in prompts]),
         )
-        return _split_rows(self._complete_prompts(together, key), [len(microbatch.lengths) for microbatch in prompts])
+        return _split_completions(
+            self._sample_completions(together, key), [len(microbatch.lengths) for microbatch in prompts]
+        )
 
     @property
     def _uses_whole_rows(self) -> bool:
         """Whether each token needs a pass over whole rows for the bits of the training pass."""
         return self.exact and not is_batch_invariant(self.kernels)
 
-    def _complete_prompts(self, prompts: Prompts, key: int) -> Completions:
-        """Sample completions for a batch of prompts; `key` is the random seed. A collective over all ranks."""
+    def _sample_completions(self, prompts: Prompts, seed: int) -> Completions:
+        """Sample completions for a batch of prompts; `seed` is for all draws. A collective over all ranks."""
         rows, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
         tokens = torch.full((rows, length), end)
@@ -104,10 +106,10 @@ class StageRollouts:
         logps, entropies = torch.zeros(2, rows, length)
         ends, is_ended = prompts.lengths + self.max_tokens, torch.zeros(rows, dtype=torch.bool)
         cache = None if self._uses_whole_rows else KeyValueCache(length)
-        position = self._find_shortest_prompt(prompts.lengths)
-        while self._has_open_rows(position, ends):
+        position = self._shortest_prompt_over_ranks(prompts.lengths)
+        while self._any_rank_has_open_rows(position, ends):
             counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
-            drawn = self._draw_ids(tokens, position, prompts.lengths, uniform(key, counters), cache)
+            drawn = self._draw_next_ids(tokens, position, prompts.lengths, uniform_by_counter(seed, counters), cache)
             is_sampled = (position >= prompts.lengths) & (position < ends)
             ids = drawn[:, 0].long()
             tokens[:, position] = torch.where(is_sampled, ids, tokens[:, position])
@@ -119,7 +121,7 @@ class StageRollouts:
             position += 1
         return Completions(tokens, prompts.lengths, ends, logps, entropies, is_ended)
 
-    def _draw_ids(
+    def _draw_next_ids(
         self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None
     ) -> Tensor:
         """Draw an id per row for `position`. Return ids, log-probabilities and entropies: float64 (rows, 3)."""
@@ -137,7 +139,7 @@ class StageRollouts:
             column = position - 1 - first
             last = hidden[:, column : column + 1]
             logits = head.logits(last)[:, 0]
-            ids, logps, entropies = draw_rows(logits if scale is None else logits.float() / scale, uniforms)
+            ids, logps, entropies = draw_id_by_row(logits if scale is None else logits.float() / scale, uniforms)
             if self.exact and cache is not None:
                 logps = policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
             elif self.exact:
@@ -145,7 +147,7 @@ class StageRollouts:
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
 
         outputs: dict[int, Tensor] = {}
-        self.model.infer_each([(window, context)], outputs.__setitem__, finish)
+        self.model.infer_microbatches([(window, context)], outputs.__setitem__, finish)
         drawn = torch.zeros(len(tokens), 3, dtype=torch.float64)
         if outputs and self.mesh.indices.tensor == 0:  # ranks along `tensor` have the same logits
             drawn = outputs[0].cpu()
@@ -158,32 +160,32 @@ class StageRollouts:
             text = "exact rollouts need a model whose layers all use the cache for keys and values"
             raise UserError(f"{text}; write batch_invariant = false in the kernels", 2)
         if cache is not None and layers[0]:  # a plugin's model may not use the cache
-            cache.advance(window.shape[1])
+            cache.end_pass(window.shape[1])
         return drawn
 
-    def _find_shortest_prompt(self, lengths: Tensor) -> int:
+    def _shortest_prompt_over_ranks(self, lengths: Tensor) -> int:
         """Return the shortest prompt's length over all ranks, because every pass may gather sharded parameters."""
         shortest = -lengths.min()
         self.mesh.world.max(shortest)
         return -int(shortest)
 
-    def _has_open_rows(self, position: int, ends: Tensor) -> bool:
+    def _any_rank_has_open_rows(self, position: int, ends: Tensor) -> bool:
         """Return whether any rank has a row to continue at a position."""
         longest = ends.max().clone()
         self.mesh.world.max(longest)
         return position < int(longest)
 
 
-def uniform(key: int, counters: Tensor) -> Tensor:
+def uniform_by_counter(key: int, counters: Tensor) -> Tensor:
     """
     Return a random number in [0, 1) per counter, the same for equal keys and counters: float64 (rows,).
 
     counters: int64 (rows,).
     """
-    return (splitmix64(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
+    return (draw_splitmix64_bits(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
-def draw_rows(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def draw_id_by_row(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     Draw an id per row by inversion of the cumulative distribution.
 
@@ -219,7 +221,7 @@ def _compute_training_logps(
     return torch.where(position >= starts, logps[:, position - 1], 0.0)
 
 
-def _split_rows(completions: Completions, rows: Sequence[int]) -> list[Completions]:
+def _split_completions(completions: Completions, row_counts: Sequence[int]) -> list[Completions]:
     """Split completions into batches with these row counts."""
-    slices = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
-    return [transform(itemgetter(part), completions) for part in slices]
+    slices = [slice(end - count, end) for end, count in zip(accumulate(row_counts), row_counts, strict=True)]
+    return [map_leaves(itemgetter(part), completions) for part in slices]

@@ -55,7 +55,7 @@ class GlobalBatch:
 
     def open(self) -> None:
         """Check the sizes against the mesh. Raises UserError if a step's rows can't be divided evenly."""
-        for path, text, hint in _find_uneven_sizes(self.global_size, self.ramp, self.micro_size, self.dp_size):
+        for path, text, hint in _explain_uneven_sizes(self.global_size, self.ramp, self.micro_size, self.dp_size):
             raise UserError(f"{path[0]}: {text}; {hint}", exit_code=2)
 
     @cached_property
@@ -69,12 +69,12 @@ class GlobalBatch:
 
     def fits_replicas(self, count: int) -> bool:
         replicas = count * self.mesh.sizes.data_shard
-        return not any(_find_uneven_sizes(self.global_size, self.ramp, self.micro_size, replicas))
+        return not any(_explain_uneven_sizes(self.global_size, self.ramp, self.micro_size, replicas))
 
-    def start(self, step: int) -> int:
+    def first_position(self, step: int) -> int:
         return self._locate_step(step)[0]
 
-    def positions(self, step: int) -> list[list[int]]:
+    def microbatch_positions(self, step: int) -> list[list[int]]:
         first, size = self._locate_step(step)
         share = size // self.dp_size
         if self.deal == "in_turn":
@@ -106,9 +106,9 @@ class GlobalBatch:
         """Report sizes uneven for any process count, and stages without an end."""
         # a dimension of size "auto" counts as 1, which is the smallest size and divides all others
         if mesh := node.neighbour("mesh"):
-            sizes, settings = PerDimension.of_settings(mesh.settings), node.settings
+            sizes, settings = PerDimension.from_settings(mesh.settings), node.settings
             replicas = sizes.data_replicate * sizes.data_shard
-            faults = _find_uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
+            faults = _explain_uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
             yield from (node.problem(key, text, hint) for key, text, hint in faults)
         for number, stage in enumerate(node.settings["ramp"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
@@ -119,7 +119,7 @@ class GlobalBatch:
                 yield node.problem(("ramp", number), text, 'write rows = "@packing"')
 
 
-def _find_uneven_sizes(
+def _explain_uneven_sizes(
     global_size: int, ramp: Sequence[RampStage], micro_size: int, replicas: int
 ) -> Iterator[tuple[KeyPath, str, str]]:
     """Yield the key of every size not divisible into whole microbatches, the reason, and the remedy."""

@@ -2,20 +2,20 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import ReadsLeaves, batch_types
+from drawloom.components.ports.data import ReadsLeaves, find_batch_types
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Problem
 from drawloom.graph.wiring.node import NodeView
 
 
-def missing_leaves(trainer: NodeView) -> Iterator[Problem]:
+def find_missing_leaves(trainer: NodeView) -> Iterator[Problem]:
     """
     Yield a problem for every component with a leaf missing from the run's batches.
 
     A phase that makes batches, such as one of rollouts, replaces those of the data set.
     """
     phases = {node.name for node in trainer.neighbours("phases")}
-    writers = [*batch_types(trainer)]
+    writers = [*find_batch_types(trainer)]
     writers = [writer for writer in writers if writer[0].name in phases] or writers
     for reader in trainer.reachable():
         if isinstance(reader.component, ReadsLeaves):

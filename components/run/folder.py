@@ -16,7 +16,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import FILES, EnvironmentSource, ReadsFiles, RunInfo
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import make_folder, open_regular_file
+from drawloom.components.storage.regular_file import create_folder, open_untrusted_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, component
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
@@ -61,9 +61,9 @@ class LockedFolder:
             raise
 
     def after_restore(self, done: int) -> None:
-        """Write the recipe and copy its files; any earlier, a failed resume would replace them."""
+        """Write the recipe and copy its files: only now, so a failed resume does not replace them."""
         self._is_new = False
-        run_on_rank0(self.mesh.world, self._write_records)
+        run_on_rank0(self.mesh.world, self._write_run_records)
 
     def on_failure(self, error: BaseException) -> None:
         """Record whether the run is refused before it has begun."""
@@ -96,18 +96,18 @@ class LockedFolder:
         is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
-        self._changes = check_recipe(self.folder, self.recipe) if _has_steps(self.folder) else []
+        self._changes = find_safe_changes(self.folder, self.recipe) if _has_steps(self.folder) else []
         return is_new
 
-    def _write_records(self) -> None:
+    def _write_run_records(self) -> None:
         """Write the recipe, copies of the files it names, and the versions."""
         write_recipe(self.folder, self.recipe, self._changes)
         for node, reader in self.readers.items():
-            for setting, paths in reader.files_read().items():
-                copy_files(make_folder(make_folder(self.folder / FILES) / node) / setting, paths)
+            for setting, paths in reader.list_input_files().items():
+                copy_files(create_folder(create_folder(self.folder / FILES) / node) / setting, paths)
 
         content = json.dumps(read_environment(self.environments), indent=1).encode()
-        path = make_folder(self.folder / "log") / ENVIRONMENT
+        path = create_folder(self.folder / "log") / ENVIRONMENT
         if not path.is_file() or path.read_bytes() != content:
             replace_file(path, content)
 
@@ -130,11 +130,15 @@ def read_environment(sources: Mapping[str, EnvironmentSource]) -> dict[str, str]
         "python": platform.python_version(),
         "machine": platform.platform(),
     }
-    chosen = {f"{node}.{key}": value for node, source in sources.items() for key, value in source.environment().items()}
+    chosen = {
+        f"{node}.{key}": value
+        for node, source in sources.items()
+        for key, value in source.list_machine_choices().items()
+    }
     return versions | chosen
 
 
-def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
+def find_safe_changes(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
     """
     Return the changes since the folder's recipe.lock.toml; none if the file does not exist.
 
@@ -143,7 +147,7 @@ def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
     path = folder / LOCK
     if not path.exists():
         return []
-    with open_regular_file(path, REMEDY) as file:
+    with open_untrusted_file(path, REMEDY) as file:
         recorded = file.read(0, file.size)
     try:
         changes = recipe.changes(recorded.decode("utf-8"))
@@ -172,25 +176,25 @@ def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChang
     for change in changes:
         log.info("%s: the recipe changed: %s", folder, change)
     path, text = folder / LOCK, recipe.text.encode()
-    if _read_content(path) != text:
+    if _read_file_content(path) != text:
         replace_file(path, text)
 
 
 def copy_files(folder: Path, paths: Sequence[Path]) -> None:
     """Copy files into the run folder, to make the run independent of the originals."""
-    make_folder(folder)
+    create_folder(folder)
     for path in paths:
         content, copy = path.read_bytes(), folder / path.name
-        if _read_content(copy) != content:
+        if _read_file_content(copy) != content:
             replace_file(copy, content)
 
 
-def _read_content(path: Path) -> bytes | None:
+def _read_file_content(path: Path) -> bytes | None:
     """Return the content of a file in the run folder, as bytes; None if the file is missing."""
     # the folder may come from somebody else, with a link or a device under the name
     if not path.exists():
         return None
-    with open_regular_file(path, REMEDY) as file:
+    with open_untrusted_file(path, REMEDY) as file:
         return file.read(0, file.size)
 
 

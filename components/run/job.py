@@ -40,21 +40,23 @@ class NamedRun:
 
     @property
     def path(self) -> Path:
-        return _run_folder(self.name, self.folder)
+        return _choose_run_folder(self.name, self.folder)
 
     def outcome(self) -> dict[str, str]:
         """Return the run folder, for programs."""
         return {"folder": str(self.path)}
 
     @classmethod
-    def in_folder(cls, settings: Mapping[str, Any], given: Collection[str], folder: str) -> dict[str, Any]:
-        """Return settings to keep a run in its folder after a move, unless `given` names a folder or a name."""
-        if "folder" in given:
+    def settings_in_folder(
+        cls, settings: Mapping[str, Any], explicit_keys: Collection[str], folder: str
+    ) -> dict[str, Any]:
+        """Return settings to keep a moved run in its folder, unless `explicit_keys` contains a folder or a name."""
+        if "folder" in explicit_keys:
             return {}
-        recorded = _run_folder(settings["name"], settings.get("folder"))
-        target = _run_folder(settings["name"], None) if "name" in given else Path(folder)
+        recorded = _choose_run_folder(settings["name"], settings.get("folder"))
+        target = _choose_run_folder(settings["name"], None) if "name" in explicit_keys else Path(folder)
         return {} if os.path.realpath(recorded) == os.path.realpath(target) else {"folder": str(target)}
 
 
-def _run_folder(name: str, folder: Path | str | None) -> Path:
+def _choose_run_folder(name: str, folder: Path | str | None) -> Path:
     return Path("runs") / name if folder is None else Path(folder)

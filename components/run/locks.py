@@ -39,7 +39,7 @@ class FolderLock:
             self.release()
             raise
         itself = weakref.ref(self)  # at-fork hooks can't be removed: a strong reference would leak the lock
-        os.register_at_fork(after_in_child=lambda: _release(itself()))
+        os.register_at_fork(after_in_child=lambda: _release_if_held(itself()))
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
@@ -47,7 +47,7 @@ class FolderLock:
             os.close(self._open.pop())
 
 
-def _release(lock: FolderLock | None) -> None:
+def _release_if_held(lock: FolderLock | None) -> None:
     if lock is not None:
         lock.release()
 
@@ -55,8 +55,8 @@ def _release(lock: FolderLock | None) -> None:
 def _lock_folder(directory: int, file: int, folder: Path) -> None:
     """Lock the folder, if its file system can, and the file in it. Raises UserError."""
     try:
-        _lock_file(directory)
-        reason = _lock_file(file)
+        _try_lock_file(directory)
+        reason = _try_lock_file(file)
     except BlockingIOError:
         raise UserError(f"{folder} is in use by {_read_holder(file)}; wait for it, or use another run name") from None
     if reason:
@@ -66,7 +66,7 @@ def _lock_folder(directory: int, file: int, folder: Path) -> None:
         )
 
 
-def _lock_file(descriptor: int) -> str:
+def _try_lock_file(descriptor: int) -> str:
     """
     Lock an open file, and return the reason if its file system has no locks, else "".
 

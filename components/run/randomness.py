@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.distributed.rng import derive_seed, generator
+from drawloom.components.distributed.rng import create_generator, derive_seed
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunInfo
 from drawloom.graph import UserError, component, setting
@@ -36,7 +36,7 @@ class Determinism:
     workspace: str | None
 
     @classmethod
-    def now(cls) -> "Determinism":
+    def read_current(cls) -> "Determinism":
         """Return this process's current settings."""
         return cls(
             torch.are_deterministic_algorithms_enabled(),
@@ -90,9 +90,9 @@ class ProcessRandomness:
     def open(self) -> None:
         """Seed every generator from the run's seed, the rank and the generator's name."""
         if self.deterministic:
-            self._determinism_before = Determinism.now()
+            self._determinism_before = Determinism.read_current()
             Determinism.full().apply()
-        self._before = generator_states()
+        self._before = read_generator_states()
         rank = self.mesh.world.rank
         torch.manual_seed(derive_seed(self.job.seed, "process", "torch", rank))
         random.seed(derive_seed(self.job.seed, "process", "python", rank))
@@ -119,39 +119,39 @@ class ProcessRandomness:
         )
 
     def stream(self, *purpose: str | int) -> torch.Generator:
-        return generator(self.job.seed, *purpose)
+        return create_generator(self.job.seed, *purpose)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's generator states."""
-        return generator_states()
+        return read_generator_states()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set this rank's generator states; skip the GPU's if the state or this process has none."""
         set_generator_states(state)
 
 
-def generator_states() -> dict[str, Any]:
+def read_generator_states() -> dict[str, Any]:
     """Return the process's generator states, as tensors and plain values."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": _numpy_state(),
+        "numpy": _read_numpy_state(),
     }
 
 
 def set_generator_states(state: dict[str, Any]) -> None:
-    """Set the process's generator states to a `generator_states` result."""
+    """Set the process's generator states to a `read_generator_states` result."""
     python = state["python"]
     torch.set_rng_state(state["torch"])
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state(_numpy_arrays(state["numpy"]))
+    np.random.set_state(_restore_numpy_arrays(state["numpy"]))
     if state["cuda"] is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _numpy_state() -> dict[str, Any]:
+def _read_numpy_state() -> dict[str, Any]:
     state: Any = np.random.get_state(legacy=False)
     return {
         "bit_generator": state["bit_generator"],
@@ -162,7 +162,7 @@ def _numpy_state() -> dict[str, Any]:
     }
 
 
-def _numpy_arrays(state: dict[str, Any]) -> dict[str, Any]:
+def _restore_numpy_arrays(state: dict[str, Any]) -> dict[str, Any]:
     words = state["words"].numpy().astype(np.uint32)
     return {
         "bit_generator": state["bit_generator"],

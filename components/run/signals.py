@@ -53,11 +53,11 @@ class _SignalReader:
         self._handled = handled
         self._debounce = debounce
         self._on_signal = on_signal
-        self._on_expired = on_expired
+        self._exit_after_grace = on_expired
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)  # set_wakeup_fd requires it
         self._before = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread = threading.Thread(target=self._listen_until_closed, name="signals", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -68,12 +68,12 @@ class _SignalReader:
             self._thread.join()
         self._reading.close()
 
-    def _listen(self) -> None:
+    def _listen_until_closed(self) -> None:
         count, first, began, end = 0, 0, 0.0, float("inf")
         while True:
             timeout = None if end == float("inf") else max(0.0, end - time.monotonic())
             if not select.select([self._reading], [], [], timeout)[0]:
-                self._on_expired(first)
+                self._exit_after_grace(first)
                 return
             numbers = self._reading.recv(64)
             if not numbers:
@@ -119,7 +119,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         handled = {*HANDLED, *(signal.Signals[name] for name in self.extra_signals)}
-        self._reader = _SignalReader(handled, self.debounce, self._on_signal, self._on_expired)
+        self._reader = _SignalReader(handled, self.debounce, self._on_signal, self._exit_after_grace)
         for number in handled:
             self._before[number] = signal.signal(number, self._handle)
 
@@ -144,12 +144,12 @@ class Signals:
         self.mesh.world.max(asked)
         return next(filter(None, self.mesh.world.gather_json(reason))) if asked else ""
 
-    def raising(self) -> AbstractContextManager[None]:
+    def stop_on_signal(self) -> AbstractContextManager[None]:
         """Return a context in whose body a signal raises StoppedError in the main thread."""
-        return self._raising()
+        return self._raise_on_signals()
 
     @contextmanager
-    def _raising(self) -> Iterator[None]:
+    def _raise_on_signals(self) -> Iterator[None]:
         self._finishing = self._raises = True
         try:
             if self._received:
@@ -188,7 +188,7 @@ class Signals:
                 os.write(2, NOTICE)  # print and logging may hold their locks in a blocked main thread
         return self.grace
 
-    def _on_expired(self, number: int) -> None:
+    def _exit_after_grace(self, number: int) -> None:
         """Log the end of the grace period, and exit. Runs in the signal reader's thread."""
         logging_thread = threading.Thread(target=log.error, args=(ABANDONED, self.grace, number), daemon=True)
         logging_thread.start()

@@ -19,13 +19,13 @@ class SkippedSteps:
     _last: Step | None = attrs.field(init=False, default=None)
     _unread: Step | None = attrs.field(init=False, default=None)
 
-    def add(self, step: Step) -> None:
+    def add_step(self, step: Step) -> None:
         """Add a completed step."""
         self._unread = step
-        if step.state.is_on_host or step.last:
-            self.read()
+        if step.state.is_on_host or step.is_last:
+            self.count_added_step()
 
-    def read(self) -> None:
+    def count_added_step(self) -> None:
         """
         Count the last step unless it is counted already, and wait for its numbers.
 
@@ -43,7 +43,7 @@ class SkippedSteps:
                 "lower the learning rate or clip more, and start the run again"
             )
 
-    def fail_at_the_end(self) -> None:
+    def fail_if_last_step_skipped(self) -> None:
         """Raise UserError if the last step was skipped, because the results come from an earlier step's weights."""
         if self._count and self._last is not None:
             skipped = "step was" if self._count == 1 else f"{self._count} steps were"

@@ -30,10 +30,10 @@ from drawloom.components.ports.run import (
     defers_scaling,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
-from drawloom.components.run.batch_leaves import missing_leaves
+from drawloom.components.run.batch_leaves import find_missing_leaves
 from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import Every, Ordered, at_least, component, setting
-from drawloom.graph.component import flow_of
+from drawloom.graph.component import find_declared_flow
 from drawloom.graph.problems import Problem, did_you_mean
 from drawloom.graph.wiring.node import NodeView
 
@@ -70,7 +70,7 @@ class Trainer:
         Report batch leaves without a writer, settings that name a number without a writer, and phases whose plan does
         not fit the step count.
         """
-        yield from missing_leaves(node)
+        yield from find_missing_leaves(node)
         phases = node.neighbours("phases")
         for phase in phases:
             if issubclass(phase.component, PlannedPhase):
@@ -79,10 +79,10 @@ class Trainer:
             value
             for phase in phases
             if phase.settings.get("every") != "never"
-            for value in flow_of(phase.component).writes
+            for value in find_declared_flow(phase.component).writes
         }
         for phase in phases:
-            reads = (value.removesuffix("?") for value in flow_of(phase.component).reads)
+            reads = (value.removesuffix("?") for value in find_declared_flow(phase.component).reads)
             known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
             for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
                 value = phase.settings[key]
@@ -118,7 +118,7 @@ class Trainer:
     def _iterate(self, *, is_watched: bool) -> Iterator[Step]:
         self._signal = 0
         try:
-            yield from self._steps(is_watched=is_watched)
+            yield from self._train_steps(is_watched=is_watched)
         except StoppedError as stopped:
             self._signal = stopped.signal
 
@@ -126,7 +126,7 @@ class Trainer:
         """Return the last step and the reason of an early end, for programs."""
         return {"step": self._last_step, "steps": self.steps, "stop_reason": self._end_reason}
 
-    def _steps(self, *, is_watched: bool) -> Iterator[Step]:
+    def _train_steps(self, *, is_watched: bool) -> Iterator[Step]:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
         self._after_restore(done)
@@ -134,20 +134,20 @@ class Trainer:
         self._log_start(done, reason)
         self._last_step, self._end_reason = done, reason
         while done < self.steps and not reason:
-            step = self._next_step(done + 1)
+            step = self._make_step(done + 1)
             self._run_step(step)
             done, reason = (self._go_back(step), "") if step.goes_back else (step.index, step.stop_reason)
             self._last_step, self._end_reason = done, reason
             yield step
             if is_watched and not reason and not step.goes_back and done < self.steps:
                 reason = self._end_reason = self._stop_if_asked(step)
-        with self.stop.raising():
-            self._finish(done)
+        with self.stop.stop_on_signal():
+            self._run_final_tasks(done)
         self.events.emit(Event("run_ended"))
-        self._skipped.fail_at_the_end()
+        self._skipped.fail_if_last_step_skipped()
 
     def _stop_if_asked(self, step: Step) -> str:
-        """Return the reason of a stop that the loop over the steps asks for on any rank, after saving the step."""
+        """Save the step if the caller's loop asked for a stop on any rank, and return the reason, or ""."""
         reason = self.stop.agree_on_reason(step.stop_reason)
         if reason:
             log.info("the run ends after step %d: %s", step.index, reason)
@@ -174,7 +174,7 @@ class Trainer:
         elif done:
             log.info("resuming after step %d", done)
 
-    def _next_step(self, index: int) -> Step:
+    def _make_step(self, index: int) -> Step:
         if self.checkpointer is None:
             return Step(index, self.steps, defers_scaling=True)
         return Step(index, self.steps, before_update=self.checkpointer.wait_until_staged, defers_scaling=True)
@@ -194,7 +194,7 @@ class Trainer:
                 log.warning("there is no checkpoint to go back to: only step %d is skipped", step.index)
         return done or step.index
 
-    def _finish(self, last: int) -> None:
+    def _run_final_tasks(self, last: int) -> None:
         """Run the final tasks, then raise the first common error of all ranks."""
         errors = []
         for task in self.on_finish:
@@ -211,29 +211,29 @@ class Trainer:
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.emit(Event("phase_started", step, name))
             asked = step.stop_reason
-            if name in self._readers_of_gradients:
-                step.settle_scaling()
+            if name in self._gradient_reader_names:
+                step.apply_deferred_factors()
             saves = isinstance(phase, SavingPhase) and phase.saves_after(step)
             with self._emit_saving_events(step) if saves else nullcontext():
                 phase.run_phase(step)
             # The GPU computes this step's first phase while the host reads the numbers of the last step.
-            self._skipped.read()
+            self._skipped.count_added_step()
             self._agree_on_stop(step, name, phase, asked)
             self.events.emit(Event("phase_ended", step, name))
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
-        self._skipped.add(step)
-        if self.checkpointer:
-            self.checkpointer.hold(step)
+        self._skipped.add_step(step)
         if signal := self.stop.agree_on_signal():
-            self._skipped.read()
+            self._skipped.count_added_step()
             self._save_and_stop(step, signal)
+        if self.checkpointer:
+            self.checkpointer.keep_in_memory(step)
 
     @cached_property
-    def _readers_of_gradients(self) -> set[str]:
+    def _gradient_reader_names(self) -> set[str]:
         """Names of phases that read gradients, and need all deferred factors multiplied in first."""
         values = {
-            name: (*flow_of(phase).reads, *flow_of(phase).changes)
+            name: (*find_declared_flow(phase).reads, *find_declared_flow(phase).changes)
             for name, phase in zip(self.phases.names, self.phases, strict=True)
             if not defers_scaling(phase)
         }
@@ -273,14 +273,14 @@ class Trainer:
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> tuple[str, str] | None:
-        """Return "safe" for changed `steps`, unless a phase such as a learning rate schedule derives from it."""
+        """Return "safe" for changed `steps`, unless a phase such as a learning-rate schedule depends on them."""
         if key != "steps":
             return None
-        derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _depends_on_total(phase)]
+        derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _depends_on_step_count(phase)]
         why = f"the values of {' and '.join(derived)} at each step follow from the number of all"
         return ("changes_training", why) if derived else ("safe", "")
 
 
-def _depends_on_total(phase: Any) -> bool:
+def _depends_on_step_count(phase: Any) -> bool:
     """Return whether a phase, such as a decaying learning rate, depends on the run's total step count."""
     return issubclass(phase.component, PlannedPhase) and phase.component.derives_from_total(phase)

@@ -37,7 +37,7 @@ class Sampler:
     temperature: float = 0.8
     top_k: int | None = None
 
-    def continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
+    def sample_continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
         """
         Yield up to `tokens` ids after a prompt of at least one id, without the id `end`.
 
@@ -45,26 +45,28 @@ class Sampler:
         """
         ids, cache = list(prompt), KeyValueCache(self.context)
         for _ in range(tokens):
-            token = self._sample_id(ids, cache)
+            token = self._sample_next_id(ids, cache)
             if token == self.end:
                 return
             ids.append(token)
             yield token
 
-    def _sample_id(self, ids: list[int], cache: KeyValueCache) -> int:
+    def _sample_next_id(self, ids: list[int], cache: KeyValueCache) -> int:
         """Sample the next id, the same on all ranks. Raises UserError if the logits are not finite."""
         # A text that is longer than the context moves by one position per token, so cached keys would be wrong.
         fits = len(ids) <= self.context
         window, first = (ids[cache.length :], cache.length) if fits else (ids[-self.context :], 0)
         logits = self._compute_logits(window, first, cache if fits else None)
-        drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
+        drawn = (
+            0 if logits is None else draw_id(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
+        )
         sums = torch.tensor([drawn, cache.layers])
         self.pipeline.sum(sums)  # only the last stage has logits, and the other ranks add 0
         token, layers = sums.tolist()
         if token == BROKEN:
             raise UserError("no text can be sampled: the model's logits are not finite; use an earlier checkpoint")
         if fits and layers:  # a plugin's model may not use the cache
-            cache.advance(len(window))
+            cache.end_pass(len(window))
         return int(token)
 
     def _compute_logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:
@@ -76,7 +78,7 @@ class Sampler:
         return self.model.infer(window, TokenContext(positions, torch.zeros_like(window), cache=cache))
 
 
-def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def draw_id(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     """Sample an id from logits: (vocab_size,), float32; return BROKEN if they are not finite."""
     if not (largest := logits.max()).isfinite():  # the maximum is NaN if any logit is
         return BROKEN

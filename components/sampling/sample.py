@@ -9,10 +9,10 @@ from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
-from drawloom.components.ports.stages import AveragedWeights, with_averages
+from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import regular_file
+from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import UserError, above, at_least, between, component, setting
 
 MAX_LOGGED = 300
@@ -49,28 +49,28 @@ class Sample:
 
     def is_finished(self, step: int) -> bool:
         """Return whether `sample.txt` on rank 0 already has this step's text. A collective, equal on all ranks."""
-        return bool(run_on_rank0(self.mesh.world, lambda: self._has_sample(step)))
+        return bool(run_on_rank0(self.mesh.world, lambda: self._has_sample_of_step(step)))
 
     def finish(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective."""
-        with with_averages(self.average):
-            text = self._sample_text() if self.mesh.replicas.rank == 0 else ""
-        run_on_rank0(self.mesh.world, lambda: self._write_text(step, text))
+        with use_averages_if_any(self.average):
+            text = self._sample_text_or_error() if self.mesh.replicas.rank == 0 else ""
+        run_on_rank0(self.mesh.world, lambda: self._log_and_write_text(step, text))
 
-    def _sample_text(self) -> str:
+    def _sample_text_or_error(self) -> str:
         """Sample the text, or return an error as text, so that a diverged run still writes its report."""
         prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
         try:
-            ids = list(self._make_sampler().continuation(prompt, self.tokens))
+            ids = list(self._make_sampler().sample_continuation(prompt, self.tokens))
         except UserError as error:
             return f"({error})"
         return self.prompt + self.tokenizer.decode(ids)
 
-    def _write_text(self, step: int, text: str) -> None:
+    def _log_and_write_text(self, step: int, text: str) -> None:
         """Log the text's beginning, and replace the file."""
-        more = f"\n... ({len(text):,} characters in {self._target})" if len(text) > MAX_LOGGED else ""
+        more = f"\n... ({len(text):,} characters in {self._sample_path})" if len(text) > MAX_LOGGED else ""
         log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
-        replace_file(self._target, f"{_format_heading(step)}{text}\n".encode())
+        replace_file(self._sample_path, f"{_format_step_heading(step)}{text}\n".encode())
 
     def _make_sampler(self) -> Sampler:
         """Return a sampler with this task's settings."""
@@ -84,21 +84,21 @@ class Sample:
             top_k=self.top_k,
         )
 
-    def _has_sample(self, step: int) -> bool:
+    def _has_sample_of_step(self, step: int) -> bool:
         """Return whether the file's heading is for this step."""
-        heading = _format_heading(step).encode()
+        heading = _format_step_heading(step).encode()
         try:
-            with regular_file(self._target) as file:
+            with open_regular_file(self._sample_path) as file:
                 return file.read(0, min(file.size, len(heading))) == heading
         except OSError:  # missing, or a stranger's pipe or link, which is replaced
             return False
 
     @property
-    def _target(self) -> Path:
+    def _sample_path(self) -> Path:
         """Path to the text file."""
         return self.folder.folder / "sample.txt"
 
 
-def _format_heading(step: int) -> str:
+def _format_step_heading(step: int) -> str:
     """Return the file's first line."""
     return f"# after step {step}\n"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 
 Key = tuple[Any, ...]
 
@@ -27,21 +27,21 @@ class ActivationSpecs:
     _modules: dict[LayerRange, nn.Module] = attrs.field(factory=dict)
     _specs: dict[Key, Any] = attrs.field(factory=dict)
 
-    def of(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """
         Return a stage's inputs for a microbatch with these inputs: a meta tensor tree, with other leaves unchanged.
         """
         # Values can't matter on the meta device, so inputs of the same shapes and dtypes have one tree.
-        key = (stage, _shapes_and_dtypes(inputs), shared.hidden_states)
+        key = (stage, _list_shapes_and_dtypes(inputs), shared.hidden_states)
         if key not in self._specs:
-            self._specs[key] = self._infer_inputs(stage, inputs, shared)
+            self._specs[key] = self._run_previous_stage_on_meta(stage, inputs, shared)
         return self._specs[key]
 
-    def _infer_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+    def _run_previous_stage_on_meta(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """Run the previous stage on the meta device, and return its output as this stage's inputs."""
         if stage == 0:
-            return on_meta(inputs)
-        previous, span = self.of(stage - 1, inputs, shared), self.spans[stage - 1]
+            return copy_tree_to_meta(inputs)
+        previous, span = self.infer_stage_inputs(stage - 1, inputs, shared), self.spans[stage - 1]
         # Requested hidden states pass through all later stages, so that every stage returns something different.
         if self.layers_keep_shapes and not shared.hidden_states:
             if stage > 1 and _has_layers(self.spans[stage - 2]):
@@ -49,7 +49,9 @@ class ActivationSpecs:
             span = attrs.evolve(span, last=min(span.last, span.first + 1))
         # Without a cache, because the pass would extend it.
         with torch.no_grad():
-            return on_meta(self._get_module(span)(previous, on_meta(attrs.evolve(shared, cache=None))))
+            return copy_tree_to_meta(
+                self._get_module(span)(previous, copy_tree_to_meta(attrs.evolve(shared, cache=None)))
+            )
 
     def _get_module(self, span: LayerRange) -> nn.Module:
         if span not in self._modules:
@@ -61,13 +63,13 @@ def _has_layers(span: LayerRange) -> bool:
     return span.last > span.first
 
 
-def _shapes_and_dtypes(tree: Any) -> Key:
+def _list_shapes_and_dtypes(tree: Any) -> Key:
     """Return a tree's tensor shapes and dtypes."""
     if isinstance(tree, Tensor):  # a fast path for token ids, because it runs for every microbatch
         return tree.shape, tree.dtype
-    return tuple((leaf.shape, leaf.dtype) for leaf in leaves(tree) if isinstance(leaf, Tensor))
+    return tuple((leaf.shape, leaf.dtype) for leaf in list_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def on_meta(tree: Any) -> Any:
+def copy_tree_to_meta(tree: Any) -> Any:
     """Return the tree with contiguous tensors on the meta device instead of its tensors."""
-    return transform(lambda leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf, tree)
+    return map_leaves(lambda leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf, tree)

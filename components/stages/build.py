@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.dimension import Dimension
-from drawloom.components.parallel.expert import ExpertDimension, use_dispatcher
-from drawloom.components.parallel.float8_layers import use_float8
-from drawloom.components.parallel.frozen_formats import use_frozen_format
-from drawloom.components.parallel.master_weights import compute_dtype
-from drawloom.components.parallel.pipeline import layer_ranges, partition_layers, split_off_embedding_and_head
-from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.parallel.expert import ExpertDimension, set_dispatcher
+from drawloom.components.parallel.float8_layers import set_float8_format
+from drawloom.components.parallel.frozen_formats import replace_by_quantized_storage
+from drawloom.components.parallel.master_weights import choose_layer_dtype
+from drawloom.components.parallel.pipeline import build_layer_ranges, partition_layers, split_off_embedding_and_head
+from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
@@ -23,11 +23,11 @@ from drawloom.components.ports.pipeline import (
     PartitioningSchedule,
     Schedule,
     embeds_on_every_rank,
-    module_of,
+    find_loss_module,
 )
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import LOSS, Transform
-from drawloom.components.weights.adapted import build_adapted_model, inject
+from drawloom.components.weights.adapted import build_meta_model_with_adapters, inject_adapters
 from drawloom.graph import UserError
 
 
@@ -61,61 +61,63 @@ class StageBuilder:
     embedding_layer_cost: int
     head_layer_cost: int
 
-    def build_local(self) -> ParallelModules:
+    def build_local_modules(self) -> ParallelModules:
         """Build and split this rank's stage modules."""
         owners = self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
-        spans, local = self._partition_layers(len(owners)), stages_of(self.mesh.indices.pipeline, owners)
+        spans, local = self._partition_layers(len(owners)), list_stages_of_rank(self.mesh.indices.pipeline, owners)
         if embeds_on_every_rank(self.schedule):
             spans = split_off_embedding_and_head(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]
         if self.adapters:
-            build_adapted_model(
+            build_meta_model_with_adapters(
                 self.model, self.adapters
             )  # checks patterns on the whole model, not on this rank's part
         splits: dict[str, RankSlice] = {}
         experts: set[str] = set()
-        modules = {index: self.build(spans[index]) for index in local}
+        modules = {index: self.build_stage_module(spans[index]) for index in local}
         for module in modules.values():
             for dimension in self.dimensions:
                 slices = dimension.split(module)
                 splits |= slices
                 if isinstance(dimension, ExpertDimension):
                     experts |= slices.keys()
-            self._cast_parameters(module)
-            use_frozen_format(module, self.precision, splits)
-            use_float8(module, self.precision)
+            self._cast_to_stored_dtypes(module)
+            replace_by_quantized_storage(module, self.precision, splits)
+            set_float8_format(module, self.precision)
         return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
 
-    def build(self, span: LayerRange) -> nn.Module:
+    def build_stage_module(self, span: LayerRange) -> nn.Module:
         """Build a layer range's module on the meta device, not yet split, with adapters and transforms."""
         with torch.device("meta"):
             module = self.model.build(span)
-            inject(self.adapters, module)
-        if span.head and (loss_module := module_of(self.loss)) is not None:
+            inject_adapters(self.adapters, module)
+        if span.head and (loss_module := find_loss_module(self.loss)) is not None:
             module.add_module(LOSS, loss_module)
         for transform in self.transforms:
             module = transform.transform(module)
-        refuse_shared_parameters(module)
-        use_dispatcher(module, self.dispatcher)
+        check_no_shared_parameters(module)
+        set_dispatcher(module, self.dispatcher)
         return module
 
     def build_for_activations(self, span: LayerRange) -> nn.Module:
         """Build a layer range's split module in its layers' compute dtypes."""
-        module = self.build(span)
+        module = self.build_stage_module(span)
         splits = {name: part for dimension in self.dimensions for name, part in dimension.split(module).items()}
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(compute_dtype(name, self.precision))
-        use_frozen_format(module, self.precision, splits)
-        use_float8(module, self.precision)
+                parameter.data = parameter.data.to(choose_layer_dtype(name, self.precision))
+        replace_by_quantized_storage(module, self.precision, splits)
+        set_float8_format(module, self.precision)
         return module
 
-    def _cast_parameters(self, module: nn.Module) -> None:
+    def _cast_to_stored_dtypes(self, module: nn.Module) -> None:
         """Cast meta parameters to the dtypes they are stored in; buffers keep theirs."""
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
                 # A frozen parameter has the dtype of its layer, because no optimizer needs a wider one.
-                dtype = self.precision.parameter if parameter.requires_grad else compute_dtype(name, self.precision)
+                dtype = (
+                    self.precision.parameter if parameter.requires_grad else choose_layer_dtype(name, self.precision)
+                )
                 parameter.data = parameter.data.to(dtype)
 
     def _partition_layers(self, stages: int) -> list[LayerRange]:
@@ -127,7 +129,7 @@ class StageBuilder:
                 text = f"layers_by_stage returns {sizes} for {layers} layers in {stages} stages"
                 hint = f"return at least 1 layer for each stage, and {layers} in all"
                 raise UserError(f"{type(self.schedule).__name__}.{text}; {hint}")
-            return layer_ranges(sizes)
+            return build_layer_ranges(sizes)
         try:
             if isinstance(self.schedule, OuterLayersSchedule):
                 layers = self.schedule.layers_in_stages(ranks, layers)
@@ -136,7 +138,7 @@ class StageBuilder:
             raise UserError(f"{error}; use fewer stages", exit_code=2) from error
 
 
-def refuse_shared_parameters(module: nn.Module) -> None:
+def check_no_shared_parameters(module: nn.Module) -> None:
     """Raise UserError for a parameter in two modules, because both would allocate their own copies."""
     owners: dict[nn.Parameter, str] = {}
     for path, submodule in module.named_modules():
@@ -146,7 +148,7 @@ def refuse_shared_parameters(module: nn.Module) -> None:
                 raise UserError(f"{text}; put it in one module, and use this module in both layers", exit_code=2)
 
 
-def tie_parameters(modules: Sequence[nn.Module]) -> None:
+def tie_equally_named_parameters(modules: Sequence[nn.Module]) -> None:
     """Tie weights: replace parameters with equal names in several modules by the first one."""
     first: dict[str, nn.Parameter] = {}
     for module in modules:

@@ -9,7 +9,7 @@ from torch import nn
 
 from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.dimensions import DIMENSIONS
-from drawloom.components.parallel.pipeline import build_schedule
+from drawloom.components.parallel.pipeline import build_schedule_or_none
 from drawloom.components.pipeline.program.recomputation import describe_policies
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, embeds_on_every_rank
@@ -19,7 +19,7 @@ from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 
 
-def stage_nodes(stages: NodeView) -> StageNodes | None:
+def find_stage_nodes(stages: NodeView) -> StageNodes | None:
     """Return the nodes for checks of parallelism; None for a recipe without a mesh."""
     mesh = stages.neighbour("mesh")
     if mesh is None:
@@ -91,7 +91,7 @@ def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]
 def check_single_recompute(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
     """Yield a problem for a recompute policy if the schedule also has a policy by stage."""
     if stages.settings["recompute"] != "none" and (
-        schedule.settings.get("recompute") or _find_policies(schedule, mesh)
+        schedule.settings.get("recompute") or _find_recompute_policies(schedule, mesh)
     ):
         text = f"[{schedule.name}] sets recompute policies by stage"
         yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
@@ -99,35 +99,35 @@ def check_single_recompute(stages: NodeView, schedule: NodeView, mesh: NodeView)
 
 def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
     """Yield the schedule's own layer partition and recompute policies."""
-    built, layers = build_schedule(schedule), model.settings.get("num_hidden_layers")
+    built, layers = build_schedule_or_none(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            sizes = built.layers_by_stage(PerDimension.of_settings(mesh.settings).pipeline, layers)
+            sizes = built.layers_by_stage(PerDimension.from_settings(mesh.settings).pipeline, layers)
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
     if isinstance(built, OuterLayersSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            in_stages = built.layers_in_stages(PerDimension.of_settings(mesh.settings).pipeline, layers)
+            in_stages = built.layers_in_stages(PerDimension.from_settings(mesh.settings).pipeline, layers)
             if in_stages < layers:
                 yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
-    if policies := describe_policies(_find_policies(schedule, mesh)):
-        microbatches = _get_microbatches(schedule, mesh)
+    if policies := describe_policies(_find_recompute_policies(schedule, mesh)):
+        microbatches = _get_microbatch_count(schedule, mesh)
         yield f"recomputed, by [{schedule.name}] if a step has {microbatches} microbatches: {policies}"
 
 
-def _get_microbatches(schedule: NodeView, mesh: NodeView) -> int:
+def _get_microbatch_count(schedule: NodeView, mesh: NodeView) -> int:
     """Return the schedule's microbatch count, by default 4 per pipeline rank."""
-    return schedule.settings.get("microbatches") or 4 * PerDimension.of_settings(mesh.settings).pipeline
+    return schedule.settings.get("microbatches") or 4 * PerDimension.from_settings(mesh.settings).pipeline
 
 
-def _find_policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
+def _find_recompute_policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
     """
     Return recompute policies by stage in the schedule's program; () if there are none, or the schedule has problems.
     """
-    built = build_schedule(schedule)
+    built = build_schedule_or_none(schedule)
     with suppress(UserError, ValueError):
         if built is not None:
             return built.program(
-                PerDimension.of_settings(mesh.settings).pipeline, _get_microbatches(schedule, mesh)
+                PerDimension.from_settings(mesh.settings).pipeline, _get_microbatch_count(schedule, mesh)
             ).recompute
     return ()
 
@@ -140,12 +140,12 @@ def check_loss_is_not_module(stages: NodeView, loss: NodeView) -> Iterator[Probl
         yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
 
 
-def fault_of_policy(policy: Recompute) -> str | None:
+def describe_recompute_fault(policy: Recompute) -> str | None:
     """Return the fault in a numeric recompute policy below 1, else None."""
     return f"{policy} is not above 0" if isinstance(policy, int) and policy < 1 else None
 
 
-def notes_of_policy(policy: Recompute) -> Iterator[str]:
+def describe_recompute_policy(policy: Recompute) -> Iterator[str]:
     """Yield a sentence about a recompute policy's kept activations and its cost (activation checkpointing)."""
     if policy == "selective":
         yield "recompute: norms, gates and rotations run again in the backward pass; their results are not kept"

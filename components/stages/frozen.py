@@ -16,7 +16,7 @@ from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Mo
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.stages import ForwardStages
-from drawloom.components.stages.checks import stage_nodes
+from drawloom.components.stages.checks import find_stage_nodes
 from drawloom.components.stages.materialized import FROZEN, MaterializedStages
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError, component, setting
@@ -54,7 +54,7 @@ class FrozenStages:
         if model and not has_folder and node.settings["weights"] is None:
             text = f"[{node.name}] would have random weights, from which there is nothing to learn"
             yield node.problem("weights", text, 'write weights = "folder", or use = "model.auto" in the model')
-        if nodes := stage_nodes(node):
+        if nodes := find_stage_nodes(node):
             for dimension in DIMENSIONS:
                 if dimension.splits_work:
                     yield from dimension.check(nodes)

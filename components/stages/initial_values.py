@@ -12,27 +12,30 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.parallel.data_shard import local_part, slice_of
+from drawloom.components.parallel.data_shard import get_local_slice, get_tensor_slice
 from drawloom.components.ports.model import BufferOwner, LanguageModel, Model, PretrainedModel, stored_formats
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.weights.adapted import adapter_names, fill_adapters
-from drawloom.components.weights.load import folder_fingerprint, load_folder, open_dequantized, stream
+from drawloom.components.weights.load import (
+    fill_module_from_folder,
+    folder_fingerprint,
+    open_dequantized_source,
+    stream_converted_tensors,
+)
 from drawloom.components.weights.mapper import select_outputs
 from drawloom.graph import UserError
 
 
-def check_capacity(modules: Iterable[nn.Module], ranks: int, device: torch.device) -> None:
-    """
-    Raise UserError if this rank's share of the parameters (any shape), partitioned over `ranks`, exceeds its device.
-    """
-    needed = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // ranks
+def check_parameters_fit_device(modules: Iterable[nn.Module], sharding_ranks: int, device: torch.device) -> None:
+    """Raise UserError if the modules' parameters, partitioned over `sharding_ranks`, exceed a device's memory."""
+    needed = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // sharding_ranks
     if needed > (capacity := get_device_memory(device)):
         raise UserError(
-            f"the parameters of this rank take {byte_size(needed)}, and its device, {device}, has "
-            f"{byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
+            f"the parameters of this rank take {format_byte_size(needed)}, and its device, {device}, has "
+            f"{format_byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
         )
 
 
@@ -58,7 +61,7 @@ class InitialValues:
     weights: Path | None
     splits: Mapping[str, TensorSlice]
 
-    def fill(self, modules: Iterable[nn.Module]) -> None:
+    def fill_modules(self, modules: Iterable[nn.Module]) -> None:
         """Allocate and fill meta modules' parameters and buffers."""
         for module in modules:
             # Weights of a folder are read parameter by parameter, without a second copy of the model.
@@ -70,17 +73,17 @@ class InitialValues:
             if self.folder is not None:
                 self._read_weights(self.folder, module)
             else:
-                self._draw_weights(module)
+                self._draw_random_weights(module)
 
     def fill_adapters(self, modules: Iterable[nn.Module]) -> None:
         """
         Fill the adapters' parameters; a collective over ranks with shared weights, because DoRA reads whole weights.
         """
         for module in modules:
-            fill_adapters(module, self.device, self._fill_normal)
+            fill_adapters(module, self.device, self._fill_slice_with_normal)
 
-    def origin(self, parameters: Iterable[nn.Parameter]) -> str:
-        """Return a fingerprint of the frozen parameters' source, or "" if all parameters are trained."""
+    def fingerprint_frozen_source(self, parameters: Iterable[nn.Parameter]) -> str:
+        """Fingerprint the weights that the frozen parameters come from; "" if all parameters are trained."""
         if all(parameter.requires_grad for parameter in parameters):
             return ""
         return f"seed {self.seed}" if self.folder is None else folder_fingerprint(self.folder)
@@ -88,12 +91,16 @@ class InitialValues:
     def read_frozen(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a whole parameter's initial values with this shape and dtype, not rounded to a quantized format."""
         if self.folder is None:
-            return self._draw_whole(name, shape, dtype)
-        tensors = dict(stream(open_dequantized(self.folder, self._mapper), select_outputs(self._mapper, {name})))
+            return self._draw_whole_parameter(name, shape, dtype)
+        tensors = dict(
+            stream_converted_tensors(
+                open_dequantized_source(self.folder, self._mapper), select_outputs(self._mapper, {name})
+            )
+        )
         return tensors[name].to(self.device, dtype)
 
-    def describe_other_origin(self) -> str:
-        """Return the error message for a resumed run with another `origin` for frozen parameters."""
+    def format_changed_source_error(self) -> str:
+        """Return the error message for a resumed run whose frozen parameters come from other weights."""
         weights = f"the weights in {self.folder}" if self.folder else "the random weights of this seed"
         return f"{weights} are not the weights that the run started from; name the run's folder in stages.weights"
 
@@ -113,38 +120,40 @@ class InitialValues:
         """Load a module's parameters from the folder, except for adapters."""
         mapper = self._mapper
         try:
-            load_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
+            fill_module_from_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
         except UserError as error:
             prefix = "weights: " if self.weights else ""  # otherwise the folder is not in this setting
             raise UserError(f"{prefix}{error}", error.exit_code) from error
 
-    def _draw_weights(self, module: nn.Module) -> None:
+    def _draw_random_weights(self, module: nn.Module) -> None:
         """Fill a module's parameters with random values, except for adapters and loss."""
         in_adapters, formats = adapter_names(module), stored_formats(module)
         for name, parameter in module.named_parameters():
             if name.startswith(f"{LOSS}.") or name in in_adapters:
                 continue
-            local = local_part(parameter) if is_dtensor(parameter) else parameter.data
-            tensor_slice = self._find_slice(name, parameter)
+            local = get_local_slice(parameter) if is_dtensor(parameter) else parameter.data
+            tensor_slice = self._get_rank_slice(name, parameter)
             if (weight_format := formats.get(name)) is None:
                 self.model.initialise(name, local, self.seed, tensor_slice)
                 continue
             # A format may have blocks of several rows, which a slice could cut.
             stored_slice = tensor_slice or TensorSlice.whole(tuple(local.shape))
-            whole = self._draw_whole(name, weight_format.weight_shape(stored_slice.shape), local.dtype)
+            whole = self._draw_whole_parameter(name, weight_format.weight_shape(stored_slice.shape), local.dtype)
             local.copy_(weight_format.quantize(whole)[stored_slice.index()])
 
-    def _draw_whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _draw_whole_parameter(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return random values for a whole parameter with this shape."""
         whole = torch.empty(shape, dtype=dtype, device=self.device)
         self.model.initialise(name, whole, self.seed, None)
         return whole
 
-    def _find_slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
+    def _get_rank_slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
         """Return this rank's parameter slice; None for a whole parameter."""
-        return TensorSlice.compose(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
+        return TensorSlice.compose(
+            self.splits.get(name), get_tensor_slice(parameter) if is_dtensor(parameter) else None
+        )
 
-    def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
+    def _fill_slice_with_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
         """Fill this rank's slice of an adapter's parameter (any shape) with normal values, the same for any ranks."""
         tensor_slice = self.splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
         key = derive_seed(self.seed, "initial weights", name)
@@ -164,7 +173,7 @@ def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     """
     for name, owner in module.named_modules():
         if any(True for _ in _list_buffers(owner)):
-            _fill_tensors(name, owner, device, derive_seed(seed, "buffers", name), _list_buffers)
+            _fill_by_reset_parameters(name, owner, device, derive_seed(seed, "buffers", name), _list_buffers)
 
 
 def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: int) -> None:
@@ -176,30 +185,30 @@ def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: in
     """
     for path, owner in module.named_modules(prefix=name):
         if any(True for _ in _list_tensors(owner)):
-            _fill_tensors(path, owner, device, derive_seed(seed, "initial weights", path), _list_tensors)
+            _fill_by_reset_parameters(path, owner, device, derive_seed(seed, "initial weights", path), _list_tensors)
 
 
-def _fill_tensors(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
+def _fill_by_reset_parameters(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
     """Allocate an owner's tensors and fill them by `reset_parameters()`; UserError if a tensor is left unfilled."""
     owner.to_empty(device=device, recurse=False)
     # An inherited reset_parameters() may skip a tensor. A tensor that it fills has the same values, whether its
     # elements were 0 or 1 before.
-    first, second = (_reset_values(name, owner, device, seed, before, tensors) for before in (0, 1))
+    first, second = (_get_values_after_reset(name, owner, device, seed, before, tensors) for before in (0, 1))
     if unfilled := [key for key, value in first.items() if not torch.equal(value, second[key])]:
         raise _create_fill_error(name, owner, unfilled, "has a reset_parameters() that does not fill them")
 
 
-def _reset_values(
-    name: str, owner: nn.Module, device: torch.device, seed: int, before: int, tensors: Tensors
+def _get_values_after_reset(
+    name: str, owner: nn.Module, device: torch.device, seed: int, initial_value: int, tensors: Tensors
 ) -> dict[str, Tensor]:
-    """Return copies of the owner's tensors after `reset_parameters()`, if all elements are `before` at the start."""
+    """Set all tensors to `initial_value`, call the owner's `reset_parameters()`, and return the tensors' copies."""
     if not isinstance(owner, BufferOwner):
         raise _create_fill_error(
             name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them"
         )
     with torch.no_grad(), device, _seed_generators(device, seed):
         for _, tensor in tensors(owner):
-            tensor.fill_(before)
+            tensor.fill_(initial_value)
         owner.reset_parameters()
     return {key: tensor.detach().clone() for key, tensor in tensors(owner)}
 
@@ -222,12 +231,12 @@ def _seed_generators(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def _create_fill_error(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
-    """Return an error for tensors an owner's `reset_parameters()` does not fill; `why` completes the sentence."""
+def _create_fill_error(name: str, owner: nn.Module, tensor_names: list[str], reason: str) -> UserError:
+    """Return an error for tensors an owner's `reset_parameters()` does not fill; `reason` completes the sentence."""
     where = f"the module {name} ({type(owner).__name__})" if name else f"the module {type(owner).__name__}"
-    kind = "buffers" if set(tensors) <= {key for key, _ in _list_buffers(owner)} else "tensors"
+    kind = "buffers" if set(tensor_names) <= {key for key, _ in _list_buffers(owner)} else "tensors"
     return UserError(
-        f"{where} registers the {kind} {', '.join(tensors)}, but {why}: it is built without memory, so the values "
-        "its constructor writes are lost",
+        f"{where} registers the {kind} {', '.join(tensor_names)}, but {reason}: it is built without memory, so the "
+        "values its constructor writes are lost",
         exit_code=2,
     )

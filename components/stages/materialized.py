@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.distributed.rank_errors import run_on_all
+from drawloom.components.distributed.rank_errors import run_on_all_ranks
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.data_parallel import DataParallel
 from drawloom.components.parallel.data_shard import ShardedStore, gathers_by_block
@@ -20,11 +20,11 @@ from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
 from drawloom.components.parallel.float8_layers import (
     KeptFloat8,
     check_float8,
-    check_gpu,
+    check_gpu_supports_float8,
     describe_float8,
-    linear_layers,
+    find_float8_candidates,
 )
-from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, quantizable_weights
+from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, find_quantizable_weights
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
@@ -37,7 +37,7 @@ from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Recompute, Stage, Transform
 from drawloom.components.stages.activation_specs import ActivationSpecs
-from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_parameters
+from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_equally_named_parameters
 from drawloom.components.stages.checks import (
     check_cuda_graphs,
     check_layer_costs,
@@ -45,9 +45,9 @@ from drawloom.components.stages.checks import (
     check_offload,
     check_single_recompute,
     describe_layers,
-    fault_of_policy,
-    notes_of_policy,
-    stage_nodes,
+    describe_recompute_fault,
+    describe_recompute_policy,
+    find_stage_nodes,
     warn_narrowed_weights,
 )
 from drawloom.components.stages.compilation import (
@@ -55,8 +55,8 @@ from drawloom.components.stages.compilation import (
     warn_compiled_recompute,
     warn_compiled_split_backward,
 )
-from drawloom.components.stages.initial_values import InitialValues, check_capacity
-from drawloom.components.stages.model_precision import precision_of
+from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device
+from drawloom.components.stages.model_precision import combine_precision
 from drawloom.components.stages.parameters import StageParameters
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
@@ -123,7 +123,7 @@ class MaterializedStages:
     recompute: Recompute = setting(
         default="none",
         impact="safe",
-        check=fault_of_policy,
+        check=describe_recompute_fault,
         doc=(
             "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
             "block; a number n: one block in n"
@@ -159,7 +159,7 @@ class MaterializedStages:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield conflicts between settings: see checks.py, compilation.py, and each mesh dimension's `check`."""
-        if nodes := stage_nodes(node):
+        if nodes := find_stage_nodes(node):
             for dimension in DIMENSIONS:
                 yield from dimension.check(nodes)
             if schedule := node.neighbour("schedule"):
@@ -179,10 +179,10 @@ class MaterializedStages:
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
         """Yield sentences for `explain`: recomputation, CUDA graphs, formats, mesh dimensions and layers."""
-        yield from notes_of_policy(node.settings["recompute"])
+        yield from describe_recompute_policy(node.settings["recompute"])
         if node.settings["capture"]:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
-        if nodes := stage_nodes(node):
+        if nodes := find_stage_nodes(node):
             yield from describe_float8(nodes)
             yield from describe_frozen(nodes)
             for dimension in DIMENSIONS:
@@ -194,7 +194,7 @@ class MaterializedStages:
     def check_machine(self) -> None:
         """Raise UserError if `weights` is not a folder of readable safetensors files, or the GPU lacks float8."""
         if self.precision.linear == "float8":
-            check_gpu(self.device.device)
+            check_gpu_supports_float8(self.device.device)
         if self.weights is not None:
             try:
                 open_safetensors_folder(self.weights)
@@ -207,23 +207,23 @@ class MaterializedStages:
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         parallel = self._parallelize()
         self._activations = ActivationSpecs(
-            parallel.spans, self.builder.build_for_activations, self._layers_keep_shapes
+            parallel.spans, self.builder.build_for_activations, self._do_layers_keep_shapes
         )
-        self._adopt(parallel, self._materialize(parallel))
+        self._set_stages(parallel, self._materialize(parallel))
         for module in parallel.modules.values():
             if self.compile:
                 compile_blocks(self.model.blocks(module))
             make_recomputable(self.model.blocks(module))
         self._parameters.open()
-        self._fingerprint = self._values.origin(self._parameters.all().values())
-        self._check_patterns()
+        self._fingerprint = self._values.fingerprint_frozen_source(self._parameters.all_parameters().values())
+        self._check_precision_patterns()
 
     def outline(self) -> None:
         """Build and parallelize this rank's stages without memory and values, for plans."""
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
-        tie_parameters(modules)
-        self._adopt(parallel, self._create_data_parallel(parallel).plan_store(modules))
+        tie_equally_named_parameters(modules)
+        self._set_stages(parallel, self._create_data_parallel(parallel).create_planned_store(modules))
 
     @cached_property
     def _dimensions(self) -> list[Dimension]:
@@ -232,7 +232,7 @@ class MaterializedStages:
     @cached_property
     def _model_precision(self) -> Precision:
         """Return the precision with the model's own `uncast` patterns."""
-        return precision_of(self.precision, self.model)
+        return combine_precision(self.precision, self.model)
 
     @cached_property
     def builder(self) -> StageBuilder:
@@ -252,7 +252,7 @@ class MaterializedStages:
 
     def _parallelize(self) -> ParallelModules:
         """Build this rank's modules on the meta device, split over ranks."""
-        return self.builder.build_local()
+        return self.builder.build_local_modules()
 
     def _create_data_parallel(self, parallel: ParallelModules) -> DataParallel:
         """Return the data parallelism (DDP, FSDP, HSDP) for the modules, as the settings define it."""
@@ -271,21 +271,21 @@ class MaterializedStages:
     def _materialize(self, parallel: ParallelModules) -> ParameterStore | ShardedStore:
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
-        check_capacity(modules, self.mesh.shard_group.size, self.device.device)
+        check_parameters_fit_device(modules, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._create_data_parallel(parallel)
-        sharded = data_parallel.shard(modules)
+        sharded = data_parallel.shard_modules(modules)
         slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
-        run_on_all(self.mesh.world, lambda: self._values.fill(modules))
+        run_on_all_ranks(self.mesh.world, lambda: self._values.fill_modules(modules))
         if self.adapters:
             self._values.fill_adapters(modules)
-        tie_parameters(modules)
-        return data_parallel.store(modules, sharded)
+        tie_equally_named_parameters(modules)
+        return data_parallel.create_store(modules, sharded)
 
-    def _adopt(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
+    def _set_stages(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
         """Set this rank's stages from the modules, with parameters in `store`."""
         self.store = store
-        self._float8 = KeptFloat8.of(parallel.modules.values(), self.precision)
+        self._float8 = KeptFloat8.allocate(parallel.modules.values(), self.precision)
         self.local = [
             Stage(
                 index=index,
@@ -293,7 +293,7 @@ class MaterializedStages:
                 span=parallel.spans[index],
                 module=module,
                 masters=store.masters,
-                shards=store.shards_of(module),
+                shards=store.get_shards(module),
                 adapters=self.adapters,
                 splits=parallel.splits,
                 recompute=self.recompute,
@@ -315,20 +315,20 @@ class MaterializedStages:
         )
 
     @property
-    def _layers_keep_shapes(self) -> bool:
+    def _do_layers_keep_shapes(self) -> bool:
         """Whether every layer keeps its input shapes: the model declares it, and nothing here changes layers."""
         changed = bool(self.transforms or self.precision.uncast)
         return not changed and layers_keep_shapes(self.model)
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        return self._activations.of(stage, inputs, shared)
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+        return self._activations.infer_stage_inputs(stage, inputs, shared)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all local stages' trained parameters, without duplicates; [] before `open`."""
         return [] if self._parameters is None else self._parameters.named_parameters()
 
     def slices(self) -> dict[str, TensorSlice | None]:
-        return {name: self._parameters.slice(name) for name, _ in self.named_parameters()}
+        return {name: self._parameters.get_rank_slice(name) for name, _ in self.named_parameters()}
 
     @property
     def initial_folder(self) -> Path | None:
@@ -341,12 +341,12 @@ class MaterializedStages:
         return self._parameters.owned_parameters()
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
-        self.store.cast(only_if_changed)
-        self._float8.round(only_if_changed)
+        self.store.cast_masters_to_copies(only_if_changed)
+        self._float8.round_weights(only_if_changed)
 
     def hand_over_gradients(self) -> None:
         self.store.hand_over_gradients()
-        self._float8.expire()
+        self._float8.mark_all_changed()
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """
@@ -364,7 +364,7 @@ class MaterializedStages:
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         """Return this rank's slices by name, for trained parameters and persistent buffers; None for whole ones."""
-        return {name: self._parameters.slice(name) for name in self.state_dict()}
+        return {name: self._parameters.get_rank_slice(name) for name in self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return trained parameters and persistent buffers by name, and a fingerprint for frozen parameters."""
@@ -380,24 +380,26 @@ class MaterializedStages:
                 f"the checkpoint and the stages have different parameters and buffers; only one has {sorted(other)}"
             )
         if state.get(FROZEN) != (self._fingerprint or None):
-            raise UserError(self._values.describe_other_origin())
+            raise UserError(self._values.format_changed_source_error())
         with torch.no_grad():
             # By stage, because two stages of this rank may have buffers with the same name.
             for tensors in self._parameters.state_tensors():
                 for name, tensor in tensors.items():
                     tensor.copy_(state[name])
 
-    def _check_patterns(self) -> None:
+    def _check_precision_patterns(self) -> None:
         """Raise UserError for a pattern of `precision` that matches nothing on any rank."""
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]
-        self._check_matches("uncast", "parameter", self.precision.uncast, parameters)
-        layers = [name for module in modules for name in linear_layers(module)]
-        self._check_matches("linear_in_compute", "linear layer", self.precision.linear_in_compute, layers)
-        weights = [name for module in modules for name in quantizable_weights(module)]
-        self._check_matches("frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
+        self._check_patterns_match("uncast", "parameter", self.precision.uncast, parameters)
+        layers = [name for module in modules for name in find_float8_candidates(module)]
+        self._check_patterns_match(
+            "linear_in_compute", "linear layer or layer of experts", self.precision.linear_in_compute, layers
+        )
+        weights = [name for module in modules for name in find_quantizable_weights(module)]
+        self._check_patterns_match("frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
 
-    def _check_matches(self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    def _check_patterns_match(self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
         """Raise UserError if a pattern matches no name on any pipeline rank; `key` is its setting. A collective."""
         matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
         matched = {pattern for by_rank in self.mesh.pipeline_group.gather_json(matched_here) for pattern in by_rank}

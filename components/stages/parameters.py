@@ -57,7 +57,7 @@ class StageParameters:
         declared = {name: role for stage in self.stages for name, role in parameter_roles(stage.module)}
         return {name: declared[name] for name in self._named}
 
-    def all(self) -> dict[str, nn.Parameter]:
+    def all_parameters(self) -> dict[str, nn.Parameter]:
         """Return the stages' parameters by name, including frozen ones."""
         return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
 
@@ -67,25 +67,25 @@ class StageParameters:
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's owned parameters. Every model parameter is owned by exactly one rank."""
-        shared = self._sharing
-        elsewhere = set[str]().union(*(dimension.names_owned_elsewhere(shared) for dimension in self.dimensions))
+        shared = self._make_shared_parameters
+        elsewhere = set[str]().union(*(dimension.list_names_owned_elsewhere(shared) for dimension in self.dimensions))
         return [(name, parameter) for name, parameter in self._named.items() if name not in elsewhere]
 
     @property
-    def _sharing(self) -> SharedParameters:
+    def _make_shared_parameters(self) -> SharedParameters:
         """Return how this rank shares its parameters with other ranks, for mesh dimensions."""
         return SharedParameters(
             trained=self._named,
             split=self.splits.keys(),
             experts=self.experts,
             sharded=self.store.slices.keys(),
-            summed=self.store.summed,
+            summed=self.store.parameters_summed_in_backward,
             precision=self.precision,
             device=self.device,
             bucket_bytes=self.bucket_bytes,
         )
 
-    def slice(self, name: str) -> TensorSlice | None:
+    def get_rank_slice(self, name: str) -> TensorSlice | None:
         """Return this rank's slice of a parameter; None if this rank has the whole parameter."""
         split = self.splits[name].tensor_slice if name in self.splits else None
         return TensorSlice.compose(split, self.store.slices.get(name))
@@ -97,13 +97,13 @@ class StageParameters:
         trained = sum(parameter.numel() for _, parameter in self.named_parameters())
         return {
             **self.store.memory_bytes(),
-            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copy_bytes,
+            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.compute_copy_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
     def sum_gradients(self) -> None:
         """Sum gradients not yet summed in backward passes, along all mesh dimensions, innermost first."""
-        shared = self._sharing
+        shared = self._make_shared_parameters
         for dimension in reversed(self.dimensions):
             dimension.sum_gradients(shared)
 

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 
 LeafSpec = Literal["rows", "tokens", "replicated", "host"]
 """
@@ -60,14 +60,16 @@ class Batch:
             raise TypeError(f'{cls.__name__} does not declare the leaf `weights`; write weights: Tensor = leaf("rows")')
 
     @classmethod
-    def outline(cls, rows: int, length: int) -> Self:
+    def make_meta_batch(cls, rows: int, length: int) -> Self:
         """
         Return a batch on the meta device, for plans; a row has `length` tokens.
 
         Raises NotImplementedError for a class that does not describe its tensors.
         """
-        text = f"{cls.__name__} does not describe its tensors for plans; define the class method outline(rows, length)"
-        raise NotImplementedError(text)
+        raise NotImplementedError(
+            f"{cls.__name__} does not describe its tensors for plans; "
+            "define the class method make_meta_batch(rows, length)"
+        )
 
     @property
     def row_count(self) -> int:
@@ -81,7 +83,7 @@ class Batch:
 
     @property
     def token_count(self) -> int:
-        """Return the number of tokens a run counts: the number of weights, including zeros."""
+        """Count this batch's tokens: all positions with a weight, even 0."""
         return self.weights.numel()
 
     def has_whole_rows(self) -> bool:
@@ -110,7 +112,7 @@ class Batch:
         for name, spec in self.specs.items():
             if spec in specs:
                 value = getattr(self, name)
-                changed[name] = function(value) if isinstance(value, Tensor) else transform(change, value)
+                changed[name] = function(value) if isinstance(value, Tensor) else map_leaves(change, value)
         return self.evolve(**changed)
 
     def take_rows(self, rows: slice) -> Self:
@@ -122,7 +124,7 @@ class Batch:
         return self.map_tensors(lambda tensor: tensor.index_select(1, indices), {"tokens"})
 
     def without_host_values(self) -> Self:
-        """Return a copy with default values for all leaves declared "host"."""
+        """Return a copy in which leaves declared "host", which stay off the device, have their default values."""
         return self.evolve(
             **{field.name: field.default for field in attrs.fields(type(self)) if field.metadata["spec"] == "host"}
         )
@@ -130,7 +132,7 @@ class Batch:
     def named_tensors(self) -> Iterator[tuple[str, LeafSpec, Tensor]]:
         """Yield the name and spec of every leaf with its tensors, in order."""
         for name, spec in self.specs.items():
-            yield from ((name, spec, value) for value in leaves(getattr(self, name)) if isinstance(value, Tensor))
+            yield from ((name, spec, value) for value in list_leaves(getattr(self, name)) if isinstance(value, Tensor))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors in leaf order."""

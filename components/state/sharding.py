@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from drawloom.components.state.specs import Replicate, Shard, SpecTree, Stack
-from drawloom.components.state.trees import branches, rebuild
+from drawloom.components.state.trees import list_labelled_children, replace_children
 
 
-def spec_of_whole(value: Any) -> SpecTree:
+def infer_batch_spec(value: Any) -> SpecTree:
     """
     Infer the spec of a value of the whole batch: tensors and lists are sharded along dimension 0.
 
@@ -25,7 +25,7 @@ def spec_of_whole(value: Any) -> SpecTree:
     return _infer_spec(lambda leaf: Shard() if isinstance(leaf, Tensor) and leaf.ndim else Replicate(), value)
 
 
-def spec_of_shard(value: Any) -> SpecTree:
+def infer_shard_spec(value: Any) -> SpecTree:
     """
     Infer the spec of a value of one microbatch: tensors and lists are concatenated along dimension 0.
 
@@ -38,8 +38,12 @@ def _infer_spec(choose: Callable[[Any], SpecTree], value: Any) -> SpecTree:
     """Return a tree's spec: `choose` decides for leaves, and lists are sharded."""
     if isinstance(value, list):
         return Shard()
-    children = branches(value)
-    return choose(value) if children is None else rebuild(value, [_infer_spec(choose, child) for _, child in children])
+    children = list_labelled_children(value)
+    return (
+        choose(value)
+        if children is None
+        else replace_children(value, [_infer_spec(choose, child) for _, child in children])
+    )
 
 
 def shard_tree(tree: Any, spec: SpecTree, count: int, *, even: bool = True) -> list[Any]:
@@ -80,24 +84,24 @@ def _check_specs(spec: SpecTree, path: str) -> None:
     """Raise ValueError for the first leaf of a spec tree at `path` that is not a spec."""
     if is_leaf_spec(spec):
         return
-    children = branches(spec)
+    children = list_labelled_children(spec)
     if children is None:
-        raise _create_error(path, f"{spec!r} is not a sharding spec; write Shard(dim), Stack(dim) or Replicate()")
+        raise _make_error(path, f"{spec!r} is not a sharding spec; write Shard(dim), Stack(dim) or Replicate()")
     for step, child in children:
         _check_specs(child, path + step)
 
 
 def _pair_children(value: Any, spec: SpecTree, path: str) -> list[tuple[str, Any, SpecTree]] | None:
     """Return the children of a node with their specs, or None if the spec applies to the whole value."""
-    children = branches(value)
+    children = list_labelled_children(value)
     if is_leaf_spec(spec):
         whole = isinstance(value, list) and not isinstance(spec, Replicate)
         return None if children is None or whole else [(step, child, spec) for step, child in children]
-    specs = dict(branches(spec) or ())
+    specs = dict(list_labelled_children(spec) or ())
     steps = [step for step, _ in children or ()]
     if children is None or set(steps) != set(specs):
         there = "is a leaf" if children is None else f"has {', '.join(steps) or 'nothing'}"
-        raise _create_error(path, f"the specification has {', '.join(specs) or 'nothing'} here, but the value {there}")
+        raise _make_error(path, f"the specification has {', '.join(specs) or 'nothing'} here, but the value {there}")
     return [(step, child, specs[step]) for step, child in children]
 
 
@@ -107,19 +111,19 @@ def _shard_node(value: Any, spec: SpecTree, count: int, even: bool, path: str) -
     if children is None:
         return _shard_leaf(value, spec, count, even, path)
     columns = [_shard_node(child, below, count, even, path + step) for step, child, below in children]
-    return [rebuild(value, [column[index] for column in columns]) for index in range(count)]
+    return [replace_children(value, [column[index] for column in columns]) for index in range(count)]
 
 
 def _shard_leaf(value: Any, spec: SpecTree, count: int, even: bool, path: str) -> list[Any]:
     if isinstance(spec, Replicate) or value is None:
         return [value] * count
-    size = _get_size(value, spec, path)
+    size = _count_elements(value, spec, path)
     if isinstance(spec, Stack) and size != count:
         reason = f"{_describe_kind(value)} has size {size} along dimension {spec.dim}"
-        raise _create_error(path, f"{reason}, not one entry for each of {count} microbatches")
+        raise _make_error(path, f"{reason}, not one entry for each of {count} microbatches")
     if even and size % count:
         reason = f"{_describe_kind(value)} can't be cut evenly into {count} along dimension {spec.dim}"
-        raise _create_error(path, f"{reason}; Replicate() would give each microbatch all of it")
+        raise _make_error(path, f"{reason}; Replicate() would give each microbatch all of it")
     if isinstance(value, list):
         return list(value) if isinstance(spec, Stack) else _shard_list(value, count)
     return list(value.unbind(spec.dim) if isinstance(spec, Stack) else value.tensor_split(count, spec.dim))
@@ -132,11 +136,11 @@ def _shard_list(items: list[Any], count: int) -> list[list[Any]]:
     return [items[start:end] for start, end in pairwise(ends)]
 
 
-def _get_size(value: Any, spec: Shard | Stack, path: str) -> int:
+def _count_elements(value: Any, spec: Shard | Stack, path: str) -> int:
     """Return the size of a tensor or list along the dimension of the spec."""
     if isinstance(value, list):
         if spec.dim != 0:
-            raise _create_error(path, f"a list only has dimension 0, but the specification is {spec}")
+            raise _make_error(path, f"a list only has dimension 0, but the specification is {spec}")
         return len(value)
     _check_dimension(value, spec, 0, path)
     return int(value.size(spec.dim))
@@ -151,11 +155,14 @@ def _unshard_nodes(values: list[Any], spec: SpecTree, path: str) -> Any:
     rows = [{step: child for step, child, _ in entries or ()} for entries in children]
     if other := next((row for row in rows if first is not None and row.keys() != rows[0].keys()), None):
         names = ", ".join(sorted(other.keys() ^ rows[0].keys()))
-        raise _create_error(path, f"microbatch {rows.index(other)} has other entries than the first: {names}")
+        raise _make_error(
+            path,
+            f"microbatch {rows.index(other)} and the first one do not both have {names}; write the same entries in all",
+        )
     if first is None or len(set(map(type, values))) > 1:
-        raise _create_error(path, f"microbatches have values of different forms: {_describe_kinds(values)}")
+        raise _make_error(path, f"microbatches have values of different forms: {_describe_kinds(values)}")
     children = [_unshard_nodes([row[step] for row in rows], below, path + step) for step, _, below in first]
-    return rebuild(values[0], children)
+    return replace_children(values[0], children)
 
 
 def _unshard_leaf(values: list[Any], spec: SpecTree, path: str) -> Any:
@@ -164,11 +171,11 @@ def _unshard_leaf(values: list[Any], spec: SpecTree, path: str) -> Any:
     kinds = {next((kind for kind in (Tensor, list) if isinstance(value, kind)), object) for value in values}
     # A mix of tensors and lists can't be joined, and torch's error would not name the path.
     if len(kinds) > 1:
-        raise _create_error(path, f"microbatches have values of different forms: {_describe_kinds(values)}")
+        raise _make_error(path, f"microbatches have values of different forms: {_describe_kinds(values)}")
     if isinstance(spec, Stack) and Tensor not in kinds:
         return list(values)
     if list in kinds:
-        _get_size(values[0], spec, path)
+        _count_elements(values[0], spec, path)
         return [item for value in values for item in value]
     return _unshard_tensors(values, spec, path)
 
@@ -180,27 +187,26 @@ def _unshard_tensors(values: list[Any], spec: Shard | Stack, path: str) -> Tenso
         return torch.stack(values, spec.dim) if is_stack else torch.cat(values, spec.dim)
     except RuntimeError as error:
         shapes = "equal shapes" if is_stack else f"shapes that differ only in dimension {spec.dim}"
-        text = f"microbatches have tensors that can't be joined by {spec}: {_describe_kinds(values)}; use {shapes}"
-        raise _create_error(path, text) from error
+        text = f"{spec} can't join the microbatches' tensors, {_describe_kinds(values)}; use {shapes}"
+        raise _make_error(path, text) from error
 
 
 def _check_dimension(value: Any, spec: Shard | Stack, more: int, path: str) -> None:
     """Raise ValueError unless this is a tensor that has the spec's dimension, after `more` dimensions are added."""
     if not isinstance(value, Tensor):
-        raise _create_error(
-            path, f"{_describe_kind(value)} can't be cut or joined by {spec}, only tensors and lists can"
-        )
+        raise _make_error(path, f"{_describe_kind(value)} can't be cut or joined by {spec}, only tensors and lists can")
     dimensions = value.ndim + more
     if not -dimensions <= spec.dim < dimensions:
         instead = f"a dimension below {dimensions}" if dimensions else "Stack()"
-        raise _create_error(path, f"{_describe_kind(value)} has no dimension for {spec}; write {instead}")
+        raise _make_error(path, f"{_describe_kind(value)} has no dimension for {spec}; write {instead}")
 
 
 def _require_equal(values: list[Any], path: str) -> Any:
     """Return the common value of all microbatches; ValueError if values differ."""
     for index, value in enumerate(values):
         if not _are_equal(values[0], value):
-            raise _create_error(path, f"it is replicated, but differs between microbatches 0 and {index}")
+            text = f"the spec is Replicate(), but microbatches 0 and {index} have different values; write Stack()"
+            raise _make_error(path, text)
     return values[0]
 
 
@@ -226,5 +232,5 @@ def _describe_kind(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _create_error(path: str, reason: str) -> ValueError:
+def _make_error(path: str, reason: str) -> ValueError:
     return ValueError(f"at {path}: {reason}" if path else reason)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from drawloom.components.state.host_copy import HostCopy
-from drawloom.components.state.sharding import check_spec, shard_tree, spec_of_shard, spec_of_whole, unshard_tree
+from drawloom.components.state.sharding import check_spec, infer_batch_spec, infer_shard_spec, shard_tree, unshard_tree
 from drawloom.components.state.specs import SpecTree
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 
 
 class StateView(Protocol):
@@ -82,7 +82,7 @@ class StepState:
 
     def split(self, microbatches: int, specs: Mapping[str, SpecTree]) -> None:
         """
-        Set the number of microbatches, and the specs by which values are sharded and joined; drop all values.
+        Begin a step: drop all values, and set the microbatch count and the specs to shard and join values.
 
         Specs of other names are inferred. Raises PipelineStateError for a negative number or an invalid spec.
         """
@@ -129,7 +129,7 @@ class StepState:
         return self[key]
 
     def microbatches_present(self, key: str) -> list[int]:
-        """Return the microbatches in whose view a name can be read; none for a name that has not been written."""
+        """Return the microbatches, counted from 0, with a written value; [] if it was never written."""
         return [*range(self.microbatches)] if key in self._written else sorted(self._shards.get(key, ()))
 
     def is_remote(self, tensor: Tensor) -> bool:
@@ -165,7 +165,7 @@ class StepState:
         """Return a value of the global view with its tensors on the CPU; waits for their copy. Any thread may call."""
         self.copy_to_host()
         copies = dict(self._iterate_copies())
-        return transform(lambda leaf: copies.get(id(leaf), leaf), self[key])
+        return map_leaves(lambda leaf: copies.get(id(leaf), leaf), self[key])
 
     def number(self, key: str) -> float:
         """Return a number of the global view; waits for its copy to the host. Raises MissingStateError."""
@@ -183,7 +183,7 @@ class StepState:
     def _iterate_remote_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors written in the global view that are not on the CPU."""
         for value in self._written.values():
-            yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and self.is_remote(leaf))
+            yield from (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor) and self.is_remote(leaf))
 
     def _iterate_copies(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
@@ -200,7 +200,7 @@ class StepState:
             raise self._create_missing_error(key, range(self.microbatches), f"[{key!r}]")
         shards = [self._shards[key][index] for index in range(self.microbatches)]
         spec = self._specs[key] if key in self._specs else self._inferred.get(key)
-        spec = spec_of_shard(shards[0]) if spec is None else spec
+        spec = infer_shard_spec(shards[0]) if spec is None else spec
         return _with_location(f"[{key!r}]", partial(unshard_tree, shards, spec))
 
     def _read_microbatch_shard(self, key: str, index: int, location: str) -> Any:
@@ -227,7 +227,7 @@ class StepState:
         """Shard a value written in the global view, and return the shards by microbatch."""
         value, spec = self._written[key], self._specs.get(key)
         if spec is None:
-            spec = self._inferred[key] = spec_of_whole(value)
+            spec = self._inferred[key] = infer_batch_spec(value)
         return dict(enumerate(shard_tree(value, spec, self.microbatches)))
 
     def _create_missing_error(self, key: str, shards: Sequence[int], location: str) -> MissingStateError:
@@ -276,8 +276,8 @@ def _detach(value: Any) -> Any:
     """Return a value without autograd graphs: the same object if it has none."""
     if isinstance(value, Tensor | float):  # most values of a step
         return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(value)):
-        return transform(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in list_leaves(value)):
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
     return value
 
 

@@ -15,7 +15,7 @@ import attrs
 from torch import Tensor
 
 
-def children(node: Any) -> list[tuple[Any, Any]] | None:
+def list_children(node: Any) -> list[tuple[Any, Any]] | None:
     """Return the children of a node, in order, with their keys, indices or field names; None for a leaf."""
     if isinstance(node, Tensor):
         return None  # checked first: most leaves are tensors, and pipelines walk a tree for every action
@@ -28,16 +28,16 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def branches(node: Any) -> list[tuple[str, Any]] | None:
+def list_labelled_children(node: Any) -> list[tuple[str, Any]] | None:
     """Return the children of a node with their access expressions, `['x']`, `[0]` or `.x`; None for a leaf."""
-    nodes = children(node)
+    nodes = list_children(node)
     if nodes is None:
         return None
     access = "[{!r}]" if isinstance(node, dict | list | tuple) else ".{}"
     return [(access.format(key), child) for key, child in nodes]
 
 
-def rebuild(node: Any, children: Sequence[Any]) -> Any:
+def replace_children(node: Any, children: Sequence[Any]) -> Any:
     """Return a copy of a node with other children, in the same order."""
     if type(node) in (list, tuple):
         return type(node)(children)
@@ -52,34 +52,36 @@ def rebuild(node: Any, children: Sequence[Any]) -> Any:
     return new
 
 
-def transform(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a new tree with `function` applied to every leaf."""
     if isinstance(tree, Tensor):
         return function(tree)  # the usual case between stages, where microseconds matter
-    nodes = children(tree)
-    return function(tree) if nodes is None else rebuild(tree, [transform(function, child) for _, child in nodes])
+    nodes = list_children(tree)
+    return (
+        function(tree) if nodes is None else replace_children(tree, [map_leaves(function, child) for _, child in nodes])
+    )
 
 
-def transform_with_path(function: Callable[[tuple[Any, ...], Any], Any], tree: Any, path: tuple[Any, ...] = ()) -> Any:
+def map_leaves_with_path(function: Callable[[tuple[Any, ...], Any], Any], tree: Any, path: tuple[Any, ...] = ()) -> Any:
     """Return a new tree with `function(path, leaf)` for every leaf; a path has keys, indices and field names."""
-    nodes = children(tree)
+    nodes = list_children(tree)
     if nodes is None:
         return function(path, tree)
-    return rebuild(tree, [transform_with_path(function, child, (*path, key)) for key, child in nodes])
+    return replace_children(tree, [map_leaves_with_path(function, child, (*path, key)) for key, child in nodes])
 
 
-def leaves(tree: Any) -> list[Any]:
+def list_leaves(tree: Any) -> list[Any]:
     """Return all leaves, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    nodes = children(tree)
-    return [tree] if nodes is None else [leaf for _, child in nodes for leaf in leaves(child)]
+    nodes = list_children(tree)
+    return [tree] if nodes is None else [leaf for _, child in nodes for leaf in list_leaves(child)]
 
 
-def fill(tree: Any, values: Iterable[Any]) -> Any:
+def replace_leaves(tree: Any, values: Iterable[Any]) -> Any:
     """Return a copy of the tree whose leaves are these values, in order."""
     rest = iter(values)
-    return transform(lambda _: next(rest), tree)
+    return map_leaves(lambda _: next(rest), tree)
 
 
 def _is_named_tuple(node: Any) -> bool:

@@ -48,12 +48,12 @@ class FileWriter:
     def content(self) -> Content:
         """Return size and SHA-256 for the bytes written in order from the start."""
         if self.sha256 is None:
-            raise ValueError(f"{self.name} was opened without a hash")
+            raise ValueError(f"{self.name} was opened without hashing, so it has no checksum")
         return self.sha256.finish()
 
 
 @contextmanager
-def new_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
+def create_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
     """Create a file with a hash per block, and flush it when the context ends. Raises OSError if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     sha256 = Sha256Stream(block)
@@ -65,14 +65,14 @@ def new_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> Content:
+def create_file_with(path: Path, data: bytes) -> Content:
     """Create a file with these bytes, and flush it to disk. Raises OSError if it exists."""
-    with new_file(path) as file:
+    with create_file(path) as file:
         file.put(memoryview(data), 0)
     return file.content()
 
 
-def sync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Flush a file or a folder. A new or renamed file survives a power cut only if its folder is flushed too."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -81,11 +81,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_tree(folder: Path) -> None:
+def flush_tree_to_disk(folder: Path) -> None:
     """Flush every file and folder below a folder, and the folder itself."""
     for parent, _, files in os.walk(folder):
         for path in (*(Path(parent, file) for file in files), Path(parent)):
-            sync(path)
+            flush_to_disk(path)
 
 
 def count_free_bytes(folder: Path) -> int:
@@ -107,7 +107,7 @@ def remove_folder(path: Path) -> None:
         path.unlink()
 
 
-def list_names(folder: Path) -> list[str]:
+def list_folder(folder: Path) -> list[str]:
     """Return the sorted names in a folder; empty if it is missing."""
     try:
         return sorted(os.listdir(folder))
@@ -115,26 +115,26 @@ def list_names(folder: Path) -> list[str]:
         return []
 
 
-def rename(old: Path, new: Path) -> None:
+def rename_durably(old: Path, new: Path) -> None:
     """Rename a file or folder atomically within its folder, and flush the new name."""
     os.rename(old, new)
-    sync(new.parent)
+    flush_to_disk(new.parent)
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replace a file's content atomically. Two processes must not replace the same file at once."""
-    temporary = temporary_name(path)
+    temporary = make_temporary_path(path)
     remove_folder(temporary)  # left by a killed process, or anything else of that name
     try:
-        write_file(temporary, data)
-        rename(temporary, path)
+        create_file_with(temporary, data)
+        rename_durably(temporary, path)
     except OSError:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
-def temporary_name(path: Path) -> Path:
+def make_temporary_path(path: Path) -> Path:
     """Return the temporary path for a file's new content: hidden, in the same folder, so the rename is atomic."""
     return path.with_name(f".{path.name}.tmp")
 
@@ -148,8 +148,8 @@ class TempFolder:
 
     def commit(self) -> None:
         """Flush the folder, and rename it to the target."""
-        sync_tree(self.folder)
-        rename(self.folder, self.target)
+        flush_tree_to_disk(self.folder)
+        rename_durably(self.folder, self.target)
 
     def discard(self) -> None:
         """Remove the temporary folder, unless it was committed."""
@@ -161,21 +161,21 @@ def remove_folder_at_once(target: Path) -> None:
     """Rename a folder, so it disappears at once, and remove it under its temporary name."""
     target = target.absolute()
     if target.is_dir():
-        # after a kill, `begin_folder` removes the hidden folder
+        # after a kill, `create_temp_folder` removes the hidden folder
         hidden = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-        rename(target, hidden)
+        rename_durably(target, hidden)
         with suppress(OSError):
             remove_folder(hidden)
 
 
-def begin_folder(target: Path) -> TempFolder:
+def create_temp_folder(target: Path) -> TempFolder:
     """
     Create a temporary folder on the target's file system, so the rename is atomic.
 
     Removes earlier attempts' temporary folders: if two attempts run concurrently, the first one fails, and their files
     never mix. Raises UserError if the target exists and is not an empty folder.
     """
-    _refuse_if_taken(target)
+    _check_target_is_free(target)
     target = target.absolute()
     prefix = f".{target.name}.partial-"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def begin_folder(target: Path) -> TempFolder:
     return TempFolder(target, folder)
 
 
-def _refuse_if_taken(target: Path) -> None:
+def _check_target_is_free(target: Path) -> None:
     """Raise UserError unless the target is missing or an empty folder."""
     if target.is_dir() and not any(target.iterdir()):
         return

@@ -23,7 +23,7 @@ class ObjectStore:
     A folder in a store. Methods take names relative to it, and raise StoreError for every failure of the store.
 
         store = ObjectStore.open("s3://bucket/runs/first_run")
-        store.put(Path("runs/first_run/metrics.jsonl"), "metrics.jsonl")
+        store.upload(Path("runs/first_run/metrics.jsonl"), "metrics.jsonl")
     """
 
     url: str
@@ -43,7 +43,7 @@ class ObjectStore:
             raise UserError(f"{url}: {error}; {MISSING}") from error
         return cls(url, system, root)
 
-    def names(self, folder: str = "") -> list[str]:
+    def list_names(self, folder: str = "") -> list[str]:
         """Return the sorted names in a folder; empty if it is missing."""
         with self._convert_errors():
             self._system.invalidate_cache()
@@ -53,7 +53,7 @@ class ObjectStore:
                 return []
             return sorted({posixpath.basename(str(path).rstrip("/")) for path in paths} - {""})
 
-    def put(self, file: Path, name: str) -> None:
+    def upload(self, file: Path, name: str) -> None:
         """Upload a local file under a name. Raises FileNotFoundError if the local file is gone."""
         if not file.is_file():
             raise FileNotFoundError(file)
@@ -61,7 +61,7 @@ class ObjectStore:
             self._system.makedirs(posixpath.dirname(self._join_path(name)), exist_ok=True)
             self._system.put_file(str(file), self._join_path(name))
 
-    def get(self, name: str, file: Path) -> None:
+    def download(self, name: str, file: Path) -> None:
         """Download a file, and create the local folder for it."""
         file.parent.mkdir(parents=True, exist_ok=True)
         with self._convert_errors():

@@ -55,9 +55,9 @@ class RegularFile:
 
 
 @contextmanager
-def regular_file(path: Path) -> Iterator[RegularFile]:
+def open_regular_file(path: Path) -> Iterator[RegularFile]:
     """Open a file for reading. Raises OSError if it is missing, a link, or not a regular file."""
-    descriptor = open_descriptor(path, os.O_RDONLY)
+    descriptor = open_regular_descriptor(path, os.O_RDONLY)
     try:
         status = os.fstat(descriptor)
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -67,18 +67,18 @@ def regular_file(path: Path) -> Iterator[RegularFile]:
 
 
 @contextmanager
-def open_regular_file(path: Path, remedy: str = "copy the folder again") -> Iterator[RegularFile]:
+def open_untrusted_file(path: Path, remedy: str = "copy the folder again") -> Iterator[RegularFile]:
     """
     Open an untrusted file for reading. Raises UserError with the reason and the remedy if opening or reading fails.
     """
     try:
-        with regular_file(path) as file:
+        with open_regular_file(path) as file:
             yield file
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); {remedy}") from error
 
 
-def open_descriptor(path: Path, flags: int) -> int:
+def open_regular_descriptor(path: Path, flags: int) -> int:
     """
     Open a regular file with flags of open(2), and return its descriptor. Raises OSError if it is a link or not a
     regular file.
@@ -104,12 +104,12 @@ def open_descriptor(path: Path, flags: int) -> int:
 def open_to_append(path: Path) -> int:
     """Open a file for reading and appending, and create it if it is missing. Raises UserError if that fails."""
     try:
-        return open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        return open_regular_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         raise UserError(f"{path} can't be written ({error.strerror}); remove it, or use another run name") from error
 
 
-def make_folder(path: Path) -> Path:
+def create_folder(path: Path) -> Path:
     """Create a folder in a run folder, if it is missing. Raises UserError if a link or a file has its name."""
     try:
         path.mkdir(exist_ok=True)
@@ -117,13 +117,15 @@ def make_folder(path: Path) -> Path:
             raise OSError(errno.ENOTDIR, "it is a symbolic link, which may lead anywhere", str(path))
     except OSError as error:
         text = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
-        raise UserError(f"{path} can't be written to ({text}); remove it, or use another run name") from error
+        raise UserError(
+            f"{path} can't be opened for writing ({text}); remove this file, or use another run name"
+        ) from error
     return path
 
 
 def read_file(path: Path, limit: int) -> bytes:
     """Return a regular file's content. Raises OSError for more than `limit` bytes."""
-    with regular_file(path) as file:
+    with open_regular_file(path) as file:
         if file.size > limit:
             raise OSError(0, f"it has {file.size} bytes, and more than {limit} are not read", str(path))
         return file.read(0, file.size)
@@ -131,7 +133,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 def hash_file(path: Path) -> Content:
     """Return a regular file's size and SHA-256."""
-    with regular_file(path) as file:
+    with open_regular_file(path) as file:
         blocks = (
             file.read(number * BLOCK, min(BLOCK, file.size - number * BLOCK))
             for number in range(count_blocks(file.size))
@@ -221,9 +223,9 @@ class VerifiedFile(RegularFile):
 @contextmanager
 def open_verified(path: Path, expected: Content) -> Iterator[VerifiedFile]:
     """
-    Open a file with this content. Raises OSError like `regular_file`, and ContentMismatchError if the size differs.
+    Open a file with this content. Raises OSError as `open_regular_file`, and ContentMismatchError for another size.
     """
-    with regular_file(path) as file:
+    with open_regular_file(path) as file:
         if file.size != expected.size:
             raise ContentMismatchError(f"has {file.size} bytes instead of {expected.size}")
         yield VerifiedFile(file.path, file.descriptor, file.identity, expected=expected)

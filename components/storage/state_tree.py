@@ -31,17 +31,17 @@ class Packed(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def pack(state: Any) -> Packed:
+def pack_state(state: Any) -> Packed:
     """
-    Return a state's tree and its tensors, which are not copied; a repeated tensor is stored once.
+    Split a state into a JSON tree, with tensor names as leaves, and distinct tensors by name, which are not copied.
 
-    Raises TypeError with the path to a value that `unpack` would not restore exactly.
+    Raises TypeError with the path to a value that `unpack_state` would not restore exactly.
     """
     packer = _Packer()
     return Packed(packer.pack(state, ()), packer.tensors)
 
 
-def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+def unpack_state(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """
     Return the state from a tree and its tensors, any shape, which are not copied.
 
@@ -52,19 +52,19 @@ def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     if missing or extra:
         lists = [("missing", missing), ("unexpected", extra)]
         raise ValueError("; ".join(f"{kind} {', '.join(sorted(names))}" for kind, names in lists if names))
-    return _unpack(tree, tensors)
+    return _unpack_value(tree, tensors)
 
 
 def tensor_names(tree: Tree) -> set[str]:
     """Return all tensor names in a tree."""
-    return {name for name, _ in leaves(tree)}
+    return {name for name, _ in iterate_tensor_leaves(tree)}
 
 
-def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
-    """Yield the tensor names in a tree, with their slices (None for a whole tensor)."""
+def iterate_tensor_leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
+    """Yield (tensor name, slice) for every tensor in a tree; None for a whole tensor."""
     if isinstance(tree, list):
         for part in tree:
-            yield from leaves(part)
+            yield from iterate_tensor_leaves(part)
     elif isinstance(tree, dict):
         [(kind, content)] = tree.items()
         if kind == "tensor":
@@ -72,7 +72,7 @@ def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
         elif kind == "slice":
             yield content["tensor"], _parse_slice(content)
         else:
-            yield from leaves([*content.values()] if kind == "dict" else content)
+            yield from iterate_tensor_leaves([*content.values()] if kind == "dict" else content)
 
 
 def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
@@ -83,20 +83,20 @@ def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
         return tree
     [(kind, content)] = tree.items()
     if kind == "tensor" and content in parts:
-        return _slice_leaf(content, parts[content])
+        return _make_slice_leaf(content, parts[content])
     if kind == "slice" and content["tensor"] in parts:
         name = content["tensor"]
-        return _slice_leaf(name, TensorSlice.compose(_parse_slice(content), parts[name]) or parts[name])
+        return _make_slice_leaf(name, TensorSlice.compose(_parse_slice(content), parts[name]) or parts[name])
     if kind == "dict":
         return {kind: {key: narrow_tree(part, parts) for key, part in content.items()}}
     return {kind: narrow_tree(content, parts)} if kind == "tuple" else tree
 
 
-def entries(tree: Tree) -> dict[str, Tree]:
+def list_dict_entries(tree: Tree) -> dict[str, Tree]:
     """Return the entries in a dict's tree. Raises ValueError for another tree."""
     content = tree.get("dict") if isinstance(tree, dict) else None
     if not isinstance(content, dict):
-        raise ValueError("a state is not a dict")
+        raise ValueError("the saved state is not a dict")
     return content
 
 
@@ -111,7 +111,7 @@ class _Packer:
         if isinstance(value, Tensor):
             return {"tensor": self._register_tensor(value.detach(), path)}
         if isinstance(value, SlicedTensor):
-            return _slice_leaf(self._register_tensor(value.tensor.detach(), path), value.tensor_slice)
+            return _make_slice_leaf(self._register_tensor(value.tensor.detach(), path), value.tensor_slice)
         if isinstance(value, dict):
             # JSON would convert other keys to strings.
             if wrong := [key for key in value if type(key) is not str]:
@@ -145,7 +145,7 @@ class _Packer:
         return self._names[key]
 
 
-def _slice_leaf(name: str, tensor_slice: TensorSlice) -> Tree:
+def _make_slice_leaf(name: str, tensor_slice: TensorSlice) -> Tree:
     """Return the leaf for a slice in the named tensor."""
     return {"slice": {"tensor": name, **{key: [*part] for key, part in attrs.asdict(tensor_slice).items()}}}
 
@@ -166,10 +166,10 @@ def _join_path(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path)) or "it"
 
 
-def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+def _unpack_value(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """Return a tree's value."""
     if isinstance(tree, list):
-        return [_unpack(part, tensors) for part in tree]
+        return [_unpack_value(part, tensors) for part in tree]
     if not isinstance(tree, dict):
         return tree
     [(kind, content)] = tree.items()
@@ -180,7 +180,7 @@ def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "float":
         return float(content)
     if kind == "tuple":
-        return tuple(_unpack(content, tensors))
+        return tuple(_unpack_value(content, tensors))
     if kind != "dict":
         raise ValueError(f"the state has the unknown kind {kind!r}")
-    return {key: _unpack(part, tensors) for key, part in content.items()}
+    return {key: _unpack_value(part, tensors) for key, part in content.items()}

@@ -80,7 +80,7 @@ class StepLog:
         """Append a row with a `step`, and try to write it at once."""
         with self._lock:
             if len(self._buffer) < BUFFER_SIZE:
-                self._buffer += encode_line(row)
+                self._buffer += encode_row(row)
             self._appended = row["step"]
             self._write_buffer()
 
@@ -110,7 +110,7 @@ class StepLog:
             )
             self._warn_of_damage(damage, repaired)
             rows = {number: line.text + b"\n" for number, line in kept.items()}
-            rows |= {number: encode_line(row) for number, row in repaired.items()}
+            rows |= {number: encode_row(row) for number, row in repaired.items()}
             self._file.replace(b"".join(rows[number] for number in sorted(rows)))
         return max(rows, default=0)
 
@@ -169,7 +169,7 @@ class RestartedLog:
             log.close()
 
 
-def encode_line(row: Row) -> bytes:
+def encode_row(row: Row) -> bytes:
     """Return a row's line, with its checksum."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     return text[:-1] + f', "{CHECKSUM}": {zlib.crc32(text)}}}\n'.encode()

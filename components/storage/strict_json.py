@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 
-def parse(text: bytes, *, most: int) -> Any:
+def parse_strictly(text: bytes, *, most: int) -> Any:
     """
     Parse a JSON text.
 
@@ -14,7 +14,7 @@ def parse(text: bytes, *, most: int) -> Any:
     than `most` braces, brackets, commas and colons: a value may take some hundred bytes in memory.
     """
     if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
-        raise ValueError(f"it has {parts} parts, and more than {most} are not read")
+        raise ValueError(f"it has {parts} values, above the limit of {most}")
     try:
         return json.loads(
             text.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant
@@ -23,14 +23,14 @@ def parse(text: bytes, *, most: int) -> Any:
         raise ValueError("its values are nested too deeply") from None
 
 
-def dumps(value: Any) -> bytes:
+def encode_canonical(value: Any) -> bytes:
     """Encode a value in canonical form: sorted keys, no spaces. Raises ValueError for NaN and infinities."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"), sort_keys=True).encode()
 
 
-def checksum(value: Any) -> str:
+def hash_canonical(value: Any) -> str:
     """Return the canonical form's hexadecimal SHA-256, independent of formatting and key order."""
-    return hashlib.sha256(dumps(value)).hexdigest()
+    return hashlib.sha256(encode_canonical(value)).hexdigest()
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

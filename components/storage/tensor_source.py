@@ -48,25 +48,25 @@ class InMemory:
         return self.tensors[name].detach()
 
 
-def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:
+def allocate_tensor(spec: TensorSpec) -> tuple[Tensor, memoryview]:
     """Return an uninitialized CPU tensor with the spec's shape, and a writable view of its bytes."""
     memory = torch.empty(spec.bytes, dtype=torch.uint8)
-    return from_memory(memory, spec), as_memoryview(memory)
+    return view_as_tensor(memory, spec), view_memory(memory)
 
 
-def from_memory(memory: Tensor, spec: TensorSpec) -> Tensor:
+def view_as_tensor(memory: Tensor, spec: TensorSpec) -> Tensor:
     """View memory, uint8 (bytes,), as a tensor with the spec's shape and dtype."""
     return memory.view(spec.dtype).view(spec.shape)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, any shape and dtype, in row-major order; copies only if necessary."""
     # lazily negated and conjugated tensors store other bytes than their values
     dense = tensor.detach().cpu().contiguous().resolve_neg().resolve_conj()
-    return as_memoryview(dense.view(-1).view(torch.uint8))
+    return view_memory(dense.view(-1).view(torch.uint8))
 
 
-def as_memoryview(memory: Tensor) -> memoryview:
+def view_memory(memory: Tensor) -> memoryview:
     """View memory, uint8 (bytes,) on the CPU, as writable bytes."""
     array: Any = memory.numpy()
     return memoryview(array)

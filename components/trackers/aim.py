@@ -12,9 +12,9 @@ import attrs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, RunInfo, Value
 from drawloom.components.ports.tracking import Context, Histogram
-from drawloom.components.trackers.aim_repository import AimLocation, AimRun, find_run, refuse_link
-from drawloom.components.trackers.background import Background, OneWarning, Task, finite_numbers
-from drawloom.components.trackers.remembered_run import recall_run
+from drawloom.components.trackers.aim_repository import AimLocation, AimRun, find_run_hash, refuse_linked_repository
+from drawloom.components.trackers.background import Background, OneWarning, Task, select_finite_values
+from drawloom.components.trackers.remembered_run import recall_run_id
 from drawloom.graph import UserError, above, at_least, component, setting
 
 
@@ -60,18 +60,18 @@ class AimTracker:
         """
         if self.mesh.world.rank == 0:
             self._run = AimRun(
-                load_aim(), self._repository_location(), self.job.name, self.experiment, self.system_metrics
+                import_aim(), self._repository_location(), self.job.name, self.experiment, self.system_metrics
             )
-            self._hash = self._recall_run()
+            self._hash = self._recall_or_make_run_hash()
             self._background = Background("aim", self.queue_size, self._warn_of_error, self._run.close)
-            self._wait_for(self._run.prepare)
+            self._run_and_wait(self._run.open_or_create_repository)
 
     def close(self) -> None:
         """Write queued values and close the Aim run, within `timeout` seconds."""
         background, self._background, self._run = self._background, None, None
-        if background is not None and not background.close(self.timeout):
+        if background is not None and not background.finish_tasks(self.timeout):
             self._warn(f"Aim was not done within {self.timeout:g} s; some of the last steps are missing there")
-            atexit.unregister(load_aim().ext.cleanup.AutoClean.cleanup)  # it waits for Aim without a timeout
+            atexit.unregister(import_aim().ext.cleanup.AutoClean.cleanup)  # it waits for Aim without a timeout
 
     def state_dict(self) -> dict[str, Any]:
         """Return `run`, the hash of the Aim run; "" on ranks other than 0."""
@@ -81,7 +81,7 @@ class AimTracker:
         """Continue the Aim run with the saved hash."""
         self._hash = state["run"] or self._hash
 
-    def describe(self, properties: Mapping[str, Any]) -> None:
+    def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the properties for the Aim run, which `rewind` opens."""
         self._properties = properties
 
@@ -89,7 +89,7 @@ class AimTracker:
         """Open the Aim run, and delete the values of later steps."""
         if self._run is not None:
             self._run.properties = self._properties
-            self._wait_for(partial(self._run.rewind, self._hash, step))
+            self._run_and_wait(partial(self._run.rewind, self._hash, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Queue the finite values of a step for writing, without a context."""
@@ -98,7 +98,7 @@ class AimTracker:
     def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
         """Queue the finite values of a step for writing."""
         if self._run is not None:
-            self._queue_task(partial(self._run.track, self._hash, step, finite_numbers(values), context))
+            self._queue_task(partial(self._run.track, self._hash, step, select_finite_values(values), context))
 
     def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         """Queue the histograms of a step for writing."""
@@ -108,23 +108,23 @@ class AimTracker:
     def _repository_location(self) -> "AimLocation":
         """Return the repository's location. Raises UserError if it is a link in the run folder."""
         if self.repository is None:
-            refuse_link(self.folder.folder)
+            refuse_linked_repository(self.folder.folder)
             return AimLocation(str(self.folder.folder))
         return AimLocation(self.repository, shared_by=self.folder.folder)
 
-    def _recall_run(self) -> str:
+    def _recall_or_make_run_hash(self) -> str:
         """Return the run folder's Aim run hash, or a new one; in a shared repository, "" before the first run."""
         folder = self.folder.folder
-        return recall_run(folder, "aim") if self.repository else find_run(folder) or uuid.uuid4().hex[:24]
+        return recall_run_id(folder, "aim") if self.repository else find_run_hash(folder) or uuid.uuid4().hex[:24]
 
     def _queue_task(self, task: Task) -> None:
         """Queue a task on rank 0; warn if the queue is full."""
-        if self._background is not None and not self._background.put(task):
+        if self._background is not None and not self._background.try_to_queue(task):
             self._warn("Aim does not keep up; some steps will be missing there")
 
-    def _wait_for(self, task: Task) -> None:
+    def _run_and_wait(self, task: Task) -> None:
         """Run a task on rank 0 and wait for it up to `timeout` seconds; warn if it takes longer."""
-        if self._background is not None and not self._background.run(task, self.timeout):
+        if self._background is not None and not self._background.run_and_wait(task, self.timeout):
             self._warn(f"Aim was not ready within {self.timeout:g} s; some steps may be missing there")
 
     def _warn_of_error(self, error: Exception) -> None:
@@ -134,7 +134,7 @@ class AimTracker:
         self._warn(f"Aim failed, {effect}: {type(error).__name__}: {error}")
 
 
-def load_aim() -> Any:
+def import_aim() -> Any:
     """Return the package `aim`. Raises UserError with the command to install it if it is missing."""
     try:
         with warnings.catch_warnings():

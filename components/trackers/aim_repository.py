@@ -16,8 +16,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.storage.durable_files import remove_folder, rename
-from drawloom.components.trackers.remembered_run import recall_run, remember_run
+from drawloom.components.storage.durable_files import remove_folder, rename_durably
+from drawloom.components.trackers.remembered_run import recall_run_id, store_run_id
 from drawloom.graph import UserError
 
 
@@ -43,7 +43,7 @@ class AimLocation:
         return Path(self.address)
 
 
-def refuse_link(folder: Path) -> None:
+def refuse_linked_repository(folder: Path) -> None:
     """Raise UserError if a folder's repository is a symbolic link."""
     path = folder / ".aim"  # the folder may come from a stranger
     if path.is_symlink():
@@ -69,7 +69,7 @@ def open_repository(aim: Any, location: AimLocation) -> Any:
         temporary = Path(tempfile.mkdtemp(prefix=".aim-", dir=folder))
         aim.Repo.from_path(str(temporary), init=True)
         try:
-            rename(temporary / ".aim", folder / ".aim")
+            rename_durably(temporary / ".aim", folder / ".aim")
         except OSError:
             if not (folder / ".aim").exists():
                 raise
@@ -77,7 +77,7 @@ def open_repository(aim: Any, location: AimLocation) -> Any:
     return aim.Repo.from_path(str(folder))
 
 
-def find_run(folder: Path) -> str:
+def find_run_hash(folder: Path) -> str:
     """
     Return the repository's run hash; "" if there is no run.
 
@@ -87,20 +87,20 @@ def find_run(folder: Path) -> str:
     return min((path.name for path in chunks.iterdir()), default="") if chunks.is_dir() else ""
 
 
-def has_run(folder: Path, run: str) -> bool:
+def has_run_with_hash(folder: Path, run_hash: str) -> bool:
     """Return whether the repository contains the run with this hash."""
-    return (_chunks_folder(folder) / run).is_dir()
+    return (_chunks_folder(folder) / run_hash).is_dir()
 
 
-def free_run(folder: Path, run: str) -> None:
+def prepare_run_for_writing(folder: Path, run_hash: str) -> None:
     """
     Prepare a run for writing: create the folder by which Aim finds it, and remove a stale lock.
 
     This process has locked the run folder, so an Aim lock is left from a killed process. Aim would trust the lock's
     process id, although it may be in use again.
     """
-    (_chunks_folder(folder) / run).mkdir(parents=True, exist_ok=True)
-    (folder / ".aim" / "locks" / f"{run}.softlock").unlink(missing_ok=True)
+    (_chunks_folder(folder) / run_hash).mkdir(parents=True, exist_ok=True)
+    (folder / ".aim" / "locks" / f"{run_hash}.softlock").unlink(missing_ok=True)
 
 
 def _chunks_folder(folder: Path) -> Path:
@@ -139,28 +139,28 @@ class AimRun:
         self._repository: Any = None
         self._run: Any = None
 
-    def prepare(self) -> None:
+    def open_or_create_repository(self) -> None:
         """Open the repository, or create it if it is missing."""
-        with self._unusable_on_error():
+        with self._mark_unusable_on_error():
             self._repository = open_repository(self._aim, self._location)
 
-    def rewind(self, run: str, step: int) -> None:
+    def rewind(self, run_hash: str, step: int) -> None:
         """Open the run with this hash, and delete its steps after `step`."""
-        exists = self._location.is_remote or has_run(self._location.folder, run)
-        if run and exists and self._open(run):
-            delete_after(self._run, step)
+        exists = self._location.is_remote or has_run_with_hash(self._location.folder, run_hash)
+        if run_hash and exists and self._open_if_usable(run_hash):
+            delete_steps_after(self._run, step)
             self.close()
-        self._open(run)
+        self._open_if_usable(run_hash)
 
-    def track(self, run: str, step: int, numbers: Mapping[str, float], context: Mapping[str, str]) -> None:
+    def track(self, run_hash: str, step: int, numbers: Mapping[str, float], context: Mapping[str, str]) -> None:
         """Write a step's values to the run with this hash."""
-        if self._open(run):
+        if self._open_if_usable(run_hash):
             for name, number in numbers.items():
                 self._run.track(number, name=name, step=step, context=dict(context))
 
-    def track_distributions(self, run: str, step: int, distributions: Mapping[str, Histogram]) -> None:
+    def track_distributions(self, run_hash: str, step: int, distributions: Mapping[str, Histogram]) -> None:
         """Write a step's histograms to the run with this hash."""
-        if self._open(run):
+        if self._open_if_usable(run_hash):
             for name, histogram in distributions.items():
                 bounds = (histogram.low, histogram.high)
                 distribution = self._aim.Distribution.from_histogram(histogram.counts, bounds)
@@ -172,35 +172,35 @@ class AimRun:
         if run is not None:
             run.close()
 
-    def _open(self, run: str) -> bool:
+    def _open_if_usable(self, run_hash: str) -> bool:
         """Open the run unless it is open, and return whether it is usable."""
         if self._run is None and self.usable:
-            with self._unusable_on_error():
-                self._run = self._open_run(run)
+            with self._mark_unusable_on_error():
+                self._run = self._open_existing_or_new_run(run_hash)
                 self._run.name = self._name
                 if self.properties:
                     self._run["hparams"] = dict(self.properties)
         return self.usable
 
-    def _open_run(self, run: str) -> Any:
+    def _open_existing_or_new_run(self, run_hash: str) -> Any:
         """
-        Open the run with the hash `run`, or a new run if it is empty.
+        Open the run with the hash `run_hash`, or a new run if it is empty.
 
         In a shared repository, the hash that the run folder remembers has priority, and a new run's hash is remembered.
         """
         shared_by = self._location.shared_by
         if shared_by is not None:
-            run = recall_run(shared_by, "aim") or run
-        if run and not self._location.is_remote:
-            free_run(self._location.folder, run)
+            run_hash = recall_run_id(shared_by, "aim") or run_hash
+        if run_hash and not self._location.is_remote:
+            prepare_run_for_writing(self._location.folder, run_hash)
         options = {**METRICS_ONLY, "system_tracking_interval": self._system_metrics}
-        opened = self._aim.Run(run or None, repo=self._repository, experiment=self._experiment, **options)
-        if shared_by is not None and not run:
-            remember_run(shared_by, "aim", opened.hash)
+        opened = self._aim.Run(run_hash or None, repo=self._repository, experiment=self._experiment, **options)
+        if shared_by is not None and not run_hash:
+            store_run_id(shared_by, "aim", opened.hash)
         return opened
 
     @contextmanager
-    def _unusable_on_error(self) -> Iterator[None]:
+    def _mark_unusable_on_error(self) -> Iterator[None]:
         """Make later calls do nothing if the context raises."""
         self.usable = False
         yield
@@ -212,15 +212,15 @@ NUMBERS_VERSION = 2  # of Aim's layout for series of numbers
 OBJECTS_VERSION = 1  # of Aim's layout for series of other values, such as distributions, whose keys are the steps
 
 
-def delete_after(run: Any, step: int) -> None:
+def delete_steps_after(run: Any, step: int) -> None:
     """Delete all values after a step. The run must be open for writing, and must be closed before tracking."""
     for context, names in run.meta_run_tree.get("traces", {}).items():
         for name in (name for name in names if not name.startswith(SYSTEM_PREFIX)):
-            _truncate_metric(run, (context, name), step)
-            _truncate_objects(run, (context, name), step)
+            _delete_metric_steps_after(run, (context, name), step)
+            _delete_distribution_steps_after(run, (context, name), step)
 
 
-def _truncate_metric(run: Any, metric: tuple[int, str], step: int) -> None:
+def _delete_metric_steps_after(run: Any, metric: tuple[int, str], step: int) -> None:
     """Delete a metric's steps after `step`, and steps that a killed process wrote only in part."""
     series = run.series_run_trees[NUMBERS_VERSION].subtree(metric)
     columns = {name: dict(zip(*series.array(name).sparse_list(), strict=True)) for name in COLUMNS}
@@ -230,10 +230,10 @@ def _truncate_metric(run: Any, metric: tuple[int, str], step: int) -> None:
     for name, key in product(COLUMNS, deleted):
         del series[name, key]
     if deleted:
-        _write_summary(run, metric, {number: columns["val"][key] for key, number in steps.items()})
+        _rewrite_metric_summary(run, metric, {number: columns["val"][key] for key, number in steps.items()})
 
 
-def _truncate_objects(run: Any, metric: tuple[int, str], step: int) -> None:
+def _delete_distribution_steps_after(run: Any, metric: tuple[int, str], step: int) -> None:
     """Delete later steps from a distribution series."""
     series = run.series_run_trees[OBJECTS_VERSION].subtree(metric)
     steps = series.array("time").sparse_list()[0]
@@ -243,7 +243,7 @@ def _truncate_objects(run: Any, metric: tuple[int, str], step: int) -> None:
         run.meta_run_tree[("traces", *metric, "last_step")] = max((key for key in steps if key <= step), default=-1)
 
 
-def _write_summary(run: Any, metric: tuple[int, str], values: dict[int, float]) -> None:
+def _rewrite_metric_summary(run: Any, metric: tuple[int, str], values: dict[int, float]) -> None:
     """Summarize the remaining values; without values, last_step -1 makes Aim treat the next as the first."""
     summary: dict[str, Any] = {"last_step": -1, "max": float("-inf"), "min": float("inf")}
     if values:

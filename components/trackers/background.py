@@ -15,7 +15,7 @@ import attrs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Value
 from drawloom.components.ports.tracking import Histogram
-from drawloom.graph import above, at_least, inherited, setting
+from drawloom.graph import above, at_least, inheritable, setting
 
 log = logging.getLogger("drawloom.trackers")
 
@@ -38,18 +38,18 @@ class Background:
     """
     Daemon thread with a queue for at most `queue_size` tasks.
 
-    A task's exception is passed to `failed`, and the next task runs. The task `last` runs after all others.
+    A task's exception is passed to `on_error`, and the next task runs. The task `final_task` runs after all others.
     """
 
-    def __init__(self, name: str, queue_size: int, failed: Callable[[Exception], None], last: Task) -> None:
+    def __init__(self, name: str, queue_size: int, on_error: Callable[[Exception], None], final_task: Task) -> None:
         self._tasks: queue.Queue[Task | None] = queue.Queue(queue_size)
-        self._failed = failed
-        self._last = last
+        self._failed = on_error
+        self._last = final_task
         # a daemon, so that a task that hangs does not keep the process alive
         self._thread = threading.Thread(target=self._run_tasks, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, task: Task) -> bool:
+    def try_to_queue(self, task: Task) -> bool:
         """Queue a task; return False if the queue is full."""
         try:
             self._tasks.put_nowait(task)
@@ -57,7 +57,7 @@ class Background:
             return False
         return True
 
-    def run(self, task: Task, seconds: float) -> bool:
+    def run_and_wait(self, task: Task, seconds: float) -> bool:
         """Queue a task and wait up to `seconds` for it; return False if it is not done by then."""
         done = threading.Event()
 
@@ -67,9 +67,9 @@ class Background:
             finally:
                 done.set()
 
-        return self.put(run_and_notify) and done.wait(seconds)
+        return self.try_to_queue(run_and_notify) and done.wait(seconds)
 
-    def close(self, seconds: float) -> bool:
+    def finish_tasks(self, seconds: float) -> bool:
         """Wait up to `seconds` until all tasks are done; return False if some are not done by then."""
         end = time.monotonic() + seconds
         try:
@@ -80,7 +80,7 @@ class Background:
         return not self._thread.is_alive()
 
     def _run_tasks(self) -> None:
-        """Run queued tasks until `close`, and finally `last`. Runs in the thread."""
+        """Run queued tasks until `finish_tasks`, and finally `final_task`. Runs in the thread."""
         for task in iter(self._tasks.get, None):
             self._run_task(task)
         self._run_task(self._last)
@@ -93,18 +93,18 @@ class Background:
             self._failed(error)
 
 
-def finite_numbers(values: Mapping[str, Value]) -> dict[str, float]:
+def select_finite_values(values: Mapping[str, Value]) -> dict[str, float]:
     """Return the finite values as floats, by name."""
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-@inherited
+@inheritable
 class TrackerInBackground(ABC):
     """
     Tracker with a thread that writes finite values on rank 0, so writing can't delay a step or end the run.
 
     Failed and late steps are dropped, with one warning. Subclass methods run in the thread, in the run's order, except
-    `_prepare`, which may raise UserError.
+    `_load_package_and_check_folder`, which may raise UserError.
     """
 
     called: ClassVar[str]
@@ -119,43 +119,43 @@ class TrackerInBackground(ABC):
     def open(self) -> None:
         """Prepare, and start the thread on rank 0. Raises UserError if a package or folder is missing."""
         if self.mesh.world.rank == 0:
-            self._prepare()
-            self._background = Background(self.called, self.queue_size, self._warn_of_error, self._end)
+            self._load_package_and_check_folder()
+            self._background = Background(self.called, self.queue_size, self._warn_of_error, self._finish_writing)
 
     def close(self) -> None:
         """Write queued values within `timeout` seconds."""
         background, self._background = self._background, None
-        if background is not None and not background.close(self.timeout):
+        if background is not None and not background.finish_tasks(self.timeout):
             text = f"{self.called} was not done within {self.timeout:g} s"
             self._warn(f"{text}; some of the last steps are missing there")
 
     def rewind(self, step: int) -> None:
         """Queue the start of writing after this step."""
-        self._queue_task(partial(self._begin, step))
+        self._queue_task(partial(self._begin_writing_after, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Queue a step's finite values."""
-        self._queue_task(partial(self._write, step, finite_numbers(values)))
+        self._queue_task(partial(self._write_values, step, select_finite_values(values)))
 
     @abstractmethod
-    def _prepare(self) -> None:
+    def _load_package_and_check_folder(self) -> None:
         """Load the package and check the folder, which must not be a link. Raises UserError."""
 
     @abstractmethod
-    def _begin(self, step: int) -> None:
+    def _begin_writing_after(self, step: int) -> None:
         """Prepare to write after this step; later values already in the tracker are dropped if possible."""
 
     @abstractmethod
-    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write a step's values."""
 
     @abstractmethod
-    def _end(self) -> None:
-        """Finish writing."""
+    def _finish_writing(self) -> None:
+        """Finish writing, as the thread's last task."""
 
     def _queue_task(self, task: Task) -> None:
         """Queue a task on rank 0; warn if the queue is full."""
-        if self._background is not None and not self._background.put(task):
+        if self._background is not None and not self._background.try_to_queue(task):
             self._warn(f"{self.called} does not keep up; some steps will be missing there")
 
     def _warn_of_error(self, error: Exception) -> None:
@@ -163,13 +163,13 @@ class TrackerInBackground(ABC):
         self._warn(f"{self.called} failed, some steps will be missing there: {type(error).__name__}: {error}")
 
 
-@inherited
+@inheritable
 class ServiceTracker(TrackerInBackground):
     """Background tracker for a program with histograms and run properties."""
 
     _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
 
-    def describe(self, properties: Mapping[str, Any]) -> None:
+    def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the properties for the run's beginning, which `rewind` queues."""
         self._properties = properties
 

@@ -35,56 +35,56 @@ class CsvTracker(TrackerInBackground):
     _file: AppendedFile | None = attrs.field(init=False, default=None)
 
     @property
-    def _open_file(self) -> AppendedFile:
+    def _file_or_error(self) -> AppendedFile:
         """The open file. Raises ValueError before `open`."""
         if self._file is None:
             raise ValueError("metrics.csv is not open")
         return self._file
 
-    def _prepare(self) -> None:
+    def _load_package_and_check_folder(self) -> None:
         self._file = AppendedFile.open(self.folder.folder / "metrics.csv")
 
-    def _begin(self, step: int) -> None:
-        file = self._open_file
+    def _begin_writing_after(self, step: int) -> None:
+        file = self._file_or_error
         content = file.read().rpartition(b"\n")[0]  # drop a line that a kill left incomplete: its step is done again
         table = csv.reader(io.StringIO(content.decode("utf-8", "replace").replace("\0", "\ufffd"), newline=""))
         names = next(table, [])
         self._names = [STEP, *(name for name in names if name != STEP)]
-        rows, damaged = _skip_damaged_lines(table, names)
+        rows, damaged = _parse_undamaged_lines(table, names)
         if damaged:
             log.warning("%s is damaged: %d of its lines can't be read, and are removed", file.path, damaged)
         self._rewrite_file(row for row in rows if int(row[STEP]) <= step)
 
-    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
         if not self._names:
-            self._begin(step - 1)
+            self._begin_writing_after(step - 1)
         if new := [name for name in numbers if name not in self._names]:
-            rows = list(csv.DictReader(io.StringIO(self._open_file.read().decode(), newline="")))
+            rows = list(csv.DictReader(io.StringIO(self._file_or_error.read().decode(), newline="")))
             self._names += new
             self._rewrite_file(rows)
         values = [str(step), *(repr(numbers[name]) if name in numbers else "" for name in self._names[1:])]
-        line = _format_lines([values])
+        line = _format_csv_lines([values])
         while line:  # a disk that is nearly full accepts only a part
-            line = line[self._open_file.append(line) :]
+            line = line[self._file_or_error.append(line) :]
 
     def _rewrite_file(self, rows: Iterable[Mapping[str, str]]) -> None:
         """Replace the file's content by these rows."""
         table = [self._names, *([row.get(name) or "" for name in self._names] for row in rows)]
-        self._open_file.replace(_format_lines(table))
+        self._file_or_error.replace(_format_csv_lines(table))
 
-    def _end(self) -> None:
+    def _finish_writing(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
 
-def _skip_damaged_lines(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
+def _parse_undamaged_lines(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
     """Return the lines with only numbers and increasing steps, as rows by name, and the count of skipped lines."""
     rows, damaged, last = list[dict[str, str]](), 0, -1
     for fields in table:
         row = dict(zip(names, fields, strict=False))
         step = row.get(STEP, "")
-        has_numbers = len(fields) == len(names) and all(map(_is_number, fields))
+        has_numbers = len(fields) == len(names) and all(map(_is_number_or_empty, fields))
         if has_numbers and step.isdecimal() and len(step) < 19 and int(step) > last:
             rows.append(row)
             last = int(step)
@@ -93,7 +93,7 @@ def _skip_damaged_lines(table: Iterable[list[str]], names: Sequence[str]) -> tup
     return rows, damaged
 
 
-def _is_number(field: str) -> bool:
+def _is_number_or_empty(field: str) -> bool:
     """Return whether a field is a number or empty."""
     try:
         float(field or "0")
@@ -102,7 +102,7 @@ def _is_number(field: str) -> bool:
     return True
 
 
-def _format_lines(table: Iterable[Iterable[str]]) -> bytes:
+def _format_csv_lines(table: Iterable[Iterable[str]]) -> bytes:
     """Return rows as CSV."""
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(table)

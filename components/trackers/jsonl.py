@@ -47,7 +47,7 @@ class JsonlTracker:
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Append a line, and write it at once. If the disk refuses the line, it is written with the next line."""
         if self._log is not None:
-            self._log.append(_row(step, values))
+            self._log.append(_make_json_row(step, values))
 
     def flush(self) -> None:
         """Return when all lines are on disk. Raises OSError if the disk refuses a line."""
@@ -58,7 +58,7 @@ class JsonlTracker:
         """Truncate the file to the lines up to this step, without a line that a crash left incomplete."""
         if self._log is not None:
             known = {number: values for node in self.checkpoints.values() for number, values in node.known_steps()}
-            last = self._log.rewind(step, {number: _row(number, values) for number, values in known.items()})
+            last = self._log.rewind(step, {number: _make_json_row(number, values) for number, values in known.items()})
             if last < step:
                 log.warning("%s lacks the rows of steps %d to %d, which were lost", self._path, last + 1, step)
 
@@ -68,7 +68,7 @@ class JsonlTracker:
         return self.folder.folder / "metrics.jsonl"
 
 
-def _row(step: int, values: Mapping[str, Value]) -> dict[str, Any]:
+def _make_json_row(step: int, values: Mapping[str, Value]) -> dict[str, Any]:
     """Return a step's JSON object; NaN and infinity are null."""
     return {"step": step} | {name: _finite_or_none(value) for name, value in values.items()} | {"format": FORMAT}
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.tracking import Histogram, flat_properties
-from drawloom.components.storage.regular_file import make_folder, open_to_append
+from drawloom.components.ports.tracking import Histogram, flatten_properties
+from drawloom.components.storage.regular_file import create_folder, open_to_append
 from drawloom.components.trackers.background import ServiceTracker
-from drawloom.components.trackers.remembered_run import recall_run, remember_run
+from drawloom.components.trackers.remembered_run import recall_run_id, store_run_id
 from drawloom.graph import UserError, component, setting
 
 REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]")
@@ -55,38 +55,41 @@ class MlflowTracker(ServiceTracker):
     _client: Any = attrs.field(init=False, default=None)
     _run: str = attrs.field(init=False, default="")
 
-    def _prepare(self) -> None:
-        self._mlflow = load_mlflow()
+    def _load_package_and_check_folder(self) -> None:
+        self._mlflow = import_mlflow()
         if self.uri is None:
             os.close(open_to_append(self._database_path))
-            make_folder(self._artifacts_folder)
+            create_folder(self._artifacts_folder)
 
-    def _begin(self, step: int) -> None:
+    def _begin_writing_after(self, step: int) -> None:
         """Create an MLflow run, or continue the run named in the run folder; do nothing if one has begun."""
         if self._run:
             return
         is_local = self.uri is None
         self._client = self._mlflow.MlflowClient(f"sqlite:///{self._database_path.resolve()}" if is_local else self.uri)
-        run = recall_run(self.folder.folder, "mlflow") or self._create_run()
+        run = recall_run_id(self.folder.folder, "mlflow") or self._create_run()
         self._client.update_run(run, status="RUNNING")
         self._log_properties(run)
         self._run = run
         if not is_local:
             log.info("MLflow: run %s of experiment %s at %s", run, self.experiment, self.uri)
 
-    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._begin(step - 1)
+    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._begin_writing_after(step - 1)
         now = self._mlflow.utils.time.get_current_time_millis()
-        metrics = [self._mlflow.entities.Metric(_clean_name(name), value, now, step) for name, value in numbers.items()]
+        metrics = [
+            self._mlflow.entities.Metric(_replace_refused_characters(name), value, now, step)
+            for name, value in numbers.items()
+        ]
         self._client.log_batch(self._run, metrics=metrics)
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        self._begin(step - 1)
+        self._begin_writing_after(step - 1)
         for name, histogram in distributions.items():
             content = {"step": step, "edges": histogram.edges, "counts": [*histogram.counts]}
-            self._client.log_dict(self._run, content, f"distributions/{_clean_name(name)}/{step}.json")
+            self._client.log_dict(self._run, content, f"distributions/{_replace_refused_characters(name)}/{step}.json")
 
-    def _end(self) -> None:
+    def _finish_writing(self) -> None:
         run, self._run = self._run, ""
         if run:
             self._client.set_terminated(run)
@@ -107,29 +110,30 @@ class MlflowTracker(ServiceTracker):
         location = self._artifacts_folder.resolve().as_uri() if self.uri is None else None
         experiment = known.experiment_id if known else self._client.create_experiment(self.experiment, location)
         run: str = self._client.create_run(experiment, run_name=self.job.name).info.run_id
-        remember_run(self.folder.folder, "mlflow", run)
+        store_run_id(self.folder.folder, "mlflow", run)
         return run
 
-    def _log_properties(self, run: str) -> None:
+    def _log_properties(self, run_id: str) -> None:
         """Log new settings as params, and settings that differ from their params as tags."""
         flat = {
-            _clean_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in flat_properties(self._properties).items()
+            _replace_refused_characters(key): str(value)[:MAX_PARAM_LENGTH]
+            for key, value in flatten_properties(self._properties).items()
         }
-        params = self._client.get_run(run).data.params
+        params = self._client.get_run(run_id).data.params
         new = [self._mlflow.entities.Param(key, value) for key, value in flat.items() if key not in params]
         for start in range(0, len(new), MAX_PARAMS):
-            self._client.log_batch(run, params=new[start : start + MAX_PARAMS])
+            self._client.log_batch(run_id, params=new[start : start + MAX_PARAMS])
         for key, value in flat.items():
             if params.get(key, value) != value:
-                self._client.set_tag(run, key, value)
+                self._client.set_tag(run_id, key, value)
 
 
-def _clean_name(name: str) -> str:
+def _replace_refused_characters(name: str) -> str:
     """Replace characters that MLflow refuses in names by _."""
     return REFUSED_CHARACTERS.sub("_", name)
 
 
-def load_mlflow() -> Any:
+def import_mlflow() -> Any:
     """Return the package `mlflow` without telemetry. Raises UserError with the install command if it is missing."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it at import
     try:

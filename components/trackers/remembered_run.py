@@ -8,15 +8,15 @@ from drawloom.components.storage.regular_file import read_file
 MAX_LENGTH = 200
 
 
-def recall_run(folder: Path, program: str) -> str:
-    """Return the identifier that `remember_run` stored, or "". Raises OSError if the file is a link or too large."""
-    path = _identifier_path(folder, program)
+def recall_run_id(folder: Path, tracking_program: str) -> str:
+    """Return the identifier that `store_run_id` stored, or "". Raises OSError if the file is a link or too large."""
+    path = _identifier_path(folder, tracking_program)
     return read_file(path, MAX_LENGTH).decode("utf-8").strip() if path.exists() or path.is_symlink() else ""
 
 
-def remember_run(folder: Path, program: str, run: str) -> None:
+def store_run_id(folder: Path, tracking_program: str, run_id: str) -> None:
     """Store the identifier of the run folder's run in a program, on disk."""
-    replace_file(_identifier_path(folder, program), f"{run}\n".encode())
+    replace_file(_identifier_path(folder, tracking_program), f"{run_id}\n".encode())
 
 
 def _identifier_path(folder: Path, program: str) -> Path:

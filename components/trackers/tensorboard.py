@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.tracking import Histogram, flat_properties
-from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.ports.tracking import Histogram, flatten_properties
+from drawloom.components.storage.regular_file import create_folder
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component
 
@@ -43,28 +43,28 @@ class TensorBoardTracker(ServiceTracker):
         """The folder for event files."""
         return self.folder.folder / "tensorboard"
 
-    def _prepare(self) -> None:
-        self._writer_class = load_writer()
-        make_folder(self._folder)
+    def _load_package_and_check_folder(self) -> None:
+        self._writer_class = import_summary_writer()
+        create_folder(self._folder)
 
-    def _begin(self, step: int) -> None:
-        self._end()
+    def _begin_writing_after(self, step: int) -> None:
+        self._finish_writing()
         # an empty folder has nothing to purge
         first_purged = step + 1 if any(self._folder.glob("events.*")) else None
         self._writer = self._writer_class(str(self._folder), purge_step=first_purged)
         if self._properties:
             self._write_properties()
 
-    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
-            self._begin(step - 1)
+            self._begin_writing_after(step - 1)
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, step)
         self._writer.flush()  # TensorBoard's own interval of two minutes would lose steps when the run is killed
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         if self._writer is None:
-            self._begin(step - 1)
+            self._begin_writing_after(step - 1)
         for name, histogram in distributions.items():
             pairs = [*zip(histogram.counts, histogram.centers, strict=True)]
             self._writer.add_histogram_raw(
@@ -85,18 +85,18 @@ class TensorBoardTracker(ServiceTracker):
         # The writer's own `add_hparams` would add a run to the folder at every call.
         from torch.utils.tensorboard.summary import hparams
 
-        flat = flat_properties(self._properties)
+        flat = flatten_properties(self._properties)
         values = {name: value if isinstance(value, HyperparameterValue) else str(value) for name, value in flat.items()}
         for summary in hparams(values, dict.fromkeys(TABLE_METRICS, 0.0)):  # type: ignore[no-untyped-call]
             self._writer.file_writer.add_summary(summary)
 
-    def _end(self) -> None:
+    def _finish_writing(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
 
-def load_writer() -> Any:
+def import_summary_writer() -> Any:
     """Return torch's writer class for event files. Raises UserError if the package `tensorboard` is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -9,7 +9,7 @@ import attrs
 
 from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.storage.regular_file import create_folder
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component, setting
 
@@ -54,11 +54,11 @@ class WandbTracker(ServiceTracker):
         """Continue the Weights & Biases run with the saved identifier."""
         self._id = state["run"]
 
-    def _prepare(self) -> None:
-        self._wandb = load_wandb()
-        make_folder(self.folder.folder / "wandb")
+    def _load_package_and_check_folder(self) -> None:
+        self._wandb = import_wandb()
+        create_folder(self.folder.folder / "wandb")
 
-    def _begin(self, step: int) -> None:
+    def _begin_writing_after(self, step: int) -> None:
         if self._run is not None:
             return
         self._run = self._wandb.init(
@@ -77,25 +77,25 @@ class WandbTracker(ServiceTracker):
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
 
-    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._begin(step - 1)
+    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._begin_writing_after(step - 1)
         self._run.log({STEP: step, **numbers})
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        self._begin(step - 1)
+        self._begin_writing_after(step - 1)
         histograms = {
             name: self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
             for name, histogram in distributions.items()
         }
         self._run.log({STEP: step, **histograms})
 
-    def _end(self) -> None:
+    def _finish_writing(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish()
 
 
-def load_wandb() -> Any:
+def import_wandb() -> Any:
     """Return the package `wandb`. Raises UserError with the command to install it if it is missing."""
     try:
         import wandb

@@ -11,7 +11,7 @@ from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import convert
+from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper import parallel
 from drawloom.graph import UserError
 
@@ -19,9 +19,9 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 """Names of the embedding and of an untied head in Hugging Face models."""
 
 
-def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
+def inject_adapters(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     """
-    Add adapters to a module on the meta device, and freeze everything they do not train.
+    Add adapters to a module on the meta device, and freeze all parameters they do not train.
 
     Returns the adapters' target patterns with a match.
     """
@@ -31,12 +31,12 @@ def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     return {target for adapter in adapters for target in adapter.inject(module)}
 
 
-def build_adapted_model(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
+def build_meta_model_with_adapters(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
     """Build the whole model with adapters on the meta device. Raises UserError for a pattern that matches nothing."""
     with torch.device("meta"):
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
         names = [name for name, _ in module.named_modules() if name.count(".") > 2]
-        matched = inject(adapters, module)
+        matched = inject_adapters(adapters, module)
     for adapter in adapters:
         for target in adapter.targets:
             if target not in matched:
@@ -51,8 +51,8 @@ def find_adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]
 
 
 @contextmanager
-def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Disable the modules' adapters inside the context."""
+def disable_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run the context with all adapters in the modules switched off, so layers compute with their base weights."""
     layers = [layer for module in modules for _, layer in find_adapted_layers(module)]
     for layer in layers:
         layer.active = False
@@ -76,17 +76,19 @@ def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
             if parameter.is_meta:
                 empty = torch.empty_like(parameter, device=device)
                 setattr(layer, leaf, nn.Parameter(empty, parameter.requires_grad))
-        layer.fill_adapter(name, fill)
+        layer.initialize_adapter(name, fill)
 
 
-def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
+def make_merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
     """
     Return the mapper that merges adapters into plain layers' weights.
 
     An adapter on a tied embedding leaves the head unchanged: the result has a separate head.
     """
     layers = find_adapted_layers(whole)
-    return parallel(*(layer.merge_mapper(name, HEAD if tied and name == EMBEDDING else None) for name, layer in layers))
+    return parallel(
+        *(layer.make_merge_mapper(name, HEAD if tied and name == EMBEDDING else None) for name, layer in layers)
+    )
 
 
 @attrs.frozen
@@ -114,7 +116,7 @@ def measure_merge_loss(mapper: Mapper, parameters: dict[str, ModelParameter], dt
             continue
         base = parameters[group.inputs[0]]
         wide_parameters = {name: parameters[name].whole().float() for name in group.inputs}
-        merged = convert(Mapper((group,)), wide_parameters)[group.outputs[0]]
+        merged = convert_tensors(Mapper((group,)), wide_parameters)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
         change = merged - wide_parameters[group.inputs[0]]
         error = MergeLoss(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.graph import UserError
-from drawloom.kernels.weight_formats import E4M3, FLOAT8, MXFP4, NF4, NF4_VALUES, TILE, WeightFormat, in_blocks
+from drawloom.kernels.weight_formats import E4M3, FLOAT8, MXFP4, NF4, NF4_VALUES, TILE, WeightFormat, split_into_blocks
 
 BITS = torch.int16
 """Dtype in which mappers move storage: rows of numbers that are not values."""
@@ -47,11 +47,11 @@ class QuantizedTensor:
         stored = torch.empty(self.weight_format.storage_shape(tuple(shape)), device="meta")
         return TensorSpec(tuple(self._transpose_if_needed(stored).shape), BITS)
 
-    def storage(self) -> Tensor:
+    def read_storage(self) -> Tensor:
         """Return the quantized storage (codes and scales) as BITS, transposed if the tensor is."""
         return self._transpose_if_needed(self.read().view(BITS))
 
-    def dequantize(self) -> Tensor:
+    def read_dequantized(self) -> Tensor:
         """Return the values, bfloat16."""
         return self._transpose_if_needed(self.weight_format.dequantize(self.read()))
 
@@ -72,7 +72,7 @@ class Dequantized:
     stored: frozenset[str] = frozenset()
 
     @cached_property
-    def quantized(self) -> Mapping[str, QuantizedTensor]:
+    def quantized_tensors(self) -> Mapping[str, QuantizedTensor]:
         """Quantized tensors by the name of the dequantized tensor. Raises UserError for an unsupported format."""
         specs = self.source.specs()
         return {
@@ -80,17 +80,18 @@ class Dequantized:
         }
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        hidden = {part for tensor in self.quantized.values() for part in tensor.parts}
+        hidden = {part for tensor in self.quantized_tensors.values() for part in tensor.parts}
         plain = {name: spec for name, spec in self.source.specs().items() if name not in hidden}
         return plain | {
-            name: tensor.storage_spec if name in self.stored else tensor.spec for name, tensor in self.quantized.items()
+            name: tensor.storage_spec if name in self.stored else tensor.spec
+            for name, tensor in self.quantized_tensors.items()
         }
 
     def tensor(self, name: str) -> Tensor:
-        if name not in self.quantized:
+        if name not in self.quantized_tensors:
             return self.source.tensor(name)
-        tensor = self.quantized[name]
-        return tensor.storage() if name in self.stored else tensor.dequantize()
+        tensor = self.quantized_tensors[name]
+        return tensor.read_storage() if name in self.stored else tensor.read_dequantized()
 
 
 Specs = Mapping[str, TensorSpec]
@@ -109,12 +110,17 @@ def _find_nf4(source: TensorSource, specs: Specs) -> Found:
         if not marker:
             continue
         if kind != NF4.name:
-            raise UserError(f"{name} is in bitsandbytes' format {kind}, but only nf4 is supported; take another folder")
+            raise UserError(
+                f"{name} is in bitsandbytes' format {kind}, but only nf4 is supported; use a folder "
+                "with nf4 weights, or without quantization"
+            )
         state = json.loads(bytes(source.tensor(key).tolist()))
         shape = tuple(state["shape"])
         if state["blocksize"] != NF4.block or shape[-1] % NF4.block:
             text = f"{name} has rows of {shape[-1]} elements in blocks of {state['blocksize']}"
-            raise UserError(f"{text}, and only rows of whole blocks of {NF4.block} are read; take another folder")
+            raise UserError(
+                f"{text}, and only rows of whole blocks of {NF4.block} can be read; use a folder without quantization"
+            )
         ends = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", NF4_STATE)
         parts = tuple(name + end for end in ends if name + end in specs)
 
@@ -129,14 +135,16 @@ def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Ma
     """Read an NF4 weight's codes and scales as its storage. Raises UserError for another code table."""
     codes, scales = source.tensor(name), source.tensor(f"{name}.absmax")
     if not torch.equal(source.tensor(f"{name}.quant_map"), torch.tensor(NF4_VALUES)):
-        raise UserError(f"{name}.quant_map has other values than NF4; take another folder")
+        raise UserError(
+            f"{name}.quant_map is not the NF4 table; use a folder whose weights are in nf4, or not quantized"
+        )
     if "nested_offset" in state:
         values, largest = (source.tensor(f"{name}.nested_{part}") for part in ("quant_map", "absmax"))
         repeated = largest.repeat_interleave(state["nested_blocksize"])[: len(scales)]
         scales = values[scales.int()] * repeated + state["nested_offset"]
     blocks = (*shape[:-1], shape[-1] // NF4.block)
     # The storage of codes may have another dtype, for FSDP.
-    return NF4.join(codes.view(torch.uint8).view(*blocks, NF4.block // 2), scales.view(blocks))
+    return NF4.pack_storage(codes.view(torch.uint8).view(*blocks, NF4.block // 2), scales.view(blocks))
 
 
 def _find_float8(source: TensorSource, specs: Specs) -> Found:
@@ -148,12 +156,14 @@ def _find_float8(source: TensorSource, specs: Specs) -> Found:
         tiles = tuple(math.ceil(size / TILE) for size in spec.shape[-2:])
         if specs[scales].shape != (*spec.shape[:-2], *tiles) or spec.shape[-1] % TILE:
             text = f"{name} is {spec.shape} with scales {specs[scales].shape}"
-            raise UserError(f"{text}, and only scales of tiles of {TILE} x {TILE} are read; take another folder")
+            raise UserError(
+                f"{text}, and only scales of tiles of {TILE} x {TILE} can be read; use a folder without quantization"
+            )
 
         def read(name: str = name, shape: tuple[int, ...] = spec.shape) -> Tensor:
             by_row = source.tensor(name + TILE_SCALES).float().repeat_interleave(TILE, -2)[..., : shape[-2], :]
             codes = source.tensor(name).contiguous().view(torch.uint8)
-            return FLOAT8.join(in_blocks(codes, TILE), by_row)
+            return FLOAT8.pack_storage(split_into_blocks(codes, TILE), by_row)
 
         yield name, QuantizedTensor(TensorSpec(spec.shape, torch.bfloat16), FLOAT8, (name, scales), read)
 
@@ -171,7 +181,7 @@ def _find_mxfp4(source: TensorSource, specs: Specs) -> Found:
         def read(name: str = name) -> Tensor:
             exponents = source.tensor(name + SCALES).int() - EXPONENT_BIAS
             scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-            return MXFP4.join(source.tensor(name + BLOCKS), scales)
+            return MXFP4.pack_storage(source.tensor(name + BLOCKS), scales)
 
         experts, outputs, groups, size = spec.shape
         turned = TensorSpec((experts, 2 * groups * size, outputs), torch.bfloat16)

@@ -13,7 +13,7 @@ from drawloom.components.ports.model import stored_formats
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper, TensorGroup
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
@@ -37,7 +37,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
-def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert_tensors(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     Convert tensors, any shape, at once. Drops tensors without a use; raises KeyError if an input is missing.
     """
@@ -48,7 +48,7 @@ def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
+def stream_converted_tensors(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
     """Read, convert and yield tensors, any shape, group by group; at most one group is in memory."""
     for group in mapper.groups:
         # popped, so that a tensor is freed as soon as the consumer drops it
@@ -57,7 +57,7 @@ def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]
             yield outputs.pop()
 
 
-def group_specs(group: TensorGroup, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+def compute_group_output_specs(group: TensorGroup, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """
     Return a group's output specs, computed on the meta device. Raises ValueError if the inputs can't be converted.
     """
@@ -75,7 +75,7 @@ def _convert_group(group: TensorGroup, tensors: list[Tensor]) -> list[tuple[str,
         return list(zip(group.outputs, group.convert(tensors), strict=True))
 
 
-def load_folder(
+def fill_module_from_folder(
     folder: Path,
     module: nn.Module,
     mapper: Mapper,
@@ -92,10 +92,10 @@ def load_folder(
     if it equals an expected one bit for bit, because it is a tied copy. Parameters named in `without` stay
     unchanged; parameters in `places` are slices.
     """
-    load(open_fitting_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
+    fill_module(open_and_check_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
 
 
-def open_fitting_folder(
+def open_and_check_folder(
     folder: Path,
     module: nn.Module,
     mapper: Mapper,
@@ -103,12 +103,12 @@ def open_fitting_folder(
     places: Mapping[str, TensorSlice] = {},
 ) -> TensorSource:
     """
-    Open a folder for `load_folder`, and check the files' headers. Raises UserError if the folder can't fill the
-    module.
+    Open a folder for `fill_module_from_folder`, and check the files' headers. Raises UserError if the folder can't fill
+    the module.
     """
     source = TextTensors(open_safetensors_folder(folder), frozenset(mapper.inputs))
-    targets = _find_targets(module, mapper, without)
-    shapes = {name: _whole_shape(name, tensor, places) for name, tensor in targets.items()}
+    targets = _find_target_tensors(module, mapper, without)
+    shapes = {name: _unsplit_shape(name, tensor, places) for name, tensor in targets.items()}
     for name, weight_format in stored_formats(module).items():
         shapes[name] = weight_format.weight_shape(shapes[name])
     expected = StackedExperts(Dequantized(source), mapper.inputs)
@@ -117,13 +117,13 @@ def open_fitting_folder(
     return source
 
 
-def open_dequantized(folder: Path, mapper: Mapper) -> TensorSource:
+def open_dequantized_source(folder: Path, mapper: Mapper) -> TensorSource:
     """Open a folder as a source with the mapper's inputs: dequantized, with stacked experts, the text part alone."""
     inputs = frozenset(mapper.inputs)
     return StackedExperts(Dequantized(TextTensors(open_safetensors_folder(folder), inputs)), inputs)
 
 
-def load(
+def fill_module(
     source: TensorSource,
     module: nn.Module,
     mapper: Mapper,
@@ -138,12 +138,12 @@ def load(
     weight that the module stores in a quantized format is quantized on `device`; if the source has this format, and the
     mapper only moves its rows, it keeps the bits of the source.
     """
-    parameters = _find_targets(module, mapper, without)
+    parameters = _find_target_tensors(module, mapper, without)
     needed = select_outputs(mapper, parameters)
     formats = {name: weight_format for name, weight_format in stored_formats(module).items() if name in parameters}
-    shapes = {name: _whole_shape(name, parameters[name], places) for name in formats}
+    shapes = {name: _unsplit_shape(name, parameters[name], places) for name in formats}
     quantized = Dequantized(source)
-    kept = [group for group in needed.groups if _keeps_storage(group, quantized, formats, shapes)]
+    kept = [group for group in needed.groups if _can_convert_storage(group, quantized, formats, shapes)]
     kept_outputs = {name for group in kept for name in group.outputs}
     steps = [
         [_create_storage_mapper(name, formats[name], name in kept_outputs, device) for name in formats],
@@ -152,17 +152,17 @@ def load(
     ]
     stored = attrs.evolve(quantized, stored=frozenset(name for group in kept for name in group.inputs))
     conversion = sequential(needed, *(parallel(*step) for step in steps))
-    for name, tensor in stream(StackedExperts(stored, needed.inputs), conversion):
+    for name, tensor in stream_converted_tensors(StackedExperts(stored, needed.inputs), conversion):
         if name in parameters:
             _fill_parameter(module, parameters[name], tensor, torch.device(device))
 
 
-def _whole_shape(name: str, tensor: Tensor, places: Mapping[str, TensorSlice]) -> tuple[int, ...]:
+def _unsplit_shape(name: str, tensor: Tensor, places: Mapping[str, TensorSlice]) -> tuple[int, ...]:
     """Return a parameter's shape before it was split over ranks."""
     return places[name].shape if name in places else tuple(tensor.shape)
 
 
-def _keeps_storage(
+def _can_convert_storage(
     group: TensorGroup,
     source: Dequantized,
     formats: Mapping[str, WeightFormat],
@@ -174,14 +174,16 @@ def _keeps_storage(
     A conversion that only moves rows, such as a stack of experts, is the same for rows of storage. One that moves
     elements of a row does not lead to the shape of the output's storage.
     """
-    tensors = [source.quantized.get(name) for name in group.inputs]
+    tensors = [source.quantized_tensors.get(name) for name in group.inputs]
     used = {None if tensor is None else tensor.weight_format.name for tensor in tensors}
     wanted = {formats[name].name if name in formats else None for name in group.outputs}
     if None in used or used != wanted:
         return False
-    specs = {name: tensor.storage_spec for name, tensor in source.quantized.items() if name in group.inputs}
+    specs = {name: tensor.storage_spec for name, tensor in source.quantized_tensors.items() if name in group.inputs}
     try:
-        return group_specs(group, specs) == {name: TensorSpec(shapes[name], BITS) for name in group.outputs}
+        return compute_group_output_specs(group, specs) == {
+            name: TensorSpec(shapes[name], BITS) for name in group.outputs
+        }
     except ValueError:
         return False
 
@@ -198,7 +200,7 @@ def _create_storage_mapper(
     return Mapper((TensorGroup((name,), (name,), store),))
 
 
-def _find_targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dict[str, Tensor]:
+def _find_target_tensors(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dict[str, Tensor]:
     """Return the model's parameters (without the loss's) and the persistent buffers that the mapper outputs."""
     outputs, others = set(mapper.outputs), set(without)
     named = persistent_tensors(module).items()
@@ -255,7 +257,7 @@ def _find_wrong_shapes(
         if any(name not in specs for name in group.inputs):
             continue
         try:
-            output_specs = group_specs(group, specs)
+            output_specs = compute_group_output_specs(group, specs)
         except ValueError as error:
             yield str(error)
             continue
@@ -287,14 +289,14 @@ def folder_fingerprint(folder: Path) -> str:
     """Return a hexadecimal SHA-256 over names, sizes and sampled bytes of a folder's safetensors files."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        with open_regular_file(path) as file:
+        with open_untrusted_file(path) as file:
             digest.update(f"{path.name} {file.size}\n".encode())
-            for offset, size in _choose_samples(file.size):
+            for offset, size in _choose_sample_ranges(file.size):
                 digest.update(file.read(offset, size))
     return digest.hexdigest()
 
 
-def _choose_samples(size: int) -> list[tuple[int, int]]:
+def _choose_sample_ranges(size: int) -> list[tuple[int, int]]:
     """Return offsets and sizes to hash in a file: all, or SAMPLES evenly spaced pieces with WHOLE bytes together."""
     if size <= WHOLE:
         return [(0, size)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from drawloom.components.ports.weights import Mapper, TensorGroup
 
 
-def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def return_unchanged(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return tensors, any shape, unchanged and without a copy."""
     return tensors
 
@@ -34,10 +34,10 @@ def sequential(*mappers: Mapper) -> Mapper:
     stages = [mapper for mapper in mappers if mapper.groups]
     if not stages:
         return Mapper(())
-    return Mapper(tuple(_combine_groups(parts) for parts in _find_components(_fill_gaps(stages))))
+    return Mapper(tuple(_combine_into_one_group(parts) for parts in _find_components(_add_missing_identities(stages))))
 
 
-def shard(mapper: Mapper, count: int, index: int) -> Mapper:
+def select_worker_groups(mapper: Mapper, count: int, index: int) -> Mapper:
     """Return the groups for worker `index` among `count` workers: every count-th group from `index` on."""
     return Mapper(mapper.groups[index::count])
 
@@ -62,21 +62,26 @@ def select_outputs(mapper: Mapper, names: Collection[str]) -> Mapper:
     return Mapper(tuple(group for group in mapper.groups if not wanted.isdisjoint(group.outputs)))
 
 
-def _fill_gaps(mappers: Sequence[Mapper]) -> list[Mapper]:
+def _add_missing_identities(mappers: Sequence[Mapper]) -> list[Mapper]:
     """Add identities to the mappers, so that every mapper's inputs are exactly the previous mapper's outputs."""
     stages = list(mappers)
     for index in range(len(stages) - 1, 0, -1):  # inputs of later mappers pass earlier ones
         outputs = set(stages[index - 1].outputs)
-        stages[index - 1] = _pass_on(stages[index - 1], [n for n in stages[index].inputs if n not in outputs])
+        stages[index - 1] = _extend_by_identities(
+            stages[index - 1], [n for n in stages[index].inputs if n not in outputs]
+        )
     for index in range(1, len(stages)):  # outputs of earlier mappers pass later ones
         inputs = set(stages[index].inputs)
-        stages[index] = _pass_on(stages[index], [n for n in stages[index - 1].outputs if n not in inputs])
+        stages[index] = _extend_by_identities(stages[index], [n for n in stages[index - 1].outputs if n not in inputs])
     return stages
 
 
-def _pass_on(mapper: Mapper, names: Iterable[str]) -> Mapper:
-    """Extend a mapper by tensors it passes on unchanged. Raises ValueError if it already has one."""
-    passing = Mapper(tuple(TensorGroup((name,), (name,), same, same) for name in names))
+def _extend_by_identities(mapper: Mapper, names: Iterable[str]) -> Mapper:
+    """
+    Add groups to a mapper that return the named tensors unchanged. Raises ValueError if it already has one of the
+    names.
+    """
+    passing = Mapper(tuple(TensorGroup((name,), (name,), return_unchanged, return_unchanged) for name in names))
     try:
         return parallel(mapper, passing)
     except ValueError as error:
@@ -90,10 +95,10 @@ def _find_components(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup
     producers = {(index, name): number for number, (index, group) in enumerate(groups) for name in group.outputs}
     for number, (index, group) in enumerate(groups):
         for name in group.inputs if index else ():
-            forest.join(producers[index - 1, name], number)
+            forest.merge_sets(producers[index - 1, name], number)
     trees: dict[int, list[list[TensorGroup]]] = {}
     for number, (index, group) in enumerate(groups):
-        trees.setdefault(forest.root(number), [[] for _ in stages])[index].append(group)
+        trees.setdefault(forest.find_root(number), [[] for _ in stages])[index].append(group)
     yield from trees.values()
 
 
@@ -103,21 +108,21 @@ class _Forest:
     def __init__(self, count: int) -> None:
         self._parents = list(range(count))
 
-    def root(self, number: int) -> int:
+    def find_root(self, number: int) -> int:
         """Return the representative for a number's set."""
         while (parent := self._parents[number]) != number:
             self._parents[number] = self._parents[parent]  # path halving
             number = parent
         return number
 
-    def join(self, first: int, second: int) -> None:
+    def merge_sets(self, first: int, second: int) -> None:
         """Merge two numbers' sets."""
         # the lower root wins, so that the result does not depend on the order of joins
-        low, high = sorted((self.root(first), self.root(second)))
+        low, high = sorted((self.find_root(first), self.find_root(second)))
         self._parents[high] = low
 
 
-def _combine_groups(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
+def _combine_into_one_group(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
     """Combine connected groups from several stages into one group."""
     forth = _StagedConversion(tuple(tuple(stage) for stage in stages))
     if any(group.revert is None for stage in stages for group in stage):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.weights import Mapper, TensorGroup
-from drawloom.components.weights.mapper import parallel, same
+from drawloom.components.weights.mapper import parallel, return_unchanged
 
 
 def identity(*names: str) -> Mapper:
@@ -19,7 +19,9 @@ def identity(*names: str) -> Mapper:
 
 def rename(table: Mapping[str, str]) -> Mapper:
     """Rename tensors, any shape, from old name to new name."""
-    return parallel(*(Mapper((TensorGroup((old,), (new,), same, same),)) for old, new in table.items()))
+    return parallel(
+        *(Mapper((TensorGroup((old,), (new,), return_unchanged, return_unchanged),)) for old, new in table.items())
+    )
 
 
 def rename_by_pattern(names: Iterable[str], pattern: str, replacement: str) -> Mapper:
@@ -176,7 +178,7 @@ def distribute_like(name: str, tensor: Tensor) -> Mapper:
     """Distribute a full tensor like `tensor` (any shape), if `tensor` is a DTensor."""
     if is_dtensor(tensor):
         return distribute(name, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    return Mapper((TensorGroup((name,), (name,), same, same),))
+    return Mapper((TensorGroup((name,), (name,), return_unchanged, return_unchanged),))
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ STYLES: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 """Prefixes in a text model, and those in files of a multimodal model: the forms of transformers 4 and 5."""
 
-Style = Iterable[tuple[str, str]]
+NameNesting = Iterable[tuple[str, str]]
 
 
-def find_style(names: Iterable[str], needed: Collection[str] = ()) -> Style:
+def find_name_nesting(names: Iterable[str], needed: Collection[str] = ()) -> NameNesting:
     """Return (text prefix, prefix in files) pairs for these names; () if none is nested or a model needs such names."""
     names = list(names)
     for style in STYLES:
@@ -27,7 +27,7 @@ def find_style(names: Iterable[str], needed: Collection[str] = ()) -> Style:
     return ()
 
 
-def nested_name(name: str, style: Style) -> str:
+def to_multimodal_name(name: str, style: NameNesting) -> str:
     """Return the name in files of the multimodal model for a tensor of the text model."""
     for inner, outer in style:
         if name.startswith(inner):
@@ -35,7 +35,7 @@ def nested_name(name: str, style: Style) -> str:
     return name
 
 
-def text_name(name: str, style: Style) -> str:
+def to_text_name(name: str, style: NameNesting) -> str:
     """Return the name in the text model for a tensor in files of the multimodal model; other parts keep theirs."""
     for inner, outer in style:
         if name.startswith(outer):
@@ -51,15 +51,15 @@ class TextTensors:
     needed: Collection[str]
 
     @cached_property
-    def _names(self) -> dict[str, str]:
+    def _file_names_by_text_name(self) -> dict[str, str]:
         """Names in files by names in the text model."""
         names = list(self.source.specs())
-        style = find_style(names, self.needed)
-        return {text_name(name, style): name for name in names}
+        style = find_name_nesting(names, self.needed)
+        return {to_text_name(name, style): name for name in names}
 
     def specs(self) -> Mapping[str, TensorSpec]:
         specs = self.source.specs()
-        return {name: specs[original] for name, original in self._names.items()}
+        return {name: specs[original] for name, original in self._file_names_by_text_name.items()}
 
     def tensor(self, name: str) -> Tensor:
-        return self.source.tensor(self._names[name])
+        return self.source.tensor(self._file_names_by_text_name[name])

@@ -10,9 +10,9 @@ from torch import Tensor
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
-from drawloom.components.storage.safetensors.writer import check_writable, new_safetensors_file
+from drawloom.components.storage.safetensors.writer import check_writable, create_safetensors_file
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.load import group_specs, stream
+from drawloom.components.weights.load import compute_group_output_specs, stream_converted_tensors
 from drawloom.graph import UserError
 
 MAX_SHARD = 4 * 2**30  # bytes; files beyond 4 GiB are awkward to download and fail on some file systems
@@ -34,16 +34,18 @@ def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_sh
 
     A larger tensor has its own file. One mapper group is in memory at a time.
     """
-    files = plan_files([output_specs(source, mapper)], max_shard)
-    write_files(folder, files, stream(source, mapper))
+    files = plan_files([compute_output_specs(source, mapper)], max_shard)
+    write_files(folder, files, stream_converted_tensors(source, mapper))
     write_index(folder, files)
 
 
-def output_specs(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
+def compute_output_specs(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
     """Return a mapper's output specs, group by group. Raises UserError if the tensors don't fit it."""
     specs = source.specs()
     try:
-        return {name: spec for group in mapper.groups for name, spec in group_specs(group, specs).items()}
+        return {
+            name: spec for group in mapper.groups for name, spec in compute_group_output_specs(group, specs).items()
+        }
     except ValueError as error:
         raise UserError(f"the tensors do not fit the model: {error}") from error
 
@@ -58,7 +60,7 @@ def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> li
         if duplicates := [name for name in specs if name in writers]:
             first = writers[duplicates[0]]
             raise UserError(f"{format_names(duplicates)} would be written twice, by rank {first} and by rank {writer}")
-        check_names(specs)
+        check_storable(specs)
         writers |= dict.fromkeys(specs, writer)
     runs = [(writer, run) for writer, specs in enumerate(shares) if specs for run in split_by_size(specs, max_shard)]
     if len(runs) == 1:
@@ -68,22 +70,26 @@ def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> li
     return [PlannedFile(name, w, _select_specs(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
 
 
-def check_names(specs: Mapping[str, TensorSpec]) -> None:
+def check_storable(specs: Mapping[str, TensorSpec]) -> None:
     """Raise UserError if safetensors files can't store the name, dtype or shape of a tensor."""
     try:
         check_writable(specs)
     except ValueError as error:
-        raise UserError(f"the tensors can't be written: {error}; give it another one") from error
+        raise UserError(
+            f"safetensors files can't store these tensors: {error}; change this name, dtype or shape"
+        ) from error
 
 
 def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write and flush planned files; `tensors`, any shape, arrive in the planned order."""
     for file in files:
-        with new_safetensors_file(folder / file.name, file.specs) as writer:
+        with create_safetensors_file(folder / file.name, file.specs) as writer:
             for expected in file.specs:
                 name, tensor = next(tensors)
                 if name != expected:
-                    raise ValueError(f"{name} was given where {expected} was planned")
+                    raise ValueError(
+                        f"tensor {name} came where the plan has {expected}; pass the tensors in the planned order"
+                    )
                 writer.write(name, tensor)
 
 

@@ -26,8 +26,10 @@ class StackedExperts:
     needed: Collection[str]
 
     @cached_property
-    def _singles(self) -> dict[str, Sequence[Sequence[str]]]:
-        """The names of all experts' projections by the stacked tensor's name; gate and up are two lists."""
+    def _expert_names_by_stacked_name(self) -> dict[str, Sequence[Sequence[str]]]:
+        """
+        Names in files by stacked tensor name: one list with all experts' projections, or two lists for gate and up.
+        """
         specs = self.source.specs()
         counts: dict[str, int] = {}
         for name in specs:
@@ -45,14 +47,16 @@ class StackedExperts:
 
     def specs(self) -> Mapping[str, TensorSpec]:
         specs = self.source.specs()
-        hidden = {single for parts in self._singles.values() for part in parts for single in part}
+        hidden = {single for parts in self._expert_names_by_stacked_name.values() for part in parts for single in part}
         stacked = {}
-        for name, parts in self._singles.items():
+        for name, parts in self._expert_names_by_stacked_name.items():
             (outputs, inputs), dtype = specs[parts[0][0]].shape, specs[parts[0][0]].dtype
             stacked[name] = TensorSpec((len(parts[0]), len(parts) * outputs, inputs), dtype)
         return {name: spec for name, spec in specs.items() if name not in hidden} | stacked
 
     def tensor(self, name: str) -> Tensor:
-        if name not in self._singles:
+        if name not in self._expert_names_by_stacked_name:
             return self.source.tensor(name)
-        return torch.cat([torch.stack([*map(self.source.tensor, part)]) for part in self._singles[name]], 1)
+        return torch.cat(
+            [torch.stack([*map(self.source.tensor, part)]) for part in self._expert_names_by_stacked_name[name]], 1
+        )

@@ -20,12 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from drawloom.components.storage.durable_files import replace_file, temporary_name
-from drawloom.components.storage.regular_file import ContentMismatchError, open_regular_file, open_verified
-from drawloom.components.storage.safetensors.writer import write_tensors
+from drawloom.components.storage.durable_files import make_temporary_path, replace_file
+from drawloom.components.storage.regular_file import ContentMismatchError, open_untrusted_file, open_verified
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.state_tree import Packed
-from drawloom.components.storage.strict_json import checksum, dumps, parse
+from drawloom.components.storage.strict_json import encode_canonical, hash_canonical, parse_strictly
 from drawloom.graph import UserError
 
 FORMAT = 1
@@ -41,23 +41,23 @@ class NotVisibleError(UserError):
     """A record that is not visible yet; the reader retries."""
 
 
-def publish(folder: Path, rank: int, packed: Packed) -> str:
+def publish_record(folder: Path, rank: int, packed: Packed) -> str:
     """
     Replace a rank's record, and return the new generation's name.
 
     Raises ValueError for a tensor without a safetensors format.
     """
     generation = secrets.token_hex(8)
-    tensors = attrs.asdict(write_tensors(folder / _tensors_name(rank, generation), packed.tensors))
+    tensors = attrs.asdict(write_safetensors_file(folder / _tensors_name(rank, generation), packed.tensors))
     record = {"format": FORMAT, "rank": rank, "generation": generation, "tensors": tensors, "config": packed.tree}
-    replace_file(_record_path(folder, rank), dumps({**record, "digest": checksum(record)}))
-    for path in _own_files(folder, rank):
+    replace_file(_record_path(folder, rank), encode_canonical({**record, "digest": hash_canonical(record)}))
+    for path in _iterate_record_files(folder, rank):
         if generation not in path.name and path.suffix == ".safetensors":
             path.unlink(missing_ok=True)
     return generation
 
 
-def read(folder: Path, rank: int, generation: str | None = None) -> Packed | None:
+def read_record(folder: Path, rank: int, generation: str | None = None) -> Packed | None:
     """
     Return a rank's record, or None if there is none; with a `generation`, wait until it is visible.
 
@@ -74,9 +74,9 @@ def read(folder: Path, rank: int, generation: str | None = None) -> Packed | Non
         os.listdir(folder)  # makes an NFS client ask the server again
 
 
-def withdraw(folder: Path, rank: int) -> None:
+def remove_record(folder: Path, rank: int) -> None:
     """Remove a rank's record; the JSON first, so no reader looks for removed tensors."""
-    for path in sorted(_own_files(folder, rank), key=lambda path: path.suffix == ".safetensors"):
+    for path in sorted(_iterate_record_files(folder, rank), key=lambda path: path.suffix == ".safetensors"):
         path.unlink(missing_ok=True)
 
 
@@ -99,7 +99,7 @@ def _try_read(folder: Path, rank: int, generation: str | None) -> Packed | None:
 def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
     """Return a rank's record, or None if there is no file. Raises UserError for a corrupt record."""
     try:
-        with open_regular_file(path, REMEDY) as file:
+        with open_untrusted_file(path, REMEDY) as file:
             text = file.read(0, min(file.size, MAX_JSON_SIZE + 1))
     except UserError as error:
         if _was_file_removed(error):
@@ -108,8 +108,8 @@ def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
     try:
         if len(text) > MAX_JSON_SIZE:
             raise ValueError(f"it has more than {MAX_JSON_SIZE} bytes")
-        record = parse(text, most=MAX_PARTS)
-        if record.pop("digest") != checksum(record):
+        record = parse_strictly(text, most=MAX_PARTS)
+        if record.pop("digest") != hash_canonical(record):
             raise ValueError("checksum mismatch")
         if (record["format"], record["rank"]) != (FORMAT, rank):
             raise ValueError(
@@ -137,10 +137,10 @@ def _read_tensors(path: Path, expected: Content) -> dict[str, Tensor]:
         raise UserError(f"{path} can't be read ({error.strerror}); {REMEDY}") from error
 
 
-def _own_files(folder: Path, rank: int) -> Iterator[Path]:
+def _iterate_record_files(folder: Path, rank: int) -> Iterator[Path]:
     """Yield a rank's files, including leftovers from killed processes."""
     record = _record_path(folder, rank)
-    names = {record.name, temporary_name(record).name}
+    names = {record.name, make_temporary_path(record).name}
     tensors = re.compile(rf"rank-{rank}-[0-9a-f]{{16}}\.safetensors")
     yield from (folder / name for name in os.listdir(folder) if name in names or tensors.fullmatch(name))
 

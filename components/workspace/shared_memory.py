@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.distributed.torchrun import machine
+from drawloom.components.distributed.torchrun import get_machine_id
 from drawloom.components.storage.durable_files import FileWriter
-from drawloom.components.storage.safetensors.header import HeaderError, map_file
-from drawloom.components.storage.safetensors.writer import layout, put_tensors
+from drawloom.components.storage.safetensors.header import HeaderError, map_safetensors_file
+from drawloom.components.storage.safetensors.writer import plan_layout, write_planned_tensors
 from drawloom.components.storage.state_tree import Packed
-from drawloom.components.storage.strict_json import dumps, parse
+from drawloom.components.storage.strict_json import encode_canonical, parse_strictly
 from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.workspace.shared_folder import MAX_PARTS
 from drawloom.graph import UserError
@@ -31,17 +31,17 @@ Ticket = dict[str, Any]
 
 
 @contextmanager
-def share(packed: Packed) -> Iterator[Ticket]:
+def share_in_memory(packed: Packed) -> Iterator[Ticket]:
     """Share a packed state in memory until the context or this process ends; processes with the state open keep it."""
     token = secrets.token_bytes(TOKEN_SIZE)
     with _open_segment() as text, _open_segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
-            file.write(token + dumps(packed.tree))
-        head, entries = layout(InMemory(packed.tensors).specs())
-        put_tensors(FileWriter("shared memory", tensors), packed.tensors, head, entries)
+            file.write(token + encode_canonical(packed.tree))
+        head, entries = plan_layout(InMemory(packed.tensors).specs())
+        write_planned_tensors(FileWriter("shared memory", tensors), packed.tensors, head, entries)
         for descriptor in (text, tensors):
             _seal_segment(descriptor)
-        yield {"machine": machine(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}
+        yield {"machine": get_machine_id(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}
 
 
 def open_shared(ticket: Ticket) -> Packed:
@@ -50,7 +50,7 @@ def open_shared(ticket: Ticket) -> Packed:
 
     Raises UserError if it is on another machine, or gone.
     """
-    if ticket["machine"] != machine():
+    if ticket["machine"] != get_machine_id():
         raise UserError(
             "ranks on several machines can't share memory; give workspace_path, a folder visible to all ranks"
         )
@@ -64,9 +64,9 @@ def open_shared(ticket: Ticket) -> Packed:
     if content[:TOKEN_SIZE] != bytes.fromhex(ticket["token"]):
         raise UserError(f"the memory that process {ticket['process']} shared is gone; see that process's log")
     try:
-        mapped = map_file(tensors)
+        mapped = map_safetensors_file(tensors)
         return Packed(
-            parse(content[TOKEN_SIZE:], most=MAX_PARTS),
+            parse_strictly(content[TOKEN_SIZE:], most=MAX_PARTS),
             {name: mapped.get_tensor(name) for name in mapped.offset_keys()},
         )
     except (HeaderError, ValueError) as error:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
-from drawloom.components.distributed.rank_errors import run_on_all
+from drawloom.components.distributed.rank_errors import run_on_all_ranks
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.ports.distributed import Group
-from drawloom.components.storage.state_tree import pack, unpack
-from drawloom.components.workspace.shared_folder import publish, read, withdraw
-from drawloom.components.workspace.shared_memory import open_shared, share
+from drawloom.components.storage.state_tree import pack_state, unpack_state
+from drawloom.components.workspace.shared_folder import publish_record, read_record, remove_record
+from drawloom.components.workspace.shared_memory import open_shared, share_in_memory
 from drawloom.graph import UserError
 
 
@@ -40,7 +40,7 @@ class NFSWorkspace:
         self._path = None if workspace_path is None else Path(workspace_path).absolute()
         if self._path is not None:
             self._path.mkdir(parents=True, exist_ok=True)
-            withdraw(self._path, self.rank)
+            remove_record(self._path, self.rank)
 
     @property
     def is_initialized(self) -> bool:
@@ -55,7 +55,7 @@ class NFSWorkspace:
         Returns the generation's name. Raises TypeError or ValueError for values that JSON or safetensors
         lack.
         """
-        return publish(self._folder, self.rank, pack({"config": config_json, "weights": dict(weights)}))
+        return publish_record(self._folder, self.rank, pack_state({"config": config_json, "weights": dict(weights)}))
 
     def read_configs_and_weights_from_rank(
         self, target_rank: int, generation: str | None = None
@@ -67,13 +67,13 @@ class NFSWorkspace:
         With a `generation`, waits until it is visible. Raises UserError if the record is corrupt, or does
         not appear.
         """
-        packed = read(self._folder, target_rank, generation)
-        record = {"config": None, "weights": None} if packed is None else unpack(packed[0], packed[1])
+        packed = read_record(self._folder, target_rank, generation)
+        record = {"config": None, "weights": None} if packed is None else unpack_state(packed[0], packed[1])
         return record["config"], record["weights"]
 
     def close(self) -> None:
         """Remove this rank's record."""
-        withdraw(self._folder, self.rank)
+        remove_record(self._folder, self.rank)
 
     def __enter__(self) -> "NFSWorkspace":
         return self
@@ -124,15 +124,17 @@ def _gather_values(
 ) -> Iterator[list[Any]]:
     """Return all ranks' values on the first one, as `get_configs_parallel` does."""
     with ExitStack() as lent:
-        _, tickets = run_on_all(
-            group, lambda: _publish_value(value, ranks, group, workspace_path, lent), share=lambda ticket: ticket
+        _, tickets = run_on_all_ranks(
+            group, lambda: _publish_value(value, ranks, group, workspace_path, lent), to_json=lambda ticket: ticket
         )
         # ranks that disagree would wait for each other for ever
         requested = group.gather_json([*ranks])
         if any(request != [*ranks] for request in requested):
             raise UserError(f"the ranks of a group passed ranks = {requested}; pass the same list on every rank")
         others = [tickets[rank] for rank in ranks[1:]]
-        gathered, _ = run_on_all(group, lambda: _open_values(value, others, ranks[0] == group.rank, workspace_path))
+        gathered, _ = run_on_all_ranks(
+            group, lambda: _open_values(value, others, ranks[0] == group.rank, workspace_path)
+        )
     with _fail_on_all_ranks(group):
         try:
             yield gathered
@@ -149,7 +151,7 @@ def _publish_value(value: Any, ranks: Sequence[int], group: Group, path: Path | 
     if group.rank not in ranks[1:]:
         return None
     if path is None:
-        return lent.enter_context(share(pack({"config": value})))
+        return lent.enter_context(share_in_memory(pack_state({"config": value})))
     workspace = lent.enter_context(NFSWorkspace(path))
     return {"rank": workspace.rank, "generation": workspace.write_configs_and_weights(value, {})}
 
@@ -159,7 +161,7 @@ def _open_values(value: Any, tickets: list[Any], is_reader: bool, path: Path | s
     if not is_reader:
         return []
     if path is None:
-        return [value, *(unpack(tree, tensors)["config"] for tree, tensors in map(open_shared, tickets))]
+        return [value, *(unpack_state(tree, tensors)["config"] for tree, tensors in map(open_shared, tickets))]
     workspace = NFSWorkspace(path)
     read_record = workspace.read_configs_and_weights_from_rank
     return [value, *(read_record(ticket["rank"], ticket["generation"])[0] for ticket in tickets)]
@@ -174,7 +176,7 @@ def _fail_on_all_ranks(group: Group) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        run_on_all(group, _raise_if_failed(failure))
+        run_on_all_ranks(group, _raise_if_failed(failure))
     except UserError:
         if failure is not None:
             raise failure from None

@@ -49,10 +49,17 @@ def page() -> str:
 def _row(name: str, cls: Callable[..., Schedule]) -> tuple[float, str]:
     run, late = _simulated(cls(), 0.0), _simulated(cls(**INFORMED.get(name, {})), 0.25)
     stages = run.program.stages // run.program.ranks
-    split = {0: "whole", run.actions["F"]: "split"}.get(run.actions["I"], "both")
+    split = {0: "whole", run.action_counts["F"]: "split"}.get(run.action_counts["I"], "both")
     held = max(run.peak_live_weights) / stages
-    cells = (f"[{name}](#{name})", stages, f"{run.bubble:.1%}", f"{late.bubble:.1%}", f"{held:g}", split)
-    return run.bubble, f"| {' | '.join(map(str, cells))} |\n"
+    cells = (
+        f"[{name}](#{name})",
+        stages,
+        f"{run.bubble_fraction:.1%}",
+        f"{late.bubble_fraction:.1%}",
+        f"{held:g}",
+        split,
+    )
+    return run.bubble_fraction, f"| {' | '.join(map(str, cells))} |\n"
 
 
 def _simulated(schedule: Schedule, comm: float) -> Simulation:

@@ -21,12 +21,12 @@ from drawloom.graph.cli.results import (
 )
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.inspect.listing import (
-    find_components,
-    find_fitting,
-    find_ports,
-    list_components,
-    list_fitting,
-    list_plugins,
+    find_component_names,
+    find_fitting_components,
+    format_components,
+    format_fitting_components,
+    format_plugins,
+    list_ports,
 )
 from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, sort_problems
 from drawloom.graph.project import Project, Recipe
@@ -34,30 +34,30 @@ from drawloom.graph.runtime.container import format_timings
 from drawloom.graph.schema import recipe_schema
 
 
-def _add_recipe(parser: argparse.ArgumentParser, name: str = "RECIPE", description: str = "") -> None:
+def _add_recipe_arguments(parser: argparse.ArgumentParser, name: str = "RECIPE", description: str = "") -> None:
     help = description or "a path, the name of a shipped recipe, or a run folder"
     parser.add_argument("recipe", metavar=name, help=help)
     parser.add_argument(
         "--overlay", action="append", default=[], metavar="FILE", help="merge this recipe over RECIPE; may be repeated"
     )
-    add_packages(parser)
+    add_import_option(parser)
     parser.epilog = "Set single values with node.key=value."
 
 
-def add_packages(parser: argparse.ArgumentParser) -> None:
+def add_import_option(parser: argparse.ArgumentParser) -> None:
     """Add the option `--import`, which every command accepts."""
     help = "also use components from this package, folder or file; may be repeated"
     parser.add_argument("--import", action="append", default=[], metavar="PATH", dest="imports", help=help)
 
 
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    _add_recipe(parser)
+def _add_check_options(parser: argparse.ArgumentParser) -> None:
+    _add_recipe_arguments(parser)
     help = "skip checks of files and devices, for a recipe that runs on another machine"
     parser.add_argument("--elsewhere", action="store_true", help=help)
 
 
-def _add_draw(parser: argparse.ArgumentParser) -> None:
-    _add_recipe(parser)
+def _add_draw_options(parser: argparse.ArgumentParser) -> None:
+    _add_recipe_arguments(parser)
     parser.add_argument(
         "--focus",
         default="",
@@ -71,8 +71,8 @@ def _add_draw(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    _add_recipe(parser)
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    _add_recipe_arguments(parser)
     parser.add_argument(
         "--timings", action="store_true", help="print the seconds for building, opening and closing each node"
     )
@@ -80,27 +80,27 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="describe the run without starting it")
 
 
-def _add_old_and_new(parser: argparse.ArgumentParser) -> None:
+def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", metavar="A", help="a path, the name of a shipped recipe, or a run folder")
-    _add_recipe(parser, "B", "a recipe to compare with A: a path, a shipped name, or a run folder")
+    _add_recipe_arguments(parser, "B", "a recipe to compare with A: a path, a shipped name, or a run folder")
     parser.epilog = "Overlays and values apply to B."
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    _add_recipe(parser)
+def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_recipe_arguments(parser)
     parser.add_argument(
         "target", nargs="?", metavar="NODE[.KEY]", help="node, setting or edge to explain (default: the whole recipe)"
     )
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
+def _add_schema_options(parser: argparse.ArgumentParser) -> None:
     help = "print the schema of this command's --format json, not of recipes"
     parser.add_argument("--result", metavar="COMMAND", help=help)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file (default: stdout)")
-    add_packages(parser)
+    add_import_option(parser)
 
 
-def _add_subject(parser: argparse.ArgumentParser) -> None:
+def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject",
         nargs="?",
@@ -114,40 +114,42 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugins", action="store_true", help="list components of installed packages with their distributions"
     )
-    add_packages(parser)
+    add_import_option(parser)
 
 
 def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
     return Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
 
 
-def _load_checked_recipe(options: argparse.Namespace, project: Project, *, elsewhere: bool = True) -> Recipe:
+def _load_valid_recipe(options: argparse.Namespace, project: Project, *, elsewhere: bool = True) -> Recipe:
     """
     Load a recipe and print its warnings. Raises RecipeError with its errors, after the warnings.
 
     Without `elsewhere`, the errors include files and devices missing on this machine. A run detects these itself.
     """
     recipe = _load_recipe(options, project)
-    options.console.warn(problem for problem in recipe.graph.problems if problem.warning)
+    options.console.print_warnings(problem for problem in recipe.graph.problems if problem.warning)
     recipe.check(elsewhere=elsewhere)
     return recipe
 
 
-def _run(options: argparse.Namespace, project: Project) -> RunResult:
+def _run_recipe(options: argparse.Namespace, project: Project) -> RunResult:
     """Run a recipe; open it again after a failure its nodes can survive."""
-    recipe = _load_checked_recipe(options, project)
+    recipe = _load_valid_recipe(options, project)
     if options.dry_run:
         return RunResult(options.recipe, preview=recipe.preview())
     handed_over: Mapping[str, Any] = {}
     while True:
         try:
-            return _open_and_run(recipe, options, project.root, handed_over)
+            return _open_and_run_once(recipe, options, project.root, handed_over)
         except ReopenError as request:
             handed_over = request.handed_over
         gc.collect()  # frees the closed graph, whose nodes refer to one another
 
 
-def _open_and_run(recipe: Recipe, options: argparse.Namespace, root: str, handed_over: Mapping[str, Any]) -> RunResult:
+def _open_and_run_once(
+    recipe: Recipe, options: argparse.Namespace, root: str, handed_over: Mapping[str, Any]
+) -> RunResult:
     """Open the run with a failed attempt's values, run it to its end or a signal, and print its timings."""
     run = recipe.open(accept_changes=options.accept_changes)
     run.handed_over = handed_over
@@ -161,9 +163,9 @@ def _open_and_run(recipe: Recipe, options: argparse.Namespace, root: str, handed
     return RunResult(options.recipe, signal, outcome=outcome)
 
 
-def _check(options: argparse.Namespace, project: Project) -> CheckResult:
+def _check_recipe(options: argparse.Namespace, project: Project) -> CheckResult:
     if options.format != JSON:
-        recipe = _load_checked_recipe(options, project, elsewhere=options.elsewhere)
+        recipe = _load_valid_recipe(options, project, elsewhere=options.elsewhere)
         return CheckResult.of(options.recipe, len(recipe.graph.nodes), recipe.graph.problems)
     problems: list[Problem] = []
     nodes = 0
@@ -177,24 +179,24 @@ def _check(options: argparse.Namespace, project: Project) -> CheckResult:
     return CheckResult.of(options.recipe, nodes, problems)
 
 
-def _show(options: argparse.Namespace, project: Project) -> ShowResult:
-    return ShowResult.of(_load_checked_recipe(options, project))
+def _resolve_recipe(options: argparse.Namespace, project: Project) -> ShowResult:
+    return ShowResult.of(_load_valid_recipe(options, project))
 
 
-def _draw(options: argparse.Namespace, project: Project) -> DrawResult:
-    return DrawResult.of(_load_checked_recipe(options, project), options.focus, options.step)
+def _draw_recipe(options: argparse.Namespace, project: Project) -> DrawResult:
+    return DrawResult.of(_load_valid_recipe(options, project), options.focus, options.step)
 
 
-def _explain(options: argparse.Namespace, project: Project) -> ExplainResult:
+def _explain_recipe(options: argparse.Namespace, project: Project) -> ExplainResult:
     target = options.target or ""
-    return ExplainResult(target, _load_checked_recipe(options, project).explain(target))
+    return ExplainResult(target, _load_valid_recipe(options, project).explain(target))
 
 
-def _diff(options: argparse.Namespace, project: Project) -> DiffResult:
+def _compare_recipes(options: argparse.Namespace, project: Project) -> DiffResult:
     return DiffResult.of(_load_recipe(options, project).changes_since(Recipe.load(options.old, project=project)))
 
 
-def _schema(options: argparse.Namespace, project: Project) -> SchemaResult:
+def _print_schema(options: argparse.Namespace, project: Project) -> SchemaResult:
     schema = options.read_result_schema(options.result) if options.result else None
     schema = schema or recipe_schema(project.registry, project.components_by_node())
     if options.output is not None:
@@ -205,26 +207,26 @@ def _schema(options: argparse.Namespace, project: Project) -> SchemaResult:
     return SchemaResult(schema, options.output)
 
 
-def _list(options: argparse.Namespace, project: Project) -> ListResult | PortsResult:
+def _list_components(options: argparse.Namespace, project: Project) -> ListResult | PortsResult:
     registry = project.registry
     if options.plugins:
-        return ListResult.of(registry, registry.installed.names(), list_plugins(registry))
+        return ListResult.of(registry, registry.installed.names(), format_plugins(registry))
     if options.ports:
-        return PortsResult.of(find_ports(registry))
+        return PortsResult.of(list_ports(registry))
     if options.fits:
-        fitting = find_fitting(registry, list(project.shipped_graphs()), options.fits)
-        return ListResult.of(registry, fitting, list_fitting(fitting, options.fits))
-    names = find_components(registry, options.subject)
-    return ListResult.of(registry, names, list_components(registry, options.subject))
+        fitting = find_fitting_components(registry, list(project.shipped_graphs()), options.fits)
+        return ListResult.of(registry, fitting, format_fitting_components(fitting, options.fits))
+    names = find_component_names(registry, options.subject)
+    return ListResult.of(registry, names, format_components(registry, options.subject))
 
 
-def _lsp(options: argparse.Namespace, project: Project) -> None:
+def _serve_editor(options: argparse.Namespace, project: Project) -> None:
     try:
-        from drawloom.graph.lsp.server import serve  # pygls is an extra, and no other command needs it
+        from drawloom.graph.lsp.server import serve_editor  # pygls is an extra, and no other command needs it
     except ModuleNotFoundError as error:
         package = (error.name or "pygls").partition(".")[0]
         raise UserError(f"the package {package!r} is missing; pip install 'drawloom[lsp]'") from error
-    serve(project)
+    serve_editor(project)
 
 
 Main = Callable[[argparse.Namespace, Project], Result | None]
@@ -233,13 +235,17 @@ Main = Callable[[argparse.Namespace, Project], Result | None]
 Command = tuple[Main, str, Callable[[argparse.ArgumentParser], None]]
 
 COMMANDS: dict[str, Command] = {
-    "run": (_run, "run a recipe, or resume its run", _add_run),
-    "check": (_check, "check a recipe, and print every problem at once", _add_check),
-    "explain": (_explain, "show where values come from and why nodes are connected", _add_target),
-    "show": (_show, "print the resolved recipe as TOML", _add_recipe),
-    "draw": (_draw, "draw the nodes of a run, or the dataflow of one step", _add_draw),
-    "diff": (_diff, "list the differences between two recipes or runs, and their impact on resuming", _add_old_and_new),
-    "schema": (_schema, "print the JSON Schema of recipes, or of a command's JSON", _add_output),
-    "lsp": (_lsp, "start the language server (LSP) for an editor, on stdin and stdout", add_packages),
-    "list": (_list, "list components with their settings", _add_subject),
+    "run": (_run_recipe, "run a recipe, or resume its run", _add_run_options),
+    "check": (_check_recipe, "check a recipe, and print every problem at once", _add_check_options),
+    "explain": (_explain_recipe, "show where values come from and why nodes are connected", _add_explain_arguments),
+    "show": (_resolve_recipe, "print the resolved recipe as TOML", _add_recipe_arguments),
+    "draw": (_draw_recipe, "draw the nodes of a run, or the dataflow of one step", _add_draw_options),
+    "diff": (
+        _compare_recipes,
+        "list the differences between two recipes or runs, and their impact on resuming",
+        _add_diff_arguments,
+    ),
+    "schema": (_print_schema, "print the JSON Schema of recipes, or of a command's JSON", _add_schema_options),
+    "lsp": (_serve_editor, "start the language server (LSP) for an editor, on stdin and stdout", add_import_option),
+    "list": (_list_components, "list components with their settings", _add_list_arguments),
 }

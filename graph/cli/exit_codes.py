@@ -28,7 +28,7 @@ def format_problems(problems: Iterable[Problem]) -> str:
     )
 
 
-def describe_shortage(error: Exception) -> str:
+def describe_resource_shortage(error: Exception) -> str:
     """Return a message about a lack of memory or threads on this machine. Empty for other errors."""
     text = str(error).strip()
     # torch raises a RuntimeError for CPU memory, and an OutOfMemoryError for GPU memory.
@@ -40,7 +40,7 @@ def describe_shortage(error: Exception) -> str:
     return ""
 
 
-def _always(_text: str) -> bool:
+def _return_true(_text: str) -> bool:
     return True
 
 
@@ -54,8 +54,8 @@ class Console:
     """
 
     warns: bool = True
-    is_first: Callable[[str], bool] = _always
+    is_first: Callable[[str], bool] = _return_true
 
-    def warn(self, problems: Iterable[Problem]) -> None:
+    def print_warnings(self, problems: Iterable[Problem]) -> None:
         if self.warns and (text := format_problems(problems)):
             print_text(text, "stderr")

@@ -12,19 +12,19 @@ from itertools import islice, pairwise
 from types import ModuleType
 from typing import Any, NoReturn
 
-from drawloom.graph.cli.commands import COMMANDS, Main, add_packages
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_shortage
+from drawloom.graph.cli.commands import COMMANDS, Main, add_import_option
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_resource_shortage
 from drawloom.graph.cli.result import (
     JSON,
     CommandFailure,
     Schema,
     as_data,
-    dump,
-    formats_of,
-    result_classes,
-    result_schema,
+    dump_json,
+    find_result_classes,
+    list_output_formats,
+    make_result_schema,
 )
-from drawloom.graph.cli.terminal import discard, print_text, stdout_to_stderr
+from drawloom.graph.cli.terminal import print_text, redirect_stdout_to_stderr, redirect_to_null
 from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, did_you_mean, find_nearest
 from drawloom.graph.project import Project
 
@@ -48,10 +48,10 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
             print_text("interrupted", "stderr")
         return INTERRUPTED
     except BrokenPipeError:
-        discard("stdout")  # its reader, such as `head`, has closed it
+        redirect_to_null("stdout")  # its reader, such as `head`, has closed it
         return OK
     except Exception as error:
-        if reason := describe_shortage(error):
+        if reason := describe_resource_shortage(error):
             return _print_failure(CommandFailure(FAILED, reason), arguments, console)
         if console.is_first(repr(error)):
             raise
@@ -68,11 +68,11 @@ def _print_failure(failure: CommandFailure, arguments: Sequence[str], console: C
 
 
 def _run_command(arguments: Sequence[str], project: Project, console: Console) -> int:
-    if not _has_current_folder():
+    if not _does_current_folder_exist():
         raise UserError("the current folder has been removed; change to another one")
-    rest, words = split_words(arguments)
+    rest, words = split_off_overrides(arguments)
     parser = _make_parser(project, rest)
-    _check_arguments(parser, rest)
+    _refuse_mistyped_arguments(parser, rest)
     options = parser.parse_args(rest)
     options.words, options.console = words, console
     options.read_result_schema = partial(read_result_schema, project)
@@ -82,25 +82,25 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
         )
     function: Main = options.main
     project = project.with_imports(getattr(options, "imports", ()))
-    if not formats_of(function):
+    if not list_output_formats(function):
         function(options, project)
         return OK
-    with stdout_to_stderr() if options.format == JSON else nullcontext():
+    with redirect_stdout_to_stderr() if options.format == JSON else nullcontext():
         result = function(options, project)
     if result is None:
-        raise TypeError(f"the command {options.command} has no result")
-    text = dump(as_data(result)) if options.format == JSON else result.render(options.format)
+        raise TypeError(f"the command {options.command} returned no result; its main must return a Result")
+    text = dump_json(as_data(result)) if options.format == JSON else result.render(options.format)
     if text and console.warns:  # one process of several
         print_text(text)
     return result.exit_code
 
 
-def command_names(project: Project) -> list[str]:
+def list_command_names(project: Project) -> list[str]:
     """Return all command names, ordered as in `drawloom --help`."""
-    return [*COMMANDS, *(name.replace("_", "-") for name in _module_names(project))]
+    return [*COMMANDS, *(name.replace("_", "-") for name in _list_command_modules(project))]
 
 
-def command_help(project: Project, command: str) -> str:
+def format_command_help(project: Project, command: str) -> str:
     """Return a command's help text."""
     subparsers = next(action for action in _make_parser(project, [command])._actions if action.dest == "command")
     return str(dict(subparsers.choices or {})[command].format_help())
@@ -112,16 +112,16 @@ def read_result_schema(project: Project, command: str) -> Schema:
 
     Raises UserError for an unknown command, or for a server, whose output is a protocol.
     """
-    names = command_names(project)
+    names = list_command_names(project)
     if command not in names:
         raise UserError(f"there is no command {command!r}; {did_you_mean(command, names)}".rstrip("; "), INVALID)
     function = COMMANDS[command][0] if command in COMMANDS else _import_command(project, command.replace("-", "_")).main
-    if not (classes := result_classes(function)):
+    if not (classes := find_result_classes(function)):
         raise UserError(f"{command} is a server, whose output is a protocol; name another command", INVALID)
-    return result_schema(command, classes)
+    return make_result_schema(command, classes)
 
 
-def _check_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+def _refuse_mistyped_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
     """Refuse two typing errors for which argparse prints no useful hint."""
     commands = next(action.choices for action in parser._actions if action.dest == "command")
     if arguments and arguments[0][:1] != "-" and commands and arguments[0] not in commands:
@@ -133,14 +133,14 @@ def _check_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> N
         parser.error(f"write {arguments[index - 1]}={arguments[index + 1]}, without spaces")
 
 
-def _has_current_folder() -> bool:
+def _does_current_folder_exist() -> bool:
     try:
         return bool(os.getcwd())
     except FileNotFoundError:
         return False
 
 
-def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_off_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments for argparse from overrides a.b=c, --a.b=c and --a.b c, and return overrides as a.b=c."""
     rest: list[str] = []
     words: list[str] = []
@@ -175,13 +175,15 @@ def _make_parser(project: Project, arguments: Sequence[str]) -> argparse.Argumen
     for name, (function, summary, add) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         add(command)
-        _add_format(command, function)
-    for name in _module_names(project):
-        _add_module(commands, project, name, is_called=bool(arguments) and name.replace("_", "-") == arguments[0])
+        _add_format_option(command, function)
+    for name in _list_command_modules(project):
+        _add_command_module(
+            commands, project, name, is_called=bool(arguments) and name.replace("_", "-") == arguments[0]
+        )
     return parser
 
 
-def _add_module(commands: Any, project: Project, name: str, *, is_called: bool) -> None:
+def _add_command_module(commands: Any, project: Project, name: str, *, is_called: bool) -> None:
     """Add a command of the package. Its module is imported only if the command is called."""
     path = project.registry.folder / "commands" / f"{name}.py"
     summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
@@ -189,18 +191,18 @@ def _add_module(commands: Any, project: Project, name: str, *, is_called: bool) 
     if is_called:
         module = _import_command(project, name)
         module.add_arguments(command)
-        add_packages(command)
-        _add_format(command, module.main)
+        add_import_option(command)
+        _add_format_option(command, module.main)
 
 
-def _add_format(parser: argparse.ArgumentParser, function: Main) -> None:
+def _add_format_option(parser: argparse.ArgumentParser, function: Main) -> None:
     parser.set_defaults(main=function)
-    if formats := formats_of(function):
+    if formats := list_output_formats(function):
         help = f"print the result in this format (default {formats[0]}); with json, all else is on stderr"
         parser.add_argument("--format", choices=formats, default=formats[0], help=help)
 
 
-def _module_names(project: Project) -> list[str]:
+def _list_command_modules(project: Project) -> list[str]:
     return sorted(path.stem for path in (project.registry.folder / "commands").glob("[a-z]*.py"))
 
 

@@ -95,7 +95,7 @@ class CommandFailure:
 
     def json(self) -> str:
         """Return an object with the key `error` as JSON."""
-        return dump({"error": as_data(self)})
+        return dump_json({"error": as_data(self)})
 
 
 def as_data(value: Any) -> Any:
@@ -110,23 +110,23 @@ def as_data(value: Any) -> Any:
         case Mapping():
             return {str(key): as_data(part) for key, part in value.items()}
         case _ if attrs.has(type(value)):
-            return {field.name: as_data(getattr(value, field.name)) for field in json_fields(type(value))}
+            return {field.name: as_data(getattr(value, field.name)) for field in list_json_fields(type(value))}
         case Sequence() | Iterator():
             return [as_data(part) for part in value]
     return float(value)  # a number of numpy or torch; TypeError otherwise
 
 
-def json_fields(cls: type) -> list["attrs.Attribute[Any]"]:
+def list_json_fields(cls: type) -> list["attrs.Attribute[Any]"]:
     """Return the fields declared by `output`."""
     return [field for field in attrs.fields(cls) if "doc" in field.metadata]
 
 
-def dump(data: Any) -> str:
+def dump_json(data: Any) -> str:
     """Return JSON with indentation."""
     return json.dumps(data, indent=1, allow_nan=False)
 
 
-def result_classes(function: Callable[..., Any]) -> list[type[Result]]:
+def find_result_classes(function: Callable[..., Any]) -> list[type[Result]]:
     """Return the result classes in a command's return annotation. Empty for a server, whose stdout is a protocol."""
     kind = typing.get_type_hints(function)["return"]
     members = [] if kind is type(None) else union_members(kind)
@@ -135,19 +135,19 @@ def result_classes(function: Callable[..., Any]) -> list[type[Result]]:
     return members
 
 
-def formats_of(function: Callable[..., Any]) -> tuple[str, ...]:
+def list_output_formats(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return a command's choices for `--format`, the default first."""
-    return tuple(dict.fromkeys(format for cls in result_classes(function) for format in cls.formats))
+    return tuple(dict.fromkeys(format for cls in find_result_classes(function) for format in cls.formats))
 
 
-def result_schema(command: str, classes: Sequence[type[Result]]) -> Schema:
+def make_result_schema(command: str, classes: Sequence[type[Result]]) -> Schema:
     """Return a command's JSON Schema: a result, or an object with the key `error`."""
-    failure = {"type": "object", "properties": {"error": _type_schema(CommandFailure)}, "required": ["error"]}
+    failure = {"type": "object", "properties": {"error": _make_type_schema(CommandFailure)}, "required": ["error"]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"drawloom {command} --format json",
         "type": "object",
-        "anyOf": [*(_type_schema(cls) for cls in classes), failure | {"additionalProperties": False}],
+        "anyOf": [*(_make_type_schema(cls) for cls in classes), failure | {"additionalProperties": False}],
     }
 
 
@@ -161,40 +161,40 @@ SIMPLE: dict[Any, Schema] = {
 }
 
 
-def _type_schema(kind: Any) -> Schema:
+def _make_type_schema(kind: Any) -> Schema:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in SIMPLE:
         return dict(SIMPLE[kind])
     if origin is Literal:
         return {"enum": list(inner)}
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_type_schema(member) for member in inner]}
+        return {"anyOf": [_make_type_schema(member) for member in inner]}
     if isinstance(kind, type) and issubclass(kind, PurePath):
         return {"type": "string"}
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _type_schema(inner[1])}
+        return {"type": "object", "additionalProperties": _make_type_schema(inner[1])}
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return _array_schema(origin, inner)
+        return _make_array_schema(origin, inner)
     if attrs.has(kind):
-        return _object_schema(kind)
-    raise TypeError(f"{kind} is not a type of results; see Result")
+        return _make_object_schema(kind)
+    raise TypeError(f"a field of a Result can't have the type {kind}; see Result for the supported types")
 
 
-def _array_schema(origin: type, inner: tuple[Any, ...]) -> Schema:
+def _make_array_schema(origin: type, inner: tuple[Any, ...]) -> Schema:
     if origin is tuple and inner[-1] is not Ellipsis:
-        items = [_type_schema(part) for part in inner]
+        items = [_make_type_schema(part) for part in inner]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
-    return {"type": "array", "items": _type_schema(inner[0])}
+    return {"type": "array", "items": _make_type_schema(inner[0])}
 
 
-def _object_schema(cls: type) -> Schema:
+def _make_object_schema(cls: type) -> Schema:
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field.metadata["doc"] for field in json_fields(cls)}
+    fields = {field.name: field.metadata["doc"] for field in list_json_fields(cls)}
     return {
         "type": "object",
         "description": inspect.cleandoc(cls.__doc__ or ""),
         "properties": {
-            name: _type_schema(hints[name]) | ({"description": doc} if doc else {}) for name, doc in fields.items()
+            name: _make_type_schema(hints[name]) | ({"description": doc} if doc else {}) for name, doc in fields.items()
         },
         "required": list(fields),
         "additionalProperties": False,

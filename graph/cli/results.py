@@ -111,7 +111,7 @@ class DrawResult(Result):
         """Return a recipe's nodes; `focus` and `step` apply to pictures."""
         graph = recipe.graph.require_valid()
         return cls(
-            [_node_data(graph.nodes[name]) for name in graph.topological_order([graph.root])], recipe, focus, step
+            [_make_node_data(graph.nodes[name]) for name in graph.topological_order([graph.root])], recipe, focus, step
         )
 
     def render(self, format: str) -> str:
@@ -120,7 +120,7 @@ class DrawResult(Result):
         return self.recipe.draw(kind, self.focus, step=self.step).removesuffix("\n")
 
 
-def _node_data(node: Any) -> NodeData:
+def _make_node_data(node: Any) -> NodeData:
     flow = node.spec.traits.flow
     edges = {key: list(edge.targets) for key, edge in node.edges.items()}
     return NodeData(node.name, node.spec.use, edges, list(flow.reads), list(flow.changes), list(flow.writes))

@@ -31,21 +31,21 @@ def print_text(text: str, stream: Stream = "stdout", *, end: str = "\n") -> None
     try:
         print(escape_control_characters(text), end=end, file=getattr(sys, stream), flush=True)
     except OSError as error:
-        discard(stream)
+        redirect_to_null(stream)
         if stream == "stdout" and isinstance(error, BrokenPipeError):
             raise
         if stream == "stdout":
             raise UserError(f"standard output can't be written: {error.strerror}") from error
 
 
-def discard(stream: Stream) -> None:
+def redirect_to_null(stream: Stream) -> None:
     """Connect a stream to /dev/null. Otherwise its buffered text would fail again when Python exits."""
     with suppress(OSError, ValueError), open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), getattr(sys, stream).fileno())
 
 
 @contextmanager
-def stdout_to_stderr() -> Iterator[None]:
+def redirect_stdout_to_stderr() -> Iterator[None]:
     """Send standard output to standard error, for child processes too; a later JSON text is then alone."""
     sys.stdout.flush()
     saved = os.dup(1)

@@ -48,10 +48,12 @@ class Diagram:
     @property
     def caption(self) -> str:
         """A line below the title: the numbers of nodes and arrows, and the meaning of an arrow."""
-        counts = " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in self._count_parts())
+        counts = " and ".join(
+            f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in self._count_nodes_and_arrows()
+        )
         return f"{counts}; an arrow leads from a node to a node that it needs, in the colour of the latter"
 
-    def _count_parts(self) -> tuple[tuple[int, str], tuple[int, str]]:
+    def _count_nodes_and_arrows(self) -> tuple[tuple[int, str], tuple[int, str]]:
         return (len(self.boxes), "node"), (len(self.arrows), "arrow")
 
     @property
@@ -70,8 +72,10 @@ def make_wiring_diagram(graph: Graph, title: str, root: str, focus: str = "") ->
     users = graph.users(focus) if focus else []
     below = _list_dependencies(graph, focus or root)
     leads = [(user, focus) for user in users] + [(name, need) for name in below for need in graph.needs(name)]
-    arrows = tuple(Arrow(source, target, _find_fields(graph, source, target)) for source, target in leads)
-    return Diagram(title, make_boxes(graph, [*users, *below]), arrows, tuple(_find_sequences(graph, below)), focus)
+    arrows = tuple(Arrow(source, target, _find_edges_between(graph, source, target)) for source, target in leads)
+    return Diagram(
+        title, make_boxes(graph, [*users, *below]), arrows, tuple(_list_sequence_targets(graph, below)), focus
+    )
 
 
 def _list_dependencies(graph: Graph, root: str) -> list[str]:
@@ -86,26 +90,26 @@ def _list_dependencies(graph: Graph, root: str) -> list[str]:
     return list(visited)
 
 
-def _find_sequences(graph: Graph, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+def _list_sequence_targets(graph: Graph, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for node in (graph.nodes[name] for name in names):
         yield from (edge.targets for field, edge in node.edges.items() if node.spec.fields[field].kind == "ordered")
 
 
-def _find_fields(graph: Graph, source: str, target: str) -> tuple[str, ...]:
+def _find_edges_between(graph: Graph, source: str, target: str) -> tuple[str, ...]:
     return tuple(field for field, edge in graph.nodes[source].edges.items() if target in edge.targets)
 
 
 @attrs.frozen
-class Thread:
-    """A value of the dataflow. `touches` maps a member index to its strongest access: writes, changes or reads."""
+class ValueTrace:
+    """A value of the dataflow. `access_by_member`: strongest access (writes, changes or reads) by member index."""
 
     value: str
-    touches: dict[int, str]
+    access_by_member: dict[int, str]
 
     @property
     def is_written(self) -> bool:
         """Whether a member writes it; an optional read may have no writer."""
-        return "writes" in self.touches.values()
+        return "writes" in self.access_by_member.values()
 
     @property
     def title(self) -> str:
@@ -118,17 +122,17 @@ class SequenceDrawing:
 
     title: str
     members: tuple[Box, ...]
-    threads: tuple[Thread, ...]
+    traces: tuple[ValueTrace, ...]
 
     def diagram(self) -> Diagram:
         """Draw an arrow from a member writing or changing a value to the members using this version."""
         values: dict[tuple[str, str], list[str]] = {}
-        for thread in self.threads:
+        for trace in self.traces:
             last = ""
-            for number, verb in thread.touches.items():
+            for number, verb in trace.access_by_member.items():
                 name = self.members[number].name
                 if last and verb != "writes":
-                    values.setdefault((last, name), []).append(thread.value)
+                    values.setdefault((last, name), []).append(trace.value)
                 last = last if verb == "reads" else name
         arrows = tuple(Arrow(source, target, tuple(labels)) for (source, target), labels in values.items())
         return Diagram(self.title, self.members, arrows)
@@ -148,14 +152,14 @@ def make_sequence_drawing(graph: Graph, title: str, name: str) -> SequenceDrawin
         hint = f"; choose {' or '.join(f'[{choice}]' for choice in choices)} with --focus" if choices else ""
         raise UserError(f"[{name}] has no sequence edge{hint}", 2)
     targets = node.edges[fields[0]].targets
-    return SequenceDrawing(f"{title}: [{name}] {fields[0]}", make_boxes(graph, targets), _make_threads(graph, targets))
+    return SequenceDrawing(f"{title}: [{name}] {fields[0]}", make_boxes(graph, targets), _trace_values(graph, targets))
 
 
-def _make_threads(graph: Graph, members: tuple[str, ...]) -> tuple[Thread, ...]:
-    touches: dict[str, dict[int, str]] = {}
+def _trace_values(graph: Graph, members: tuple[str, ...]) -> tuple[ValueTrace, ...]:
+    access_by_member: dict[str, dict[int, str]] = {}
     for number, name in enumerate(members):
         flow = graph.nodes[name].spec.traits.flow
         for verb, values in (("reads", flow.reads), ("changes", flow.changes), ("writes", flow.writes)):
             for value in values:
-                touches.setdefault(value.removesuffix("?"), {})[number] = verb
-    return tuple(Thread(value, members) for value, members in touches.items())
+                access_by_member.setdefault(value.removesuffix("?"), {})[number] = verb
+    return tuple(ValueTrace(value, members) for value, members in access_by_member.items())

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from drawloom.graph.drawing.diagram import Diagram, SequenceDrawing, make_sequence_drawing, make_wiring_diagram
 from drawloom.graph.drawing.svg import assign_colours, draw_step, draw_wiring
-from drawloom.graph.inspect.explain import read_notes
+from drawloom.graph.inspect.explain import collect_notes
 from drawloom.graph.problems import UserError, did_you_mean
 from drawloom.graph.wiring.graph import Graph
 
@@ -27,11 +27,11 @@ def draw_tree(graph: Graph, root: str) -> str:
         lines.append(f"{branch}{label}[{name}] {graph.nodes[name].spec.use}{' (above)' if is_repeated else ''}")
         if not is_repeated:
             seen.add(name)
-            stack += reversed(_list_children(graph, name, indent))
+            stack += reversed(_list_branches(graph, name, indent))
     return "\n".join(lines)
 
 
-def _list_children(graph: Graph, name: str, indent: str) -> list[tuple[str, str, str, str]]:
+def _list_branches(graph: Graph, name: str, indent: str) -> list[tuple[str, str, str, str]]:
     edges = [(target, field) for field, edge in graph.nodes[name].edges.items() for target in edge.targets]
     ends = [number == len(edges) - 1 for number in range(len(edges))]
     return [
@@ -49,7 +49,7 @@ def _format_members(step: SequenceDrawing) -> Iterator[str]:
     for number, box in enumerate(step.members):
         yield f"{number + 1:3d}. [{box.name}] {box.use}"
         for verb in ("reads", "changes", "writes"):
-            values = [thread.title for thread in step.threads if thread.touches.get(number) == verb]
+            values = [trace.title for trace in step.traces if trace.access_by_member.get(number) == verb]
             if values:
                 yield f"     {verb} {', '.join(values)}"
 
@@ -87,7 +87,7 @@ def draw_dot(diagram: Diagram) -> str:
     """Draw a directed graph from left to right, with boxes in their subjects' colours."""
     fills = assign_colours(diagram.subjects)
     lines = [
-        f"digraph {_quote(diagram.title)} {{",
+        f"digraph {_dot_string(diagram.title)} {{",
         "  rankdir=LR",
         '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=11]',
         '  edge [fontname="Helvetica", fontsize=9]',
@@ -95,13 +95,13 @@ def draw_dot(diagram: Diagram) -> str:
     for box in diagram.boxes:
         style = ", penwidth=3" if box.name == diagram.focus else ""
         label = f'"{box.name.translate(ESCAPES)}\\n{box.use.translate(ESCAPES)}"'
-        lines.append(f'  {_quote(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{style}]')
+        lines.append(f'  {_dot_string(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{style}]')
     for arrow in diagram.arrows:
-        lines.append(f"  {_quote(arrow.source)} -> {_quote(arrow.target)} [label={_quote(arrow.label)}]")
+        lines.append(f"  {_dot_string(arrow.source)} -> {_dot_string(arrow.target)} [label={_dot_string(arrow.label)}]")
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _quote(text: str) -> str:
+def _dot_string(text: str) -> str:
     return f'"{text.translate(ESCAPES)}"'
 
 
@@ -136,6 +136,6 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
 
 
 def _draw_tree(graph: Graph, root: str, focus: str) -> str:
-    users = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.incoming(focus)] if focus else []
-    notes = read_notes(graph, graph.nodes[focus]) if focus else ()
+    users = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.list_incoming_edges(focus)] if focus else []
+    notes = collect_notes(graph, graph.nodes[focus]) if focus else ()
     return "\n".join([*users, *notes, draw_tree(graph, root)]) + "\n"

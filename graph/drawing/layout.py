@@ -127,7 +127,8 @@ def _sort_by_neighbours(
     for column in columns:
         own_height = {stop: (number + 0.5) / len(column) for number, stop in enumerate(column)}
         wished_height = {
-            stop: _mean_or([height[other] for other in toward.get(stop, ())], own_height[stop]) for stop in column
+            stop: _mean_or_default([height[other] for other in toward.get(stop, ())], own_height[stop])
+            for stop in column
         }
         swept.append(_restore_sequences(sorted(column, key=wished_height.__getitem__), sequences))
         height |= {stop: (number + 0.5) / len(column) for number, stop in enumerate(swept[-1])}
@@ -146,7 +147,7 @@ def _restore_sequences(column: list[ArrowPoint], sequences: Sequence[Sequence[st
     return column
 
 
-def _mean_or(numbers: Sequence[float], otherwise: float) -> float:
+def _mean_or_default(numbers: Sequence[float], otherwise: float) -> float:
     return sum(numbers) / len(numbers) if numbers else otherwise
 
 
@@ -168,18 +169,18 @@ def _count_inversions(numbers: Iterable[int]) -> int:
     return count
 
 
-def spread(wishes: Sequence[float], rooms: Sequence[float]) -> list[float]:
+def place_without_overlap(preferred_ys: Sequence[float], heights: Sequence[float]) -> list[float]:
     """
-    Return positions nearest to the wishes in least squares, in the same order and without overlap. `rooms` are the
+    Return positions nearest to the wishes in least squares, in the same order and without overlap. `heights` are the
     heights.
 
     The algorithm pools adjacent violators (Ayer and others, 1955).
     """
-    offsets = [0.0] if rooms else []
-    for above, below in pairwise(rooms):
+    offsets = [0.0] if heights else []
+    for above, below in pairwise(heights):
         offsets.append(offsets[-1] + (above + below) / 2)
     pools: list[tuple[float, int]] = []
-    for wish, offset in zip(wishes, offsets, strict=True):
+    for wish, offset in zip(preferred_ys, offsets, strict=True):
         total, count = wish - offset, 1
         while pools and pools[-1][0] / pools[-1][1] > total / count:
             above, members = pools.pop()
@@ -210,11 +211,11 @@ class PlacedDiagram:
     width: float
     height: float
 
-    def left(self, stop: ArrowPoint) -> tuple[float, float]:
+    def entry_point(self, stop: ArrowPoint) -> tuple[float, float]:
         """Return the coordinates where arrows enter a point."""
         return self.xs[stop.column], self.ys[stop]
 
-    def right(self, stop: ArrowPoint) -> tuple[float, float]:
+    def exit_point(self, stop: ArrowPoint) -> tuple[float, float]:
         """Return the coordinates where arrows leave a point."""
         return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
 
@@ -226,10 +227,10 @@ def place_boxes(diagram: Diagram) -> PlacedDiagram:
     boxes = {box.name: box for box in diagram.boxes}
     widths = [max(_box_width(boxes[stop.box]) for stop in column if not stop.is_bend) for column in layering.columns]
     xs = [LEFT + sum(widths[:number]) + GAP * number for number in range(len(widths))]
-    ys = _place_stops(layering)
-    highest = min((ys[stop] - _stop_height(stop) / 2 for stop in ys), default=0.0)
+    ys = _compute_ys(layering)
+    highest = min((ys[stop] - _point_height(stop) / 2 for stop in ys), default=0.0)
     ys = {stop: y - highest + TOP for stop, y in ys.items()}
-    lowest = max((ys[stop] + _stop_height(stop) / 2 for stop in ys), default=TOP)
+    lowest = max((ys[stop] + _point_height(stop) / 2 for stop in ys), default=TOP)
     titles = max(estimate_width(diagram.title, TITLE, bold=True), estimate_width(diagram.caption, CAPTION))
     width = max(xs[-1] + widths[-1] if xs else 0.0, LEFT + titles) + LEFT
     return PlacedDiagram(layering, xs, widths, ys, width, lowest + BOTTOM)
@@ -239,28 +240,28 @@ def _box_width(box: Box) -> float:
     return max(estimate_width(box.name, NAME, bold=True), estimate_width(box.use, USE)) + 2 * PADDING
 
 
-def _stop_height(stop: ArrowPoint) -> float:
+def _point_height(stop: ArrowPoint) -> float:
     return BEND if stop.is_bend else BOX + BETWEEN
 
 
-def _place_stops(layering: Layering) -> dict[ArrowPoint, float]:
+def _compute_ys(layering: Layering) -> dict[ArrowPoint, float]:
     """
     Return the points' middle heights. Columns move towards the mean of their neighbours, from left to right and back.
     """
     ys: dict[ArrowPoint, float] = {}
     for column in layering.columns:
-        ys |= _place_column(column, [0.0] * len(column))
+        ys |= _compute_column_ys(column, [0.0] * len(column))
     neighbours = layering.neighbours
     for sweep in range(STRAIGHTENING_SWEEPS):
         columns: Columns = layering.columns if sweep % 2 == 0 else layering.columns[::-1]
         for column in columns:
             near = [[ys[other] for other in neighbours.get(stop, [])] or [ys[stop]] for stop in column]
-            ys |= _place_column(column, [sum(heights) / len(heights) for heights in near])
+            ys |= _compute_column_ys(column, [sum(heights) / len(heights) for heights in near])
     return ys
 
 
-def _place_column(column: Sequence[ArrowPoint], wishes: Sequence[float]) -> dict[ArrowPoint, float]:
-    return dict(zip(column, spread(wishes, [_stop_height(stop) for stop in column]), strict=True))
+def _compute_column_ys(column: Sequence[ArrowPoint], preferred_ys: Sequence[float]) -> dict[ArrowPoint, float]:
+    return dict(zip(column, place_without_overlap(preferred_ys, [_point_height(stop) for stop in column]), strict=True))
 
 
 def estimate_width(text: str, size: float, *, bold: bool = False) -> float:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import attrs
 
-from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, SequenceDrawing, Thread
+from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, SequenceDrawing, ValueTrace
 from drawloom.graph.drawing.layout import (
     BOX,
     CAPTION,
@@ -50,18 +50,18 @@ def _format_hex(hue: float, lightness: float, saturation: float) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, saturation))
 
 
-def text_element(x: float, y: float, words: str, size: float, colour: str = INK, attributes: str = "") -> str:
+def make_text_element(x: float, y: float, words: str, size: float, colour: str = INK, attributes: str = "") -> str:
     """Return a text element with its left end (or the `text-anchor` in `attributes`) at x, and its baseline at y."""
-    style = f'font-size="{trim(size)}" fill="{colour}"{attributes}'
-    return f'<text x="{trim(x)}" y="{trim(y)}" {style}>{escape_xml(words)}</text>'
+    style = f'font-size="{num(size)}" fill="{colour}"{attributes}'
+    return f'<text x="{num(x)}" y="{num(y)}" {style}>{escape_xml(words)}</text>'
 
 
 def draw_text_with_halo(
     x: float, y: float, words: str, size: float, colour: str, attributes: str = ""
 ) -> Iterator[str]:
     """Yield a text over lines, preceded by its outline in white: not all renderers support `paint-order`."""
-    yield text_element(x, y, words, size, "none", attributes + HALO)
-    yield text_element(x, y, words, size, colour, attributes)
+    yield make_text_element(x, y, words, size, "none", attributes + HALO)
+    yield make_text_element(x, y, words, size, colour, attributes)
 
 
 BOLD_TEXT = ' font-weight="bold"'
@@ -70,13 +70,13 @@ END = ' text-anchor="end"'
 HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" aria-hidden="true"'
 
 
-def svg_document(title: str, width: float, height: float, body: Iterable[str]) -> str:
+def make_svg_document(title: str, width: float, height: float, body: Iterable[str]) -> str:
     """Return an SVG document with a white background."""
-    size = f'viewBox="0 0 {trim(width)} {trim(height)}" width="{trim(width)}" height="{trim(height)}"'
+    size = f'viewBox="0 0 {num(width)} {num(height)}" width="{num(width)}" height="{num(height)}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">',
         f"<title>{escape_xml(title)}</title>",
-        f'<rect width="{trim(width)}" height="{trim(height)}" fill="#fff"/>',
+        f'<rect width="{num(width)}" height="{num(height)}" fill="#fff"/>',
         *body,
         "</svg>",
     ]
@@ -88,20 +88,20 @@ def escape_xml(words: str) -> str:
     return html.escape("".join(letter if letter.isprintable() else "\ufffd" for letter in words))
 
 
-def trim(number: float) -> str:
+def num(number: float) -> str:
     """Format a number with at most one decimal."""
     return f"{round(number, 1):g}" if abs(number) < 1e5 else f"{number:.0f}"
 
 
-def point(x: float, y: float) -> str:
+def xy(x: float, y: float) -> str:
     """Return a pair of coordinates for a path."""
-    return f"{trim(x)} {trim(y)}"
+    return f"{num(x)} {num(y)}"
 
 
-def box_element(x: float, y: float, width: float, fill: str, stroke: str, stroke_width: float) -> str:
+def make_box_element(x: float, y: float, width: float, fill: str, stroke: str, stroke_width: float) -> str:
     """Return a rectangle with a box's height and its top left corner at (x, y)."""
     return (
-        f'<rect x="{trim(x)}" y="{trim(y)}" width="{trim(width)}" height="{trim(BOX)}" rx="5" fill="{fill}" '
+        f'<rect x="{num(x)}" y="{num(y)}" width="{num(width)}" height="{num(BOX)}" rx="5" fill="{fill}" '
         f'stroke="{stroke}" stroke-width="{stroke_width}"/>'
     )
 
@@ -120,7 +120,9 @@ Label = tuple[str, str, float, float, str]
 def draw_wiring(diagram: Diagram) -> str:
     """Draw a diagram as an SVG document."""
     placed = place_boxes(diagram)
-    return svg_document(diagram.title, placed.width, placed.height, _WiringDrawing(diagram, placed).lines())
+    return make_svg_document(
+        diagram.title, placed.width, placed.height, _WiringDrawing(diagram, placed).draw_elements()
+    )
 
 
 @attrs.define(eq=False)
@@ -137,20 +139,20 @@ class _WiringDrawing:
         self.colours = {box.name: hues[box.subject] for box in self.diagram.boxes}
         self.stops = {stop.box: stop for stop in self.placed.ys if not stop.is_bend}
 
-    def lines(self) -> Iterator[str]:
-        yield text_element(LEFT, 26, self.diagram.title, TITLE, attributes=BOLD_TEXT)
-        yield text_element(LEFT, 44, self.diagram.caption, CAPTION, GREY)
+    def draw_elements(self) -> Iterator[str]:
+        yield make_text_element(LEFT, 26, self.diagram.title, TITLE, attributes=BOLD_TEXT)
+        yield make_text_element(LEFT, 44, self.diagram.caption, CAPTION, GREY)
         yield from self._draw_segments()
         yield from self._draw_labels()
         for box in self.diagram.boxes:
             yield from self._draw_box(box)
 
     def _draw_box(self, box: Box) -> Iterator[str]:
-        (x, y), colour = self.placed.left(self.stops[box.name]), self.colours[box.name]
+        (x, y), colour = self.placed.entry_point(self.stops[box.name]), self.colours[box.name]
         width, thick = self.placed.widths[self.stops[box.name].column], box.name == self.diagram.focus
-        yield box_element(x, y - BOX / 2, width, colour.pale, colour.strong, 3 if thick else 1.2)
-        yield text_element(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
-        yield text_element(x + PADDING, y + 11.5, box.use, USE, GREY)
+        yield make_box_element(x, y - BOX / 2, width, colour.pale, colour.strong, 3 if thick else 1.2)
+        yield make_text_element(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
+        yield make_text_element(x + PADDING, y + 11.5, box.use, USE, GREY)
 
     def _draw_segments(self) -> Iterator[str]:
         """Yield every segment once, titled with the arrows sharing it."""
@@ -168,43 +170,43 @@ class _WiringDrawing:
                 f"<title>{names}</title></path>"
             )
             if not end.is_bend:
-                x, y = self.placed.left(end)
-                yield f'<path d="M{trim(x)} {trim(y)}l{trim(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
+                x, y = self.placed.entry_point(end)
+                yield f'<path d="M{num(x)} {num(y)}l{num(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
 
     def _trace_segment(self, start: ArrowPoint, end: ArrowPoint) -> str:
         """Return a line through a column and a curve through the gap to the next column."""
-        begin, begin_y = self.placed.left(start) if start.is_bend else self.placed.right(start)
-        (x, y), (to_x, to_y) = self.placed.right(start), self.placed.left(end)
+        begin, begin_y = self.placed.entry_point(start) if start.is_bend else self.placed.exit_point(start)
+        (x, y), (to_x, to_y) = self.placed.exit_point(start), self.placed.entry_point(end)
         to_x -= 0 if end.is_bend else HEAD
         bend = (to_x - x) / 2
-        curve = f"C{point(x + bend, y)} {point(to_x - bend, to_y)} {point(to_x, to_y)}"
-        return f"M{point(begin, begin_y)}H{trim(x)}{curve}"
+        curve = f"C{xy(x + bend, y)} {xy(to_x - bend, to_y)} {xy(to_x, to_y)}"
+        return f"M{xy(begin, begin_y)}H{num(x)}{curve}"
 
     def _draw_labels(self) -> Iterator[str]:
         """Yield names of fields at points where all arrows have the same field, unless they overlap other names."""
         occupied: list[Area] = []
-        for label, box, x, y, anchor in [*self._label_arrow_ends(), *self._label_arrow_starts()]:
+        for label, box, x, y, anchor in [*self._make_end_labels(), *self._make_start_labels()]:
             width = estimate_width(label, LABEL)
             left = x - width if anchor == END else x
             area = (left, y - LABEL, left + width, y + LABEL / 3)  # with descenders
-            if width < GAP - 3 * HEAD and not any(_overlap(area, other) for other in occupied):
+            if width < GAP - 3 * HEAD and not any(_do_areas_overlap(area, other) for other in occupied):
                 occupied.append(area)
                 yield from draw_text_with_halo(x, y, label, LABEL, self.colours[box].strong, anchor)
 
-    def _label_arrow_ends(self) -> Iterator[Label]:
-        for stop, labels in self._labels_by_stop(1).items():
+    def _make_end_labels(self) -> Iterator[Label]:
+        for stop, labels in self._labels_by_point(1).items():
             if len(labels) == 1:
-                (x, y), (label, box) = self.placed.left(stop), labels[0]
+                (x, y), (label, box) = self.placed.entry_point(stop), labels[0]
                 yield label, box, x - (2 if stop.is_bend else HEAD + 4), y - 3, END
 
-    def _label_arrow_starts(self) -> Iterator[Label]:
-        ends = self._labels_by_stop(1)
-        for stop, labels in self._labels_by_stop(0).items():
+    def _make_start_labels(self) -> Iterator[Label]:
+        ends = self._labels_by_point(1)
+        for stop, labels in self._labels_by_point(0).items():
             if len(labels) == 1 and all(len(others) > 1 for others in ends.values() if labels[0] in others):
-                (x, y), (label, box) = self.placed.right(stop), labels[0]
+                (x, y), (label, box) = self.placed.exit_point(stop), labels[0]
                 yield label, box, x + 5, y - 4, ""
 
-    def _labels_by_stop(self, stop_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
+    def _labels_by_point(self, stop_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
         """Return arrow labels by first or second point, with target boxes, without duplicates."""
         found: dict[ArrowPoint, list[tuple[str, str]]] = {}
         for arrow in self.diagram.arrows:
@@ -215,7 +217,7 @@ class _WiringDrawing:
         return {stop: labels for stop, labels in plain.items() if labels[0][0] != labels[0][1].rpartition(".")[2]}
 
 
-def _overlap(area: Area, other: Area) -> bool:
+def _do_areas_overlap(area: Area, other: Area) -> bool:
     return area[0] < other[2] and other[0] < area[2] and area[1] < other[3] and other[1] < area[3]
 
 
@@ -227,7 +229,7 @@ RADIUS = 5.5
 def draw_step(step: SequenceDrawing) -> str:
     """Draw a step's dataflow as an SVG document."""
     drawing = _StepDrawing(step)
-    return svg_document(step.title, drawing.width, drawing.bottom + LEGEND, drawing.lines())
+    return make_svg_document(step.title, drawing.width, drawing.bottom + LEGEND, drawing.draw_elements())
 
 
 @attrs.define(eq=False)
@@ -241,7 +243,7 @@ class _StepDrawing:
 
     def __attrs_post_init__(self) -> None:
         boxes = self.step.members
-        self.margin = max((estimate_width(thread.title, VALUE) for thread in self.step.threads), default=0.0) + 14
+        self.margin = max((estimate_width(trace.title, VALUE) for trace in self.step.traces), default=0.0) + 14
         self.widths = [
             max(estimate_width(b.name, NAME, bold=True), estimate_width(b.use, USE)) + 2 * PADDING for b in boxes
         ]
@@ -262,38 +264,38 @@ class _StepDrawing:
     @property
     def bottom(self) -> float:
         """The y coordinate at which the columns end."""
-        return HEADER + BOX + ROW * (len(self.step.threads) + 0.5)
+        return HEADER + BOX + ROW * (len(self.step.traces) + 0.5)
 
-    def lines(self) -> Iterator[str]:
-        yield text_element(LEFT, 26, self.step.title, TITLE, attributes=BOLD_TEXT)
-        hues = assign_colours([thread.value for thread in self.step.threads])
+    def draw_elements(self) -> Iterator[str]:
+        yield make_text_element(LEFT, 26, self.step.title, TITLE, attributes=BOLD_TEXT)
+        hues = assign_colours([trace.value for trace in self.step.traces])
         for x in self.middles:
-            yield f'<path d="M{trim(x)} {trim(HEADER + BOX)}V{trim(self.bottom)}" stroke="#dcdcdc" stroke-width="7"/>'
+            yield f'<path d="M{num(x)} {num(HEADER + BOX)}V{num(self.bottom)}" stroke="#dcdcdc" stroke-width="7"/>'
         for number in range(len(self.middles)):
-            yield from self._draw_header(number)
-        for row, thread in enumerate(self.step.threads):
-            yield from self._draw_thread(thread, HEADER + BOX + ROW * (row + 0.75), hues[thread.value])
+            yield from self._draw_column_header(number)
+        for row, trace in enumerate(self.step.traces):
+            yield from self._draw_trace(trace, HEADER + BOX + ROW * (row + 0.75), hues[trace.value])
         yield from self._draw_legend()
 
-    def _draw_header(self, number: int) -> Iterator[str]:
+    def _draw_column_header(self, number: int) -> Iterator[str]:
         box, x, width = self.step.members[number], self.middles[number], self.widths[number]
-        yield box_element(x - width / 2, HEADER, width, "#f4f4f4", GREY, 1.2)
-        yield text_element(x, HEADER + BOX / 2 - 2.5, box.name, NAME, INK, BOLD_TEXT + MIDDLE)
-        yield text_element(x, HEADER + BOX / 2 + 11.5, box.use, USE, GREY, MIDDLE)
+        yield make_box_element(x - width / 2, HEADER, width, "#f4f4f4", GREY, 1.2)
+        yield make_text_element(x, HEADER + BOX / 2 - 2.5, box.name, NAME, INK, BOLD_TEXT + MIDDLE)
+        yield make_text_element(x, HEADER + BOX / 2 + 11.5, box.use, USE, GREY, MIDDLE)
 
-    def _draw_thread(self, thread: Thread, y: float, colour: Colour) -> Iterator[str]:
-        first, last = self.middles[min(thread.touches)], self.middles[max(thread.touches)]
-        yield from draw_text_with_halo(first - RADIUS - 7, y + 4, thread.title, VALUE, colour.strong, END)
-        yield f'<path d="M{trim(first)} {trim(y)}H{trim(last)}" stroke="{colour.strong}" stroke-width="3"/>'
-        for number, verb in thread.touches.items():
-            words = f"{self.step.members[number].name} {verb} {thread.value}"
+    def _draw_trace(self, trace: ValueTrace, y: float, colour: Colour) -> Iterator[str]:
+        first, last = self.middles[min(trace.access_by_member)], self.middles[max(trace.access_by_member)]
+        yield from draw_text_with_halo(first - RADIUS - 7, y + 4, trace.title, VALUE, colour.strong, END)
+        yield f'<path d="M{num(first)} {num(y)}H{num(last)}" stroke="{colour.strong}" stroke-width="3"/>'
+        for number, verb in trace.access_by_member.items():
+            words = f"{self.step.members[number].name} {verb} {trace.value}"
             yield _draw_mark(verb, self.middles[number], y, colour.strong, words)
 
     def _draw_legend(self) -> Iterator[str]:
         x, y = LEFT + self.margin, self.bottom + 24
         for verb in ("writes", "changes", "reads"):
             yield _draw_mark(verb, x + RADIUS, y, GREY, verb)
-            yield text_element(x + 18, y + 4, verb, 11, GREY)
+            yield make_text_element(x + 18, y + 4, verb, 11, GREY)
             x += 36 + estimate_width(verb, 11)
 
 
@@ -301,8 +303,8 @@ def _draw_mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
     """Draw the mark for a member's access to a value, with a tooltip."""
     tip, size = f"<title>{escape_xml(words)}</title>", RADIUS + 1.5
     if verb == "changes":
-        shape = f"M{point(x - size, y)}L{point(x, y - size)}L{point(x + size, y)}L{point(x, y + size)}z"
+        shape = f"M{xy(x - size, y)}L{xy(x, y - size)}L{xy(x + size, y)}L{xy(x, y + size)}z"
         return f'<path d="{shape}" fill="{colour}" stroke="#fff" stroke-width="1.5">{tip}</path>'
     inside, line = (colour, "#fff") if verb == "writes" else ("#fff", colour)
     colours_of = f'fill="{inside}" stroke="{line}" stroke-width="2"'
-    return f'<circle cx="{trim(x)}" cy="{trim(y)}" r="{trim(RADIUS)}" {colours_of}>{tip}</circle>'
+    return f'<circle cx="{num(x)}" cy="{num(y)}" r="{num(RADIUS)}" {colours_of}>{tip}</circle>'

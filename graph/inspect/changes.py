@@ -12,7 +12,7 @@ from drawloom.graph.drawing.draw import draw
 from drawloom.graph.inspect.serialize import (
     Plain,
     describe_provenance,
-    find_variable,
+    find_whole_variable,
     flatten,
     serialize_graph,
     serialize_recipe,
@@ -33,15 +33,15 @@ MAX_ALIGNED_WIDTH = 60
 def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
     """Return a valid graph's resolved recipe."""
     return ResolvedRecipe(
-        lambda: recipe_text(graph),
-        lambda: recipe_hash(serialize_graph(graph)),
+        lambda: write_resolved_recipe(graph),
+        lambda: hash_recipe(serialize_graph(graph)),
         accept_changes,
-        lambda older: compare_text(older, graph),
+        lambda older: compare_with_text(older, graph),
         lambda step: draw(graph, Path(graph.recipe.source).stem, graph.root, "svg", step=step),
     )
 
 
-def recipe_text(graph: Graph) -> str:
+def write_resolved_recipe(graph: Graph) -> str:
     """
     Write every node with every setting and edge, as TOML 1.0 from which the same graph can be read.
 
@@ -54,7 +54,8 @@ def recipe_text(graph: Graph) -> str:
         width = max(len(line) for key, line in written.items() if len(line) <= MAX_ALIGNED_WIDTH or key == "use")
         lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
         lines += [
-            f"{line:{width}}  # {_format_comment(graph, graph.nodes[name], key)}" for key, line in written.items()
+            f"{line:{width}}  # {_format_origin_comment(graph, graph.nodes[name], key)}"
+            for key, line in written.items()
         ]
     # Empty groups are written, so that "@group.*" stays a valid reference.
     empty = [name for name, members in graph.recipe.groups.items() if not members]
@@ -62,13 +63,13 @@ def recipe_text(graph: Graph) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _format_comment(graph: Graph, node: Node, key: str) -> str:
+def _format_origin_comment(graph: Graph, node: Node, key: str) -> str:
     """Return a value's origin as printable text for a TOML comment."""
     # A file name may contain a newline or a control character, which must not end the comment.
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in describe_provenance(graph, node, key))
 
 
-def recipe_hash(plain: Plain) -> str:
+def hash_recipe(plain: Plain) -> str:
     """Return the hexadecimal SHA-256 of serialized nodes, independent of their order and the order of their keys."""
     return hashlib.sha256(dump_canonical(plain).encode()).hexdigest()
 
@@ -78,23 +79,23 @@ IMPACTS: tuple[Impact, ...] = ("safe", "changes_training", "incompatible")
 ABSENT = "absent"
 
 
-def compare_text(older: str, graph: Graph) -> list[RecipeChange]:
+def compare_with_text(older: str, graph: Graph) -> list[RecipeChange]:
     """Return differences from `older`, a resolved recipe's text, to `graph`. Raises ValueError if it is not TOML."""
     try:
         recipe = MergedRecipe.of(parse(older))
     except RecipeError as error:
         problem = error.problems[0]
         raise ValueError(f"line {problem.position.line if problem.position else 0}: {problem.text}") from error
-    return compare_graph(serialize_recipe(recipe), graph)
+    return compare_with_nodes(serialize_recipe(recipe), graph)
 
 
-def compare_graph(old: Plain, graph: Graph) -> list[RecipeChange]:
+def compare_with_nodes(old: Plain, graph: Graph) -> list[RecipeChange]:
     """
     Return differences from the nodes `old` to `graph`.
 
     Only the written values are compared, because the components of `old` may have changed or no longer exist.
     """
-    return list(_Comparison(flatten(old), flatten(serialize_graph(graph)), graph).changes())
+    return list(_Comparison(flatten(old), flatten(serialize_graph(graph)), graph).find_changes())
 
 
 @attrs.frozen
@@ -105,13 +106,13 @@ class _Comparison:
     new: Plain
     graph: Graph
 
-    def changes(self) -> Iterator[RecipeChange]:
+    def find_changes(self) -> Iterator[RecipeChange]:
         for name in {**self.old, **self.new}:
             old, new = self.old.get(name), self.new.get(name)
             if old is None or new is None:
-                yield RecipeChange(name, "", _format_use(old), _format_use(new), self._impact([name]))
+                yield RecipeChange(name, "", _format_use(old), _format_use(new), self._find_greatest_impact([name]))
             elif old["use"] != new["use"]:
-                yield RecipeChange(name, "use", _format_use(old), _format_use(new), self._impact([name]))
+                yield RecipeChange(name, "use", _format_use(old), _format_use(new), self._find_greatest_impact([name]))
             else:
                 yield from self._compare_keys(name, old, new)
 
@@ -120,29 +121,31 @@ class _Comparison:
             before, after = old.get(key), new.get(key)
             if before is None or after is None or dump_canonical(before) != dump_canonical(after):
                 is_edge = is_edge_value(before) or is_edge_value(after)
-                own, why = self._own_impact(name, key)
-                impact = own or (self._edge_impact(before, after) if is_edge else self._setting_impact(name, key))
+                own, why = self._find_declared_impact(name, key)
+                impact = own or (
+                    self._find_edge_impact(before, after) if is_edge else self._find_setting_impact(name, key)
+                )
                 yield RecipeChange(
                     name, key, _format_value(before), _format_value(after), impact, edge=is_edge, why=why
                 )
 
-    def _own_impact(self, name: str, key: str) -> tuple[Impact | None, str]:
+    def _find_declared_impact(self, name: str, key: str) -> tuple[Impact | None, str]:
         """Return impact and reason according to the component itself for a changed key, or (None, "")."""
         resume_impact = getattr(self.graph.nodes[name].spec.cls, "resume_impact", None)
         impact = resume_impact(self.graph.view(name), key) if resume_impact else None
         return impact if isinstance(impact, tuple) else (impact, "")
 
-    def _setting_impact(self, name: str, key: str) -> Impact:
+    def _find_setting_impact(self, name: str, key: str) -> Impact:
         field = self.graph.nodes[name].spec.fields.get(key)
         return field.impact if field else "changes_training"
 
-    def _edge_impact(self, before: Any, after: Any) -> Impact:
-        old, new = edge_targets(before), edge_targets(after)
+    def _find_edge_impact(self, before: Any, after: Any) -> Impact:
+        old, new = list_edge_targets(before), list_edge_targets(after)
         reordered = [target for target in old if target in new] != [target for target in new if target in old]
         # The order of phases and listeners can matter, whatever impact their components declare.
-        return "changes_training" if reordered else self._impact(set(old) ^ set(new))
+        return "changes_training" if reordered else self._find_greatest_impact(set(old) ^ set(new))
 
-    def _impact(self, names: Iterable[str]) -> Impact:
+    def _find_greatest_impact(self, names: Iterable[str]) -> Impact:
         """Return the impact of adding, removing or swapping nodes: the greatest impact of their components."""
         uses = [str(side[name]["use"]) for name in names for side in (self.old, self.new) if name in side]
         specs = [self.graph.registry.find(use) for use in uses]
@@ -160,7 +163,7 @@ def is_edge_value(part: Any) -> bool:
     return isinstance(members, list) and bool(members) and all(isinstance(m, str) and is_edge_value(m) for m in members)
 
 
-def edge_targets(edge: Any) -> list[str]:
+def list_edge_targets(edge: Any) -> list[str]:
     """Return the target nodes of a serialized edge."""
     members = list(edge.values()) if isinstance(edge, dict) else edge if isinstance(edge, list) else [edge]
     return [member.removeprefix("@") for member in members if isinstance(member, str)]
@@ -184,10 +187,10 @@ def diff(old: MergedRecipe, new: Graph) -> list[RecipeChange]:
     """
     new.require_valid()
     if old.is_resolved:
-        return compare_graph(serialize_recipe(old), new)
+        return compare_with_nodes(serialize_recipe(old), new)
     graph = Graph.of(old, new.registry).require_valid()
     cosmetic = [] if new.recipe.is_resolved else list(_find_cosmetic_changes(graph, new))
-    return compare_graph(serialize_graph(graph), new) + cosmetic
+    return compare_with_nodes(serialize_graph(graph), new) + cosmetic
 
 
 def _find_cosmetic_changes(old: Graph, new: Graph) -> Iterator[RecipeChange]:
@@ -200,16 +203,16 @@ def _find_cosmetic_changes(old: Graph, new: Graph) -> Iterator[RecipeChange]:
                 and key in after[name]
                 and dump_canonical(before[name][key]) == dump_canonical(after[name][key])
             ):
-                old_writing, new_writing = (_describe_writing(graph, graph.nodes[name], key) for graph in (old, new))
+                old_writing, new_writing = (_describe_notation(graph, graph.nodes[name], key) for graph in (old, new))
                 if old_writing != new_writing:
                     yield RecipeChange(name, key, old_writing, new_writing, "cosmetic")
     if common != [name for name in after if name in before]:
         yield RecipeChange("", "", "tables", "reordered", "cosmetic")
 
 
-def _describe_writing(graph: Graph, node: Node, key: str) -> str:
+def _describe_notation(graph: Graph, node: Node, key: str) -> str:
     """Return how a recipe writes a value: as a variable, literally, or not at all."""
     item = node.table.items.get(key)
-    if isinstance(item, Leaf) and find_variable(graph, item):
+    if isinstance(item, Leaf) and find_whole_variable(graph, item):
         return str(item.value)
     return "left out" if item is None else "written"

@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from drawloom.graph.inspect.serialize import describe_provenance, find_variable, serialize_value
+from drawloom.graph.inspect.serialize import describe_provenance, find_whole_variable, serialize_value
 from drawloom.graph.problems import KeyPath, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.emit import dumps
-from drawloom.graph.types.describe import describe_type, dump_or_repr
+from drawloom.graph.types.describe import describe_type, dump_toml_or_repr
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node, format_path
 
@@ -56,7 +56,9 @@ def _explain_recipe(graph: Graph) -> Iterator[str]:
 def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield f"[{node.name}] {node.spec.use}, {node.position}"
     yield from _indent(inspect.cleandoc(node.spec.cls.__doc__ or "").splitlines())
-    if provided := [port.__name__ for port in list_needed_ports(graph) if port in graph.provides(node.name)]:
+    if provided := [
+        port.__name__ for port in list_needed_ports(graph) if port in graph.list_implemented_ports(node.name)
+    ]:
         yield f"  implements {', '.join(provided)}"
     fields = node.spec.fields.values()
     yield from _format_section("settings", [_format_setting(graph, node, f) for f in fields if f.kind == "setting"])
@@ -65,15 +67,15 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
         "filled by the container",
         [_format_filled_field(graph, f, root) for f in fields if f.kind in ("every", "recipe")],
     )
-    yield from _format_section("notes", [*read_notes(graph, node)])
-    users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
+    yield from _format_section("notes", [*collect_notes(graph, node)])
+    users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.list_incoming_edges(node.name)]
     yield from _format_section("used by", users or ["no node"])
     yield from _format_section(
-        "order", [*describe_build_order(graph, node.name, root), *describe_sequences(graph, node.name)]
+        "order", [*describe_build_order(graph, node.name, root), *describe_sequence_positions(graph, node.name)]
     )
 
 
-def read_notes(graph: Graph, node: Node) -> Iterable[str]:
+def collect_notes(graph: Graph, node: Node) -> Iterable[str]:
     """Return a component's notes about a node. Empty unless the node and its neighbours are valid."""
     notes = getattr(node.spec.cls, "notes", None)
     return notes(graph.view(node.name)) if notes and graph.is_complete(node) else ()
@@ -110,7 +112,9 @@ def _format_edge(graph: Graph, node: Node, field: Field) -> str:
 def _format_filled_field(graph: Graph, field: Field, root: str) -> str:
     if field.kind == "recipe":
         return f"{field.name}: the resolved recipe"
-    fitting = [f"[{name}]" for name in graph.topological_order([root]) if graph.provides(name) & set(field.ports)]
+    fitting = [
+        f"[{name}]" for name in graph.topological_order([root]) if graph.list_implemented_ports(name) & set(field.ports)
+    ]
     return f"{field.name}: every {' or '.join(port.__name__ for port in field.ports)}: {', '.join(fitting) or 'none'}"
 
 
@@ -119,7 +123,7 @@ def _format_setting_value(node: Node, field: Field) -> str:
 
 
 def _format_value(plain: Any) -> str:
-    return "none" if plain is None else dump_or_repr(plain)
+    return "none" if plain is None else dump_toml_or_repr(plain)
 
 
 def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
@@ -133,14 +137,14 @@ def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
         yield f"  {field.doc}"
     if field.kind == "setting":
         yield f"  impact of another value on a resumed run: {field.impact}"
-    item, rest = _descend(node.table.items.get(field.name), path[1:])
+    item, rest = _follow_path(node.table.items.get(field.name), path[1:])
     for leaf in iterate_leaves(item) if item else ():
         yield from _indent(_format_history(graph, leaf, rest))
     if not field.required and field.kind == "setting" and not path[1:]:
         yield f"  {_format_value(serialize_value(field.default_value()))}  default"
 
 
-def _descend(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | None, KeyPath]:
+def _follow_path(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | None, KeyPath]:
     """Follow a path through tables. Return the item, and the rest of the path inside the value of a leaf."""
     while path and isinstance(item, Table):
         item, path = item.items.get(str(path[0])), path[1:]
@@ -154,10 +158,10 @@ def _format_history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
         if rest and entry.elements is not None:  # the same index is another element of the list that was edited
             yield f"{prefix}{_format_part(entry.value, rest)}  {entry.origin(rest).position}"
             return
-        position = entry.layer.value((*entry.path, *rest)) if rest else entry.key_position
+        position = entry.layer.value_position((*entry.path, *rest)) if rest else entry.key_position
         yield f"{prefix}{_format_part(entry.value, rest)}  {position}"
         yield from _indent(() if rest else _format_edits(entry))
-        variable = find_variable(graph, entry)
+        variable = find_whole_variable(graph, entry)
         yield from (
             f"  {dumps(value.value)}  {value.key_position}" for value in (variable.history() if variable else ())
         )
@@ -200,15 +204,17 @@ def describe_build_order(graph: Graph, name: str, root: str) -> Iterator[str]:
     yield f"built {format_ordinal(order.index(name) + 1)} of {len(order)}{f', after {needs}' if needs else ''}"
 
 
-def describe_sequences(graph: Graph, name: str) -> Iterator[str]:
+def describe_sequence_positions(graph: Graph, name: str) -> Iterator[str]:
     """Yield the node's position in every sequence containing it, and the values passing through the node."""
-    for user, keys in graph.incoming(name):
+    for user, keys in graph.list_incoming_edges(name):
         for key in keys:
             if graph.nodes[user].spec.fields[key].kind == "ordered":
-                yield from _describe_member(graph, name, graph.nodes[user].edges[key].targets, f"[{user}] {key}")
+                yield from _describe_sequence_position(
+                    graph, name, graph.nodes[user].edges[key].targets, f"[{user}] {key}"
+                )
 
 
-def _describe_member(graph: Graph, name: str, members: tuple[str, ...], title: str) -> Iterator[str]:
+def _describe_sequence_position(graph: Graph, name: str, members: tuple[str, ...], title: str) -> Iterator[str]:
     flow = graph.nodes[name].spec.traits.flow
     number = members.index(name)
     yield f"{format_ordinal(number + 1)} of {len(members)} in {title}"
@@ -220,11 +226,11 @@ def _describe_member(graph: Graph, name: str, members: tuple[str, ...], title: s
         if writers or value == plain:
             yield f"  {verb} {plain}, written by {' and '.join(writers) or 'no member'}"
     for value in flow.writes:
-        readers = [f"[{other}]" for other in after if _uses_value(graph, other, value)]
+        readers = [f"[{other}]" for other in after if _does_member_use_value(graph, other, value)]
         yield f"  writes {value}, consumed by {' and '.join(readers) or 'no later member'}"
 
 
-def _uses_value(graph: Graph, name: str, value: str) -> bool:
+def _does_member_use_value(graph: Graph, name: str, value: str) -> bool:
     flow = graph.nodes[name].spec.traits.flow
     return bool({value, f"{value}?"} & {*flow.reads, *flow.changes})
 

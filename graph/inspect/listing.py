@@ -8,13 +8,13 @@ from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, UserError, did_you_mean
 from drawloom.graph.registry.registry import Registry, describe_distribution
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.types.describe import describe_type, dump_or_repr
+from drawloom.graph.types.describe import describe_type, dump_toml_or_repr
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
 
 
-def find_components(registry: Registry, subject: str = "") -> list[str]:
+def find_component_names(registry: Registry, subject: str = "") -> list[str]:
     """Return the names of all components, or of a subject's. Raises UserError if there are none."""
     names = [name for name in registry.names() if not subject or f"{name}.".startswith(f"{subject}.")]
     if not names:
@@ -23,16 +23,16 @@ def find_components(registry: Registry, subject: str = "") -> list[str]:
     return names
 
 
-def list_components(registry: Registry, subject: str = "") -> str:
+def format_components(registry: Registry, subject: str = "") -> str:
     """List all components, one per line, or a subject's components with settings and edges."""
-    names = find_components(registry, subject)
+    names = find_component_names(registry, subject)
     if subject:
         return "\n\n".join("\n".join(_format_component(name, registry.find(name))) for name in names)
     width = max(map(len, names))
-    return "\n".join(f"{name:{width}}  {_summarize(registry.find(name))}" for name in names)
+    return "\n".join(f"{name:{width}}  {_format_summary(registry.find(name))}" for name in names)
 
 
-def find_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> dict[str, Spec]:
+def find_fitting_components(registry: Registry, graphs: Iterable[Graph], name: str) -> dict[str, Spec]:
     """
     Return the components implementing the port `name`, or fitting the node `name` in these graphs.
 
@@ -40,8 +40,8 @@ def find_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> dict
     write and change the same values. A group stands for its members.
     """
     specs, ports = _collect_specs(registry), {}
-    if not (required_roles := [role for graph in graphs for role in find_roles(graph, name)]):
-        ports = collect_ports(specs.values())
+    if not (required_roles := [role for graph in graphs for role in find_replacement_conditions(graph, name)]):
+        ports = collect_field_ports(specs.values())
         if name not in ports:
             known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
             hint = did_you_mean(name, known | ports.keys())
@@ -50,7 +50,7 @@ def find_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> dict
     return {use: spec for use, spec in specs.items() if all(role(spec) for role in required_roles)}
 
 
-def list_fitting(fitting: Mapping[str, Spec], name: str) -> str:
+def format_fitting_components(fitting: Mapping[str, Spec], name: str) -> str:
     """List components fitting a node or implementing a port, one per line."""
     return _format_table({use: spec.doc for use, spec in fitting.items()}) or f"no component implements {name}"
 
@@ -67,7 +67,7 @@ class PortListing:
         return "\n".join([f"{self.name}: {self.doc}".rstrip(": "), *(f"  {use}" for use in self.components)])
 
 
-def find_ports(registry: Registry) -> list[PortListing]:
+def list_ports(registry: Registry) -> list[PortListing]:
     """Return the ports used by component fields."""
     specs = _collect_specs(registry)
     return [
@@ -76,11 +76,11 @@ def find_ports(registry: Registry) -> list[PortListing]:
             (port.__doc__ or "").strip().partition("\n")[0],
             [use for use, spec in specs.items() if implements(spec.cls, port)],
         )
-        for name, port in collect_ports(specs.values()).items()
+        for name, port in collect_field_ports(specs.values()).items()
     ]
 
 
-def collect_ports(specs: Iterable[Spec]) -> dict[str, type]:
+def collect_field_ports(specs: Iterable[Spec]) -> dict[str, type]:
     """Return the ports of all fields in these components by name, sorted."""
     ports = {port.__name__: port for spec in specs for field in spec.fields.values() for port in field.ports}
     return dict(sorted(ports.items()))
@@ -95,17 +95,17 @@ def _format_table(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in rows.items())
 
 
-def find_roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
+def find_replacement_conditions(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
     """
-    Yield, for every edge to a node or to a group's member, a predicate: whether a component can replace its target.
+    Yield a predicate for every edge to the node or group `name`: whether a component could be its target.
     """
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):
-            for user, keys in graph.incoming(node.name):
-                yield from (_make_predicate(node, graph.nodes[user].spec.fields[key]) for key in keys)
+            for user, keys in graph.list_incoming_edges(node.name):
+                yield from (_make_replacement_condition(node, graph.nodes[user].spec.fields[key]) for key in keys)
 
 
-def _make_predicate(node: Node, field: Field) -> Callable[[Spec], bool]:
+def _make_replacement_condition(node: Node, field: Field) -> Callable[[Spec], bool]:
     """Return a predicate: whether a component fits the edge, and in a sequence writes and changes the same values."""
     flow = node.spec.traits.flow
     produced = {*flow.writes, *flow.changes}
@@ -117,12 +117,12 @@ def _make_predicate(node: Node, field: Field) -> Callable[[Spec], bool]:
     return fits
 
 
-def list_plugins(registry: Registry) -> str:
+def format_plugins(registry: Registry) -> str:
     """List the components from installed distributions, one per line. Names used by two distributions are marked."""
     entries = registry.installed.entries
     if not entries:
         return f"no installed package declares components in the group {registry.installed.group!r}"
-    clashing = [name for name in registry.installed.names() if len(registry.candidates(name)) > 1]
+    clashing = [name for name in registry.installed.names() if len(registry.find_candidates(name)) > 1]
     # Sorted by name below, so that clashing entries are adjacent.
     rows = [
         (e.name, describe_distribution(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries
@@ -131,13 +131,13 @@ def list_plugins(registry: Registry) -> str:
     return "\n".join(f"{name:{widths[0]}}  {source:{widths[1]}}  {value}" for name, source, value in sorted(rows))
 
 
-def _summarize(spec: Spec | Problem) -> str:
+def _format_summary(spec: Spec | Problem) -> str:
     return spec.text if isinstance(spec, Problem) else spec.doc
 
 
 def _format_component(name: str, spec: Spec | Problem) -> Iterator[str]:
     origin = f" ({spec.distribution})" if isinstance(spec, Spec) and spec.distribution else ""
-    yield f"{name}: {_summarize(spec)}{origin}"
+    yield f"{name}: {_format_summary(spec)}{origin}"
     if isinstance(spec, Spec):
         yield from (f"  {line}" for field in spec.fields.values() if (line := format_field(field)))
 
@@ -153,7 +153,7 @@ def _format_default(field: Field) -> str:
     if field.required:
         return ", required"
     plain = serialize_value(field.default_value())
-    return "" if plain is None else f" = {dump_or_repr(plain)}"
+    return "" if plain is None else f" = {dump_toml_or_repr(plain)}"
 
 
 def _format_doc(field: Field) -> str:

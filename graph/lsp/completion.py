@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.inspect.listing import find_roles, format_field
+from drawloom.graph.inspect.listing import find_replacement_conditions, format_field
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
@@ -20,7 +20,7 @@ from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.emit import dump_key, dumps
-from drawloom.graph.types.describe import dump_or_repr, union_members
+from drawloom.graph.types.describe import dump_toml_or_repr, union_members
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.node import format_path
 
@@ -60,7 +60,7 @@ def _complete_headers(meaning: Meaning) -> Iterator[Completion]:
     path = meaning.cursor.path[:-1]
     is_edit = path[:1] == (EDIT,)
     table = _find_table(meaning, path[1:] if is_edit else path)
-    own_keys = () if is_edit else _list_own_keys(meaning, path)
+    own_keys = () if is_edit else _list_keys_in_document(meaning, path)
     for name, item in table.items.items() if table else ():
         is_list = is_edit and isinstance(item, Leaf) and isinstance(item.value, list)
         if (isinstance(item, Table) and name not in own_keys) or is_list:
@@ -72,7 +72,7 @@ def _complete_headers(meaning: Meaning) -> Iterator[Completion]:
 
 def _complete_keys(meaning: Meaning) -> Iterator[Completion]:
     path, inside = meaning.cursor.path[:-1], meaning.path[:-1]
-    own_keys = _list_own_keys(meaning, path)
+    own_keys = _list_keys_in_document(meaning, path)
     if path[:1] == (EDIT,):
         yield from _complete_edits(meaning, path)
     elif not path:
@@ -83,7 +83,7 @@ def _complete_keys(meaning: Meaning) -> Iterator[Completion]:
             Completion(field.name, "key", format_field(field)) for field in fields if field.name not in own_keys
         )
     elif meaning.field:
-        kind = _find_type(meaning.field.type, inside[1:])
+        kind = _find_part_type(meaning.field.type, inside[1:])
         fields_of_class = [field for field in attrs.fields(kind) if field.init] if attrs.has(kind) else []
         yield from (
             Completion(field.alias or field.name, "key", field.metadata.get("doc", ""))
@@ -103,11 +103,11 @@ def _complete_edits(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
 def _complete_elements(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
     """Yield elements for `remove`, `before` and `after` to name: the list's elements without this document's edits."""
     leaf = _find_item(meaning, path)
-    for element in _list_unedited(meaning, leaf) if isinstance(leaf, Leaf) else ():
+    for element in _list_elements_before_edits(meaning, leaf) if isinstance(leaf, Leaf) else ():
         yield Completion(dumps(element), "node", _describe_node(meaning, element[1:]))
 
 
-def _list_unedited(meaning: Meaning, leaf: Leaf) -> list[str]:
+def _list_elements_before_edits(meaning: Meaning, leaf: Leaf) -> list[str]:
     """Return the strings in a list as the extended recipes write it, without this document's edits."""
     unedited = leaf.overridden if leaf.layer is meaning.analysis.own and leaf.overridden else leaf
     return (
@@ -145,11 +145,13 @@ def _complete_components(workspace: Workspace, meaning: Meaning) -> Iterator[Com
     """Yield every component. Preferred are components fitting the edges to this node, or to a node with its name."""
     registry, path = workspace.project.registry, meaning.cursor.path[:-1]
     ports = meaning.field.ports if meaning.field and len(meaning.path) > 1 else ()
-    required_roles = [*find_roles(meaning.graph, format_path(path))]
+    required_roles = [*find_replacement_conditions(meaning.graph, format_path(path))]
     if (
         path and not ports and not required_roles
     ):  # what is named here at the moment is no component, so that nothing leads to it
-        required_roles = [role for graph in workspace.shipped_graphs for role in find_roles(graph, str(path[0]))]
+        required_roles = [
+            role for graph in workspace.shipped_graphs for role in find_replacement_conditions(graph, str(path[0]))
+        ]
     for name in registry.names():
         spec = registry.find(name)
         if isinstance(spec, Spec):
@@ -179,7 +181,7 @@ def _complete_variables(meaning: Meaning) -> Iterator[Completion]:
 def _complete_choices(field: Field, path: KeyPath) -> Iterator[Completion]:
     """Yield a type's values if they are few, and the default."""
     choices: dict[str, None] = {}
-    for member in union_members(_find_type(field.type, path)):
+    for member in union_members(_find_part_type(field.type, path)):
         if typing.get_origin(member) is Literal:
             choices |= dict.fromkeys(map(dumps, typing.get_args(member)))
         elif isinstance(member, type) and issubclass(member, Enum):
@@ -187,12 +189,12 @@ def _complete_choices(field: Field, path: KeyPath) -> Iterator[Completion]:
         elif member is bool:
             choices |= {"true": None, "false": None}
     default = None if path or field.required else serialize_value(field.default_value())
-    default_text = "" if default is None else dump_or_repr(default)
+    default_text = "" if default is None else dump_toml_or_repr(default)
     choices |= {default_text: None} if default_text else {}
     yield from (Completion(text, "value", "default" if text == default_text else "") for text in choices)
 
 
-def _find_type(kind: Any, path: KeyPath) -> Any:
+def _find_part_type(kind: Any, path: KeyPath) -> Any:
     """Return the type for a part of a value, or Any if it is unknown."""
     for step in path:
         for member in union_members(kind):
@@ -231,7 +233,7 @@ def _find_table(meaning: Meaning, path: KeyPath) -> Table | None:
     return item if isinstance(item, Table) else None
 
 
-def _list_own_keys(meaning: Meaning, path: KeyPath) -> Iterable[str]:
+def _list_keys_in_document(meaning: Meaning, path: KeyPath) -> Iterable[str]:
     """Return this document's keys at a path."""
     data: Any = meaning.analysis.own.data
     for step in path:

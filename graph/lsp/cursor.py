@@ -52,7 +52,7 @@ class Cursor:
         for pattern in (KEY, VALUE):
             start, end = _find_token(pattern, text, line_start, offset)
             token = text[start:end]
-            context = _classify(text, start, line_start)
+            context = _classify_token(text, start, line_start)
             if context is not None and (context[0] == "value") == (pattern is VALUE):
                 kind, path = context
                 written = _unquote(token)
@@ -70,7 +70,7 @@ def _find_token(pattern: re.Pattern[str], text: str, line_start: int, offset: in
     return offset, offset
 
 
-def _classify(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | None:
+def _classify_token(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | None:
     """Return the kind and path for a token starting here. A key's path ends in MARK."""
     before = text[:start]
     for _ in range(MAX_BLANKED_LINES):
@@ -84,7 +84,7 @@ def _classify(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | 
         failures = []
         for mark in ('"\\u0000mark" = 0', '"\\u0000mark"'):
             try:
-                return _find_mark(tomli.loads(f"{before}{mark}{closing}"))
+                return _locate_mark(tomli.loads(f"{before}{mark}{closing}"))
             except tomli.TOMLDecodeError as error:
                 failures.append(error.pos)
             except (ValueError, RecursionError):
@@ -98,7 +98,7 @@ def _classify(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | 
     return None
 
 
-def _find_mark(tree: Any) -> tuple[Kind, KeyPath] | None:
+def _locate_mark(tree: Any) -> tuple[Kind, KeyPath] | None:
     """Return the mark's kind and path in a tree, or None."""
     stack: list[tuple[KeyPath, Any]] = [((), tree)]
     while stack:

@@ -32,7 +32,9 @@ def find_definitions(workspace: Workspace, meaning: Meaning) -> list[Position]:
         leaf = recipe.vars.get(meaning.variable)
         is_own_key = meaning.cursor.kind == "key"
         return (
-            [*_locate_overridden(meaning, leaf)][:1] or ([leaf.key_position] if not is_own_key else []) if leaf else []
+            [*_locate_overridden_values(meaning, leaf)][:1] or ([leaf.key_position] if not is_own_key else [])
+            if leaf
+            else []
         )
     return [*_locate_node(meaning)][:1]
 
@@ -44,12 +46,12 @@ def _locate_node(meaning: Meaning) -> Iterator[Position]:
         yield table.position
     leaf = table.items.get(str(meaning.path[0])) if table is not None and meaning.path else None
     if isinstance(leaf, Leaf):
-        yield from _locate_overridden(meaning, leaf)
+        yield from _locate_overridden_values(meaning, leaf)
     if meaning.spec and not (meaning.path and field is None and meaning.path[0] != "use"):
         yield locate_field(meaning.spec, field) if field else locate_component(meaning.spec)
 
 
-def _locate_overridden(meaning: Meaning, leaf: Leaf) -> Iterator[Position]:
+def _locate_overridden_values(meaning: Meaning, leaf: Leaf) -> Iterator[Position]:
     """Yield the positions where replaced values are written, newest first."""
     yield from (old.key_position for old in leaf.history() if old.layer is not meaning.analysis.own)
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 
 from drawloom.graph.inspect.explain import explain, explain_variable
-from drawloom.graph.inspect.listing import format_field, list_components
+from drawloom.graph.inspect.listing import format_components, format_field
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import Problem
@@ -38,7 +38,7 @@ def describe_component(workspace: Workspace, use: str) -> str:
     if isinstance(spec, Problem):
         return f"{spec.text}; {spec.hint}".rstrip("; ")
     rest = inspect.cleandoc(spec.cls.__doc__ or "").partition("\n")[2].strip()
-    return "\n\n".join(filter(None, (list_components(workspace.project.registry, use), rest)))
+    return "\n\n".join(filter(None, (format_components(workspace.project.registry, use), rest)))
 
 
 def _describe_node(workspace: Workspace, meaning: Meaning, name: str) -> str:

@@ -28,7 +28,7 @@ def find_symbol(meaning: Meaning, offset: int) -> Symbol | None:
     return symbol if is_variable or is_node else None
 
 
-def find_ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
+def find_symbol_ranges(text: str, symbol: Symbol) -> Iterator[SourceRange]:
     """Yield the ranges where a text contains a name's last part: in headers, keys, references, edits and `unset`."""
     for match in re.finditer(rf"(?<![\w-]){re.escape(symbol[-1])}(?![\w-])", text):
         cursor = Cursor.at(text, match.start())
@@ -77,7 +77,7 @@ class References:
             except RecipeError:
                 unread += [other] if symbol[-1] in workspace.text(other) else []
         layers = {other: _list_files(recipe) for other, recipe in recipes.items()}
-        named = {file: [*find_ranges(workspace.text(file), symbol)] for file in {path}.union(*layers.values())}
+        named = {file: [*find_symbol_ranges(workspace.text(file), symbol)] for file in {path}.union(*layers.values())}
         shared_files, has_grown = {path}, True
         while has_grown:
             # Two recipes share a node if a file that names it is part of both.
@@ -92,7 +92,7 @@ def _list_files(recipe: MergedRecipe) -> set[Path]:
     return {Path(layer.source).resolve() for layer in recipe.layers if layer.text is not None}
 
 
-def rename(workspace: Workspace, path: Path, symbol: Symbol, new: str) -> Mapping[Path, list[SourceRange]]:
+def find_rename_ranges(workspace: Workspace, path: Path, symbol: Symbol, new: str) -> Mapping[Path, list[SourceRange]]:
     """Return ranges for the new name by file. Raises UserError if the symbol can't be renamed to it."""
     old = ".".join(symbol)
     if old == workspace.project.root:
@@ -101,7 +101,7 @@ def rename(workspace: Workspace, path: Path, symbol: Symbol, new: str) -> Mappin
         raise UserError(f"{new!r} can't be the name of a node; use letters, digits, _ and -, a letter first")
     references = References.of(workspace, path, symbol)
     for file in references.files:
-        if not workspace.owns(file):
+        if not workspace.may_rename_in(file):
             raise UserError(
                 f"{old!r} can't be renamed: {os.path.relpath(file)} also names it, and is outside the workspace"
             )

@@ -17,7 +17,7 @@ from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.diagnostics import Diagnostic, diagnose
 from drawloom.graph.lsp.hover import describe_token
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.references import References, Symbol, find_ranges, find_symbol, rename
+from drawloom.graph.lsp.references import References, Symbol, find_rename_ranges, find_symbol, find_symbol_ranges
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import Position, UserError
 from drawloom.graph.project import Project
@@ -44,23 +44,25 @@ class RecipeServer(LanguageServer):
         self.recipes = Workspace(project)
         self.uris: dict[Path, str] = {}
 
-    def publish(self, path: Path) -> None:
+    def publish_diagnostics(self, path: Path) -> None:
         """Check an open document and send its problems."""
         if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
             return
-        diagnostics = [self._diagnostic(path, diagnostic) for diagnostic in diagnose(self.recipes, path)]
+        diagnostics = [self._to_lsp_diagnostic(path, diagnostic) for diagnostic in diagnose(self.recipes, path)]
         self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(self.uris[path], diagnostics))
 
-    def publish_dependents(self, path: Path) -> None:
+    def publish_diagnostics_of_dependents(self, path: Path) -> None:
         """Check the open documents extending a file."""
-        for other in self.recipes.dependents(path):
-            self.publish(other)
+        for other in self.recipes.list_dependents(path):
+            self.publish_diagnostics(other)
 
-    def _diagnostic(self, path: Path, diagnostic: Diagnostic) -> lsp.Diagnostic:
+    def _to_lsp_diagnostic(self, path: Path, diagnostic: Diagnostic) -> lsp.Diagnostic:
         severity = lsp.DiagnosticSeverity.Warning if diagnostic.problem.warning else lsp.DiagnosticSeverity.Error
         related = []
         if diagnostic.elsewhere is not None and diagnostic.elsewhere.line:
-            related = [lsp.DiagnosticRelatedInformation(self.location(diagnostic.elsewhere), diagnostic.problem.text)]
+            related = [
+                lsp.DiagnosticRelatedInformation(self.to_lsp_location(diagnostic.elsewhere), diagnostic.problem.text)
+            ]
         return lsp.Diagnostic(
             self.range(path, diagnostic.start, diagnostic.end),
             diagnostic.message,
@@ -70,47 +72,47 @@ class RecipeServer(LanguageServer):
             related_information=related or None,
         )
 
-    def location(self, position: Position) -> lsp.Location:
+    def to_lsp_location(self, position: Position) -> lsp.Location:
         """Convert a position to a location of the protocol."""
         path = Path(position.source).resolve()
         line = self.recipes.text(path).split("\n")[max(position.line - 1, 0) :][:1]
         column = self.workspace.position_codec.client_num_units("".join(line)[: max(position.column - 1, 0)])
         start = lsp.Position(max(position.line - 1, 0), column)
-        return lsp.Location(self.uri(path), lsp.Range(start, start))
+        return lsp.Location(self.find_uri(path), lsp.Range(start, start))
 
-    def uri(self, path: Path) -> str:
+    def find_uri(self, path: Path) -> str:
         """Return a file's URI, as the editor writes it if the file is open."""
         return self.uris.get(path) or from_fs_path(str(path)) or str(path)
 
     def range(self, path: Path, start: int, end: int) -> lsp.Range:
         """Convert a range of a file to the units of the editor."""
         text = self.recipes.text(path)
-        return lsp.Range(self._position(text, start), self._position(text, end))
+        return lsp.Range(self._to_lsp_position(text, start), self._to_lsp_position(text, end))
 
-    def _position(self, text: str, offset: int) -> lsp.Position:
+    def _to_lsp_position(self, text: str, offset: int) -> lsp.Position:
         # Not by pygls's lines, which also end at U+2028 and other characters that do not end a line in TOML.
         line_start = text.rfind("\n", 0, offset) + 1
         return lsp.Position(
             text.count("\n", 0, offset), self.workspace.position_codec.client_num_units(text[line_start:offset])
         )
 
-    def offset(self, path: Path, position: lsp.Position) -> int:
+    def to_offset(self, path: Path, position: lsp.Position) -> int:
         """Return a position's offset in an open document."""
         lines = self.recipes.text(path).split("\n")
         start = self.workspace.position_codec.position_from_client_units(lines, position)
         return sum(len(line) + 1 for line in lines[: start.line]) + start.character
 
-    def meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
+    def find_meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
         """Return a position's meaning in an open recipe. None if it has no meaning, or in other files."""
         if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
             return None
-        cursor = Cursor.at(self.recipes.text(path), self.offset(path, position))
+        cursor = Cursor.at(self.recipes.text(path), self.to_offset(path, position))
         return Meaning.of(self.recipes, self.recipes.find_analysis(path), cursor) if cursor else None
 
-    def symbol(self, path: Path, position: lsp.Position) -> Symbol | None:
+    def find_symbol_at(self, path: Path, position: lsp.Position) -> Symbol | None:
         """Return the node or variable named at a position in an open recipe, or None."""
-        meaning = self.meaning(path, position)
-        return find_symbol(meaning, self.offset(path, position)) if meaning else None
+        meaning = self.find_meaning(path, position)
+        return find_symbol(meaning, self.to_offset(path, position)) if meaning else None
 
 
 def path_from_uri(uri: str) -> Path:
@@ -164,20 +166,20 @@ def watch_files(server: RecipeServer, _params: lsp.InitializedParams) -> None:
 
 def did_open(server: RecipeServer, params: lsp.DidOpenTextDocumentParams) -> None:
     """Check a document when it is opened."""
-    _update(server, params.text_document.uri, params.text_document.text)
+    _update_document(server, params.text_document.uri, params.text_document.text)
 
 
 def did_change(server: RecipeServer, params: lsp.DidChangeTextDocumentParams) -> None:
     """Check a changed document, and the documents extending it."""
-    _update(server, params.text_document.uri, params.content_changes[-1].text)
+    _update_document(server, params.text_document.uri, params.content_changes[-1].text)
 
 
-def _update(server: RecipeServer, uri: str, text: str) -> None:
+def _update_document(server: RecipeServer, uri: str, text: str) -> None:
     path = path_from_uri(uri)
     server.uris[path] = uri
     server.recipes.texts[path] = text
-    server.publish(path)
-    server.publish_dependents(path)
+    server.publish_diagnostics(path)
+    server.publish_diagnostics_of_dependents(path)
 
 
 def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> None:
@@ -187,19 +189,21 @@ def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> N
     server.recipes.analyses.pop(path, None)
     uri = server.uris.pop(path, params.text_document.uri)
     server.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, []))
-    server.publish_dependents(path)
+    server.publish_diagnostics_of_dependents(path)
 
 
 def did_change_files(server: RecipeServer, params: lsp.DidChangeWatchedFilesParams) -> None:
     """Check the documents extending files changed outside the editor."""
-    for path in {other for change in params.changes for other in server.recipes.dependents(path_from_uri(change.uri))}:
-        server.publish(path)
+    for path in {
+        other for change in params.changes for other in server.recipes.list_dependents(path_from_uri(change.uri))
+    }:
+        server.publish_diagnostics(path)
 
 
 def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
     """Explain the key or value at a position."""
     path = path_from_uri(params.text_document.uri)
-    meaning = server.meaning(path, params.position)
+    meaning = server.find_meaning(path, params.position)
     text = describe_token(server.recipes, meaning) if meaning else ""
     if not meaning or not text:
         return None
@@ -211,10 +215,10 @@ def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | Non
 def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.CompletionList:
     """Offer completions at a position. Editors filter them by the typed characters."""
     path = path_from_uri(params.text_document.uri)
-    meaning = server.meaning(path, params.position)
+    meaning = server.find_meaning(path, params.position)
     if meaning is None:
         return lsp.CompletionList(is_incomplete=False, items=[])
-    edit_range = server.range(path, *find_replaced_range(meaning, server.offset(path, params.position)))
+    edit_range = server.range(path, *find_replaced_range(meaning, server.to_offset(path, params.position)))
     items = [
         lsp.CompletionItem(
             label=completion.text.strip('"'),
@@ -231,17 +235,19 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
 
 def find_definition(server: RecipeServer, params: lsp.DefinitionParams) -> list[lsp.Location]:
     """Return the locations where the token at a position is defined."""
-    meaning = server.meaning(path_from_uri(params.text_document.uri), params.position)
-    return [server.location(position) for position in find_definitions(server.recipes, meaning)] if meaning else []
+    meaning = server.find_meaning(path_from_uri(params.text_document.uri), params.position)
+    return (
+        [server.to_lsp_location(position) for position in find_definitions(server.recipes, meaning)] if meaning else []
+    )
 
 
 def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Location]:
     """Return the locations naming the node or variable at a position, including its tables."""
     path = path_from_uri(params.text_document.uri)
-    symbol = server.symbol(path, params.position)
+    symbol = server.find_symbol_at(path, params.position)
     files = References.of(server.recipes, path, symbol).files if symbol else {}
     return [
-        lsp.Location(server.uri(file), server.range(file, *source_range))
+        lsp.Location(server.find_uri(file), server.range(file, *source_range))
         for file, ranges in files.items()
         for source_range in ranges
     ]
@@ -250,9 +256,9 @@ def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[l
 def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp.PrepareRenamePlaceholder | None:
     """Return the name's range at a position, if it may be renamed."""
     path = path_from_uri(params.text_document.uri)
-    symbol = server.symbol(path, params.position)
-    offset = server.offset(path, params.position)
-    ranges = [*find_ranges(server.recipes.text(path), symbol)] if symbol else []
+    symbol = server.find_symbol_at(path, params.position)
+    offset = server.to_offset(path, params.position)
+    ranges = [*find_symbol_ranges(server.recipes.text(path), symbol)] if symbol else []
     source_range = next((span for span in ranges if span.start <= offset <= span.end), None)
     return (
         lsp.PrepareRenamePlaceholder(server.range(path, *source_range), symbol[-1]) if source_range and symbol else None
@@ -262,19 +268,21 @@ def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp
 def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
     """Return the edits for renaming a node or variable in all recipes merged with each other."""
     path = path_from_uri(params.text_document.uri)
-    symbol = server.symbol(path, params.position)
+    symbol = server.find_symbol_at(path, params.position)
     try:
-        files = rename(server.recipes, path, symbol, params.new_name) if symbol else {}
+        files = find_rename_ranges(server.recipes, path, symbol, params.new_name) if symbol else {}
     except UserError as error:
         raise JsonRpcInvalidParams(str(error)) from error
     edits = {
-        server.uri(file): [lsp.TextEdit(server.range(file, *source_range), params.new_name) for source_range in ranges]
+        server.find_uri(file): [
+            lsp.TextEdit(server.range(file, *source_range), params.new_name) for source_range in ranges
+        ]
         for file, ranges in files.items()
     }
     return lsp.WorkspaceEdit(edits) if edits else None
 
 
-def serve(project: Project) -> None:
+def serve_editor(project: Project) -> None:
     """Serve one editor until it ends the session or closes the input."""
     # Components that print during their import must not write between the messages.
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

@@ -99,10 +99,10 @@ class Workspace:
         """Return whether a file is in the workspace."""
         return not self.folders or any(path.is_relative_to(folder) for folder in self.folders)
 
-    def owns(self, path: Path) -> bool:
+    def may_rename_in(self, path: Path) -> bool:
         """Return whether a file may be changed: it is open, or in a workspace folder where users write recipes."""
         relative_parts = [path.relative_to(folder).parts for folder in self.folders if path.is_relative_to(folder)]
-        return path in self.texts or any(not any(map(_is_skipped, parts)) for parts in relative_parts)
+        return path in self.texts or any(not any(map(_is_skipped_folder, parts)) for parts in relative_parts)
 
     def text(self, path: Path) -> str:
         """Return a file's text in the editor, or else on disk. Empty if it can't be read."""
@@ -147,7 +147,7 @@ class Workspace:
         empty = MergedRecipe.of({}, str(path))
         return Analysis(path, empty.layers[0], self.project.graph(empty, root=""), is_overlay=True)
 
-    def dependents(self, path: Path) -> list[Path]:
+    def list_dependents(self, path: Path) -> list[Path]:
         """Return the other open recipes extending a file, or without an analysis."""
         known = {other: self.analyses.get(other) for other in self.texts if other != path}
         return [other for other, analysis in known.items() if analysis is None or path in analysis.files]
@@ -157,14 +157,14 @@ class Workspace:
         paths = {path for path in self.texts if self.contains(path)}
         for folder in self.folders:
             for root, folders, files in os.walk(folder):
-                folders[:] = [name for name in folders if not _is_skipped(name)]
+                folders[:] = [name for name in folders if not _is_skipped_folder(name)]
                 paths |= {Path(root, name).resolve() for name in files if name.endswith(".toml") and name != LOCK}
                 if len(paths) > MAX_RECIPES:
                     break
         return (path for path in sorted(paths) if self.is_recipe(path))
 
 
-def _is_skipped(folder: str) -> bool:
+def _is_skipped_folder(folder: str) -> bool:
     return folder.startswith(".") or folder in SKIPPED_FOLDERS
 
 

@@ -28,7 +28,7 @@ def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
     edits = layer.data.get(EDIT, {})
     if not isinstance(edits, dict):
         hint = "write [edit.trainer.phases]"
-        yield Problem("DL117", "edit must contain a table per list", hint, position=layer.value((EDIT,)))
+        yield Problem("DL117", "edit must contain a table per list", hint, position=layer.value_position((EDIT,)))
         return
     stack: list[tuple[Table, dict[str, Any], KeyPath]] = [(top, edits, (EDIT,))]
     while stack:
@@ -47,7 +47,7 @@ def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
 
 
 def _describe_missing_list(table: Table, item: Leaf | Table | None, layer: Layer, path: KeyPath) -> Problem:
-    name, position = ".".join(map(str, path[1:])), layer.key(path)
+    name, position = ".".join(map(str, path[1:])), layer.key_position(path)
     if item is None:
         hint = did_you_mean(str(path[-1]), table.items)
         return Problem("DL118", f"there is no list {name!r} to edit", hint, position=position)
@@ -153,7 +153,7 @@ class _ListEdit:
         return ".".join(map(str, self.path))
 
     def _add_problem(self, code: str, text: str, hint: str, path: KeyPath) -> None:
-        self.problems.append(Problem(code, text, hint, position=self.layer.value((*self.path, *path))))
+        self.problems.append(Problem(code, text, hint, position=self.layer.value_position((*self.path, *path))))
 
 
 def _index_elements(elements: Iterable[str]) -> dict[str, list[int]]:

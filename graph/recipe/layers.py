@@ -31,21 +31,21 @@ class Layer:
         """Whether it is a shipped recipe, with a label of its own."""
         return self.label != self.source
 
-    def key(self, path: KeyPath) -> Position:
+    def key_position(self, path: KeyPath) -> Position:
         """Return the position where a value's key is written."""
-        return self._find_position(path, lambda source_map: source_map.key(path))
+        return self._find_position(path, lambda source_map: source_map.key_range(path))
 
-    def value(self, path: KeyPath) -> Position:
+    def value_position(self, path: KeyPath) -> Position:
         """Return the position of a value, or of the innermost table or array with a position around it."""
-        return self._find_position(path, lambda source_map: source_map.value(path))
+        return self._find_position(path, lambda source_map: source_map.value_range(path))
 
     def _find_position(self, path: KeyPath, find: "Callable[[SourceMap], Any]") -> Position:
         if self.text is None:
             return Position(self.source)
         if self._source_map is None:
             self._source_map = SourceMap(self.text)  # created late: most recipes have no problem and need no positions
-        span = find(self._source_map) or self._source_map.nearest(path)
-        line, column = self._source_map.position(span.start)
+        span = find(self._source_map) or self._source_map.nearest_range(path)
+        line, column = self._source_map.line_and_column(span.start)
         return Position(self.source, line, column)
 
 
@@ -58,7 +58,7 @@ class Origin(NamedTuple):
     @property
     def position(self) -> Position:
         """The value's position."""
-        return self.layer.value(self.path)
+        return self.layer.value_position(self.path)
 
 
 @attrs.define(eq=False)
@@ -86,16 +86,16 @@ class Leaf:
 
     @property
     def position(self) -> Position:
-        return self.layer.value(self.path)
+        return self.layer.value_position(self.path)
 
     @property
     def key_position(self) -> Position:
-        return self.layer.key(self.path)
+        return self.layer.key_position(self.path)
 
     @property
     def label(self) -> str:
         """The position of the key, or of a list and its edits. Independent of where recipes are installed."""
-        own = str(attrs.evolve(self.layer.key(self.path), source=self.layer.label))
+        own = str(attrs.evolve(self.layer.key_position(self.path), source=self.layer.label))
         return own if self.elements is None or self.overridden is None else f"{self.overridden.label} and {own}"
 
     def origin(self, path: KeyPath) -> Origin:
@@ -124,15 +124,15 @@ class Table:
 
     @property
     def position(self) -> Position:
-        return self.layer.value(self.path)
+        return self.layer.value_position(self.path)
 
     @property
     def label(self) -> str:
         """The table's position, independent of where shipped recipes are installed."""
-        return str(attrs.evolve(self.layer.value(self.path), source=self.layer.label))
+        return str(attrs.evolve(self.layer.value_position(self.path), source=self.layer.label))
 
     def origin(self, path: KeyPath) -> Origin:
-        """Return the origin for a part outside all items."""
+        """Return the table itself as the origin of a path that leads to none of its items."""
         return Origin(self.layer, (*self.path, *path))
 
     @property
@@ -141,7 +141,7 @@ class Table:
         leaf = self.items.get("use")
         return leaf if isinstance(leaf, Leaf) else None
 
-    def merge(self, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> None:
+    def merge_layer(self, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> None:
         """Merge a layer over this table: tables merge, other values replace, and another `use` discards settings."""
         if self.items:
             self._discard_settings(data.get("use"))
@@ -153,7 +153,7 @@ class Table:
                 item_path = (*path, key)
                 if not isinstance(old_item, Table):  # a table replaces a value, whose history ends here
                     old_item = items[key] = Table(layer, item_path)
-                old_item.merge(value, layer, item_path)
+                old_item.merge_layer(value, layer, item_path)
             else:
                 overridden = None if old_item is None or isinstance(old_item, Table) else old_item
                 items[key] = Leaf(value, layer, path, key, overridden)
@@ -184,7 +184,7 @@ class Table:
     def of(cls, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> "Table":
         """Make a table from plain values."""
         table = cls(layer, path)
-        table.merge(data, layer, path)
+        table.merge_layer(data, layer, path)
         return table
 
 
@@ -199,9 +199,9 @@ def iterate_leaves(item: Leaf | Table) -> Iterator[Leaf]:
             stack += reversed(part.items.values())
 
 
-def locate(item: Leaf | Table, path: KeyPath, *, key: bool = False) -> Position:
+def locate_part(item: Leaf | Table, path: KeyPath, *, key: bool = False) -> Position:
     """Return the position of a part of a value, or of the innermost part with a position around it."""
     while path and isinstance(item, Table) and path[0] in item.items:
         item, path = item.items[str(path[0])], path[1:]
     layer, whole = item.origin(path)
-    return layer.key(whole) if key else layer.value(whole)
+    return layer.key_position(whole) if key else layer.value_position(whole)

@@ -122,13 +122,13 @@ class _Reader:
         extends = layer.data.get("extends", [])
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            position = layer.value(("extends",))
+            position = layer.value_position(("extends",))
             self._add_problem(
                 "DL105", "extends must be a string or an array of strings", 'write extends = "pretrain"', position
             )
             return
-        for name, number in _first_indices(names):
-            position = layer.value(("extends",) if isinstance(extends, str) else ("extends", number))
+        for name, number in _iterate_first_indices(names):
+            position = layer.value_position(("extends",) if isinstance(extends, str) else ("extends", number))
             if name.endswith(".toml"):
                 yield from self._resolve_relative_base(layer, path, name, position)
             elif shipped := self.folder.find(name):
@@ -185,7 +185,7 @@ class _Reader:
         self.problems.append(Problem(code, text, hint, position=position))
 
 
-def _first_indices(names: list[str]) -> Iterator[tuple[str, int]]:
+def _iterate_first_indices(names: list[str]) -> Iterator[tuple[str, int]]:
     """Yield the names without duplicates, with their first indices."""
     seen: set[str] = set()
     for number, name in enumerate(names):

@@ -41,7 +41,7 @@ class RecipeChange:
         return f"{verb}: {self.old} -> {self.new}"
 
 
-def _find_no_changes(_older: str) -> list[RecipeChange]:
+def _return_no_changes(_older: str) -> list[RecipeChange]:
     return []
 
 
@@ -63,7 +63,7 @@ class ResolvedRecipe:
     _text: str | Callable[[], str]
     _hash: str | Callable[[], str]
     accept_changes: bool = False
-    changes: Callable[[str], list[RecipeChange]] = _find_no_changes
+    changes: Callable[[str], list[RecipeChange]] = _return_no_changes
     draw: Callable[[bool], str] = _draw_nothing
 
     @cached_property

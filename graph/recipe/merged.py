@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.garbage import pause_collection
+from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import MAX_CANDIDATES, Position, Problem, did_you_mean, find_nearest
 from drawloom.graph.recipe.edits import EDIT, apply_edits
 from drawloom.graph.recipe.layers import Layer, Leaf, Table
@@ -52,22 +52,22 @@ class MergedRecipe:
     @classmethod
     def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "MergedRecipe":
         """Make a recipe from plain values."""
-        return merge(source, [Layer(source, dict(data))])
+        return merge_layers(source, [Layer(source, dict(data))])
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "MergedRecipe":
         """Return a recipe with other values merged over this one."""
         layer = Layer(source, dict(data))
-        refused = [*self._merging, *_refuse_extends(layer)]
-        return _merge(self.source, self.tree.copy(), [layer], self.layers, refused)
+        refused = [*self._merging, *_report_extends_in_data(layer)]
+        return _merge_over_tree(self.source, self.tree.copy(), [layer], self.layers, refused)
 
 
-def merge(source: str, layers: Sequence[Layer]) -> MergedRecipe:
+def merge_layers(source: str, layers: Sequence[Layer]) -> MergedRecipe:
     """Merge layers into a recipe, each layer over the earlier ones."""
-    return _merge(source, Table(layers[0], ()), layers)
+    return _merge_over_tree(source, Table(layers[0], ()), layers)
 
 
-@pause_collection()
-def _merge(
+@pause_garbage_collection()
+def _merge_over_tree(
     source: str, tree: Table, layers: Sequence[Layer], below: Sequence[Layer] = (), before: Sequence[Problem] = ()
 ) -> MergedRecipe:
     """Merge layers over a tree. `below` are the layers of the tree, and `before` the problems of merging them."""
@@ -75,16 +75,16 @@ def _merge(
     for layer in layers:
         # Before merging, so that a layer may unset a node and write it anew.
         problems += _remove_unset(tree, layer)
-        problems += _check_format(layer)
+        problems += _check_format_version(layer)
         checks = {key: _check_table_replaced(tree, key, value) for key, value in layer.data.items()}
         misplaced = {key: problem for key, problem in checks.items() if problem}
-        problems += [attrs.evolve(problem, position=layer.key((key,))) for key, problem in misplaced.items()]
+        problems += [attrs.evolve(problem, position=layer.key_position((key,))) for key, problem in misplaced.items()]
         values = {key: value for key, value in layer.data.items() if key not in (*DIRECTIVES, *misplaced)}
-        tree.merge(values, layer, ())
+        tree.merge_layer(values, layer, ())
         problems += apply_edits(tree, layer)  # last, since a layer may also write the list that it edits
-    recipe = _classify(source, tree)
+    recipe = _classify_tables(source, tree)
     all_layers = [*below, *layers]
-    unused = _check_unused(recipe.vars, all_layers)
+    unused = _check_unused_variables(recipe.vars, all_layers)
     return attrs.evolve(recipe, layers=all_layers, merging=problems, problems=[*recipe.problems, *problems, *unused])
 
 
@@ -97,44 +97,46 @@ def _check_table_replaced(tree: Table, key: str, value: object) -> Problem | Non
     return Problem("DL111", f"{key!r} is a table, not a value", hint)
 
 
-def _check_format(layer: Layer) -> Iterator[Problem]:
+def _check_format_version(layer: Layer) -> Iterator[Problem]:
     number = layer.data.get("format", FORMAT)
     if number != FORMAT or isinstance(number, bool):  # True == 1
         text = f"recipe format {number!r} is not supported, only format {FORMAT}"
-        yield Problem("DL107", text, position=layer.value(("format",)))
+        yield Problem("DL107", text, position=layer.value_position(("format",)))
 
 
-def _refuse_extends(layer: Layer) -> Iterator[Problem]:
+def _report_extends_in_data(layer: Layer) -> Iterator[Problem]:
     if "extends" in layer.data:
         text = "values that are merged over a recipe can't extend another one"
-        yield Problem("DL120", text, "extend it in the recipe itself", position=layer.value(("extends",)))
+        yield Problem("DL120", text, "extend it in the recipe itself", position=layer.value_position(("extends",)))
 
 
 def _remove_unset(top: Table, layer: Layer) -> Iterator[Problem]:
     names = layer.data.get("unset", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         hint = 'write unset = ["listeners.profiler"]'
-        yield Problem("DL108", "unset must be an array of strings", hint, position=layer.value(("unset",)))
+        yield Problem("DL108", "unset must be an array of strings", hint, position=layer.value_position(("unset",)))
         return
     for number, name in enumerate(names):
         if not top.remove(tuple(name.split("."))):
-            hint = did_you_mean(name, _iterate_names(top))
-            yield Problem("DL109", f"there is no {name!r} to unset", hint, position=layer.value(("unset", number)))
+            hint = did_you_mean(name, _iterate_node_names(top))
+            yield Problem(
+                "DL109", f"there is no {name!r} to unset", hint, position=layer.value_position(("unset", number))
+            )
 
 
-def _iterate_names(top: Table) -> Iterator[str]:
+def _iterate_node_names(top: Table) -> Iterator[str]:
     for name, table in top.items.items():
         yield name
         if isinstance(table, Table):
             yield from (f"{name}.{key}" for key in table.items)
 
 
-def _classify(source: str, top: Table) -> MergedRecipe:
+def _classify_tables(source: str, top: Table) -> MergedRecipe:
     """Sort the top-level tables into nodes, groups, variables and problems."""
     recipe = MergedRecipe(source, top)
     for name, item in top.items.items():
         if name == "vars":
-            _add_vars(recipe, item)
+            _add_variables(recipe, item)
         elif not NAME.fullmatch(name):
             recipe.problems.append(_make_name_problem(name, item))
         elif not isinstance(item, Table):
@@ -174,7 +176,7 @@ def _add_group(recipe: MergedRecipe, name: str, item: Table) -> None:
         recipe.groups[name] = list(members)
 
 
-def _add_vars(recipe: MergedRecipe, item: Leaf | Table) -> None:
+def _add_variables(recipe: MergedRecipe, item: Leaf | Table) -> None:
     if not isinstance(item, Table):
         recipe.problems.append(Problem("DL112", "vars must be a table", "write [vars]", position=item.key_position))
         return
@@ -208,13 +210,13 @@ def _locate_first_value(item: Table) -> Position:
     return item.position if item.layer.text is not None or leaf is None else leaf.position
 
 
-def _check_unused(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Problem]:
+def _check_unused_variables(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterator[Problem]:
     """
     Yield a warning for every variable without a reference, even an overridden one.
 
     If another name is very similar, the warning is an error: this name must be a typing error.
     """
-    used = set(_find_references([layer.data for layer in layers])) if variables else set()
+    used = set(_find_variable_names([layer.data for layer in layers])) if variables else set()
     known = used | variables.keys()
     compared = (
         known if len(known) < MAX_CANDIDATES else set()
@@ -227,7 +229,7 @@ def _check_unused(variables: dict[str, Leaf], layers: Sequence[Layer]) -> Iterat
             yield Problem("DL116", text, hint, position=leaf.key_position, warning=near is None)
 
 
-def _find_references(data: Any) -> Iterator[str]:
+def _find_variable_names(data: Any) -> Iterator[str]:
     """Yield all variable names used in a value tree."""
     stack = [data]
     while stack:

@@ -25,7 +25,7 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
         # A key without a dot would set a whole node, which only an inline table can be.
         if not (equals and last and all(tables)) or not (tables or text.lstrip().startswith("{")):
             problems.append(_make_problem(f"{word!r} is not an override", "write node.key=value"))
-        elif isinstance(table := _open_table(tree, tables), str):
+        elif isinstance(table := _get_or_create_table(tree, tables), str):
             problems.append(_make_problem(f"{key!r} is a key of {table!r}, which is set to a value"))
         else:
             try:
@@ -38,7 +38,7 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     return tree
 
 
-def _open_table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
+def _get_or_create_table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | str:
     """Return the table at a path, created if necessary, or the part of the path with a value."""
     for part in path:
         tree = tree.setdefault(part, {})
@@ -47,7 +47,7 @@ def _open_table(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | s
     return tree
 
 
-def quote_word(text: str) -> str:
+def quote_override(text: str) -> str:
     """Return a word `node.key=value` as a shell accepts it."""
     return shlex.quote(text) if any(character in text for character in "[]{}\"*'$ ") else text
 

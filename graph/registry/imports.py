@@ -25,7 +25,7 @@ class FileSource:
     def names(self) -> list[str]:
         return [self.module]
 
-    def candidates(self, use: str) -> list[Candidate]:
+    def find_candidates(self, use: str) -> list[Candidate]:
         return [Candidate(self.module, distribution=str(self.path))] if use == self.module else []
 
 
@@ -38,7 +38,7 @@ def find_source(text: str) -> Source:
     """
     is_path = text.endswith(".py") or os.sep in text or text.startswith(".")
     if not is_path and (source := _find_by_name(text)):
-        return _require_component(source)
+        return _require_any_component(source)
     path = Path(text if is_path or os.path.isdir(text) else f"{text}.py").absolute()
     if not path.exists():
         raise LookupError(f"there is no package, folder or file {text!r}")
@@ -51,7 +51,7 @@ def find_source(text: str) -> Source:
     found_path = None if source is None else source.folder if isinstance(source, PackageSource) else source.path
     if source is None or found_path is None or not os.path.samefile(found_path, path):
         raise LookupError(f"Python imports {found_path} under the name {path.stem}; rename {path.name}")
-    return _require_component(source)
+    return _require_any_component(source)
 
 
 def _find_by_name(name: str) -> PackageSource | FileSource | None:
@@ -67,7 +67,7 @@ def _find_by_name(name: str) -> PackageSource | FileSource | None:
     return FileSource(name, Path(spec.origin))
 
 
-def _require_component(source: PackageSource | FileSource) -> Source:
+def _require_any_component(source: PackageSource | FileSource) -> Source:
     if isinstance(source, FileSource) and not DECORATED.search(source.path.read_text("utf-8")):
         raise LookupError(f"{source.path} contains no component; write @component above its class")
     return source

@@ -31,7 +31,7 @@ class Source(Protocol):
         """Return all component names, without importing components."""
         ...
 
-    def candidates(self, use: str) -> list["Candidate"]:
+    def find_candidates(self, use: str) -> list["Candidate"]:
         """Return the modules that may contain a component with this name: none, one, or several clashing ones."""
         ...
 
@@ -98,7 +98,7 @@ class PackageSource:
     def names(self) -> list[str]:
         return list(self._names)
 
-    def candidates(self, use: str) -> list[Candidate]:
+    def find_candidates(self, use: str) -> list[Candidate]:
         inside = use.removeprefix(self.prefix)
         if not NAME.fullmatch(use) or not use.startswith(self.prefix):
             return []
@@ -121,7 +121,7 @@ class EntryPointSource:
     def names(self) -> list[str]:
         return sorted({entry.name for entry in self.entries})
 
-    def candidates(self, use: str) -> list[Candidate]:
+    def find_candidates(self, use: str) -> list[Candidate]:
         return [
             Candidate(e.module, e.attr, describe_distribution(e), installed=True) for e in self.entries if e.name == use
         ]
@@ -171,9 +171,9 @@ class Registry:
         """Return all component names, without importing components."""
         return list(dict.fromkeys(name for source in self.sources for name in source.names()))
 
-    def candidates(self, use: str) -> list[Candidate]:
+    def find_candidates(self, use: str) -> list[Candidate]:
         """Return the possible modules of a component with this name, from all sources."""
-        return [candidate for source in self.sources for candidate in source.candidates(use)]
+        return [candidate for source in self.sources for candidate in source.find_candidates(use)]
 
     def find(self, use: str) -> Spec | Problem:
         """Return the component with this name, or the problem with the name."""
@@ -183,7 +183,7 @@ class Registry:
         return self._specs[use]
 
     def _find(self, use: str) -> Spec | Problem:
-        candidates = self.candidates(use)
+        candidates = self.find_candidates(use)
         if not candidates:
             return Problem("DL201", f"no component is called {use!a}", self._suggest_name(use))
         if len(candidates) > 1:

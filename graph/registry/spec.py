@@ -120,7 +120,7 @@ def read_spec(use: str, cls: type, distribution: str = "") -> Spec:
 
 
 def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) -> Field:
-    field_kind, ports = _classify(kind)
+    field_kind, ports = _classify_annotation(kind)
     meta = attribute.metadata
     return Field(
         name=attribute.alias or attribute.name,
@@ -136,7 +136,7 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) ->
     )
 
 
-def _classify(kind: Any) -> tuple[Kind, tuple[type, ...]]:
+def _classify_annotation(kind: Any) -> tuple[Kind, tuple[type, ...]]:
     """Return the kind of field for an annotated type, and the ports of its targets."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is ResolvedRecipe:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import attrs
 
 from drawloom.graph.component import Every, Ordered
-from drawloom.graph.garbage import pause_collection
+from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.lifecycle import Stage
 from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
@@ -69,8 +69,8 @@ def format_timings(timings: Sequence[NodeTiming]) -> str:
     rows = [(f"[{name}]", times) for name, times in slowest if sum(times.values()) >= MIN_SECONDS_SHOWN]
     others = [times for _, times in slowest if sum(times.values()) < MIN_SECONDS_SHOWN]
     if others:
-        rows.append((f"{len(others)} others", _sum_stages(others)))
-    rows.append(("all", _sum_stages(list(totals.values()))))
+        rows.append((f"{len(others)} others", _sum_seconds_by_stage(others)))
+    rows.append(("all", _sum_seconds_by_stage(list(totals.values()))))
     width = max(len(name) for name, _ in rows)
     head = f"{'ms':{width}}{''.join(f'{stage:>10}' for stage in STAGES)}"
     return "\n".join(
@@ -78,7 +78,7 @@ def format_timings(timings: Sequence[NodeTiming]) -> str:
     )
 
 
-def _sum_stages(timings: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
+def _sum_seconds_by_stage(timings: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
     return {stage: sum(times[stage] for times in timings) for stage in STAGES}
 
 
@@ -94,7 +94,7 @@ class NamedExitStack:
 
     _stack: list[tuple[str, Callable[[], None]]] = attrs.field(factory=list, init=False)
 
-    def push(self, name: str, close: Callable[[], None]) -> None:
+    def push_callback(self, name: str, close: Callable[[], None]) -> None:
         """Add a callback to run before all earlier ones."""
         self._stack.append((name, close))
 
@@ -114,16 +114,16 @@ class NamedExitStack:
                 error.add_note(f"while closing [{name}]")
                 failures.append(error)
         if cause is not None:
-            return _add_notes(cause, failures)
+            return _attach_failures(cause, failures)
         interruption = next((error for error in failures if not isinstance(error, Exception)), None)
         if interruption is not None:
-            _add_notes(interruption, [failure for failure in failures if failure is not interruption])
+            _attach_failures(interruption, [failure for failure in failures if failure is not interruption])
             raise interruption
         if failures:
             raise ExceptionGroup("closing failed", [error for error in failures if isinstance(error, Exception)])
 
 
-def _add_notes(cause: BaseException, failures: list[BaseException]) -> None:
+def _attach_failures(cause: BaseException, failures: list[BaseException]) -> None:
     for failure in failures:
         cause.add_note(f"then: {type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})")
 
@@ -154,7 +154,7 @@ class Container(Mapping[str, Any]):
     _failure_handlers: list[str] = attrs.field(factory=list, init=False)
     _watchers: list[str] = attrs.field(init=False, factory=list)
 
-    @pause_collection()
+    @pause_garbage_collection()
     def build(self) -> None:
         """Construct every needed node once, dependencies first, and then fill the `Every` fields."""
         self._objects = {}
@@ -166,7 +166,7 @@ class Container(Mapping[str, Any]):
             if name in self.replacements:
                 self._objects[name] = self.replacements[name]
             else:
-                self._objects[name] = self._construct(self.graph.nodes[name])
+                self._objects[name] = self._construct_node(self.graph.nodes[name])
                 end = perf_counter()
                 self.timings.append(NodeTiming(name, "build", start, end - start))
                 start = end
@@ -180,15 +180,15 @@ class Container(Mapping[str, Any]):
                 for step in run.steps():
                     losses.append(step.state.number("loss"))
         """
-        root = self._built.get(self.graph.root)
+        root = self._built_objects.get(self.graph.root)
         if root is None or not hasattr(root, "iterate"):
-            raise TypeError(f"[{self.graph.root}] is not open, or has no steps")
+            raise TypeError(f"[{self.graph.root}] has no method `iterate`, or this container is not open")
         steps: Iterator[Any] = root.iterate()
         return steps
 
     def outcome(self) -> dict[str, Mapping[str, Any]]:
         """Return facts about an ended run, by node."""
-        return {name: item.outcome() for name, item in self._built.items() if hasattr(item, "outcome")}
+        return {name: item.outcome() for name, item in self._built_objects.items() if hasattr(item, "outcome")}
 
     def check_machine(self) -> list[Problem]:
         """
@@ -198,7 +198,7 @@ class Container(Mapping[str, Any]):
         Every problem is reported once, by the faulty node, and not by nodes reading from it.
         """
         problems: dict[str, Problem] = {}
-        checkable = {name: item for name, item in self._built.items() if hasattr(item, "check_machine")}
+        checkable = {name: item for name, item in self._built_objects.items() if hasattr(item, "check_machine")}
         for name, item in checkable.items():
             try:
                 item.check_machine()
@@ -218,7 +218,7 @@ class Container(Mapping[str, Any]):
         for name, item in self.replacements.items():
             if name not in self.graph.nodes:
                 raise ValueError(f"there is no node {name!r} to replace; {did_you_mean(name, self.graph.nodes)}")
-            for user, key in [(user, key) for user, keys in self.graph.incoming(name) for key in keys]:
+            for user, key in [(user, key) for user, keys in self.graph.list_incoming_edges(name) for key in keys]:
                 if user in users:
                     field = self.graph.nodes[user].spec.fields[key]
                     ports = field.ports
@@ -232,7 +232,7 @@ class Container(Mapping[str, Any]):
                             f"the replacement for [{name}] does not implement the port of [{user}] {key}: it {why}"
                         )
 
-    def _construct(self, node: Node) -> Any:
+    def _construct_node(self, node: Node) -> Any:
         # Copied: components may change their settings, and another container may be built from the same graph.
         values = {
             name: value if type(value) in IMMUTABLE else copy.deepcopy(value) for name, value in node.settings.items()
@@ -281,31 +281,31 @@ class Container(Mapping[str, Any]):
                 if hasattr(self._objects[name], "take_over"):
                     self._objects[name].take_over(values)
             self.handed_over = {}  # the values may be large
-            self._watchers = [name for name, item in self._built.items() if hasattr(item, "stage_context")]
-            for name, item in self._built.items():
-                self._open(name, item)
+            self._watchers = [name for name, item in self._built_objects.items() if hasattr(item, "stage_context")]
+            for name, item in self._built_objects.items():
+                self._open_node(name, item)
         except BaseException as error:
             self._handle_failure(error)
             raise
         return self
 
-    def _open(self, name: str, item: Any) -> None:
+    def _open_node(self, name: str, item: Any) -> None:
         if hasattr(item, "on_failure"):
             self._failure_handlers.append(name)
         # Pushed before open(): an object whose open() fails half-way must still release its resources.
         if hasattr(item, "close"):
-            self._opened.push(name, lambda: self._close(name, item))
+            self._opened.push_callback(name, lambda: self._close_node(name, item))
         if hasattr(item, "open"):
             try:
-                with StageTimer(self.timings, name, "open"), self._in_contexts("open", name):
+                with StageTimer(self.timings, name, "open"), self._enter_stage_contexts("open", name):
                     item.open()
             except UserError as error:  # printed without a traceback, so the message must name the node
-                node = self.graph.nodes[find_raising_node(error, self._built, name)]
+                node = self.graph.nodes[find_raising_node(error, self._built_objects, name)]
                 error.set_node(locate_setting(node, str(error), self.graph.recipe.vars), node.name)
                 raise
 
     @contextmanager
-    def _in_contexts(self, stage: Stage, name: str) -> Iterator[None]:
+    def _enter_stage_contexts(self, stage: Stage, name: str) -> Iterator[None]:
         with ExitStack() as stack:
             for watcher in self._watchers:
                 if watcher != name:
@@ -313,12 +313,12 @@ class Container(Mapping[str, Any]):
             yield
 
     @property
-    def _built(self) -> dict[str, Any]:
+    def _built_objects(self) -> dict[str, Any]:
         """The objects built by the container, without replacements."""
         return {name: item for name, item in self._objects.items() if name not in self.replacements}
 
-    def _close(self, name: str, item: Any) -> None:
-        with StageTimer(self.timings, name, "close"), self._in_contexts("close", name):
+    def _close_node(self, name: str, item: Any) -> None:
+        with StageTimer(self.timings, name, "close"), self._enter_stage_contexts("close", name):
             item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
@@ -333,14 +333,14 @@ class Container(Mapping[str, Any]):
         """
         replacement = error
         is_bug = isinstance(error, Exception) and not isinstance(error, UserError)
-        if is_bug and (name := find_raising_node(error, self._built)):
+        if is_bug and (name := find_raising_node(error, self._built_objects)):
             node = self.graph.nodes[name]
             error.add_note(f"in [{name}] ({node.spec.use}), {node.position}")
         # Popped first: a handler that raises must not be called again.
         while self._failure_handlers:
             replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
         if isinstance(replacement, ReopenError):
-            predecessors = {name: item for name, item in self._built.items() if hasattr(item, "hand_over")}
+            predecessors = {name: item for name, item in self._built_objects.items() if hasattr(item, "hand_over")}
             replacement.handed_over = {name: item.hand_over() for name, item in predecessors.items()}
         self._opened.close_all(replacement)
         if replacement is not error:

@@ -11,7 +11,7 @@ from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
 from drawloom.graph.types.port_match import find_mismatches, join_mismatches
-from drawloom.graph.types.structure import Values
+from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, NodeView
 from drawloom.graph.wiring.settings import SettingsResolver
 
@@ -27,16 +27,16 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
     problems. Constraints are skipped if they read neighbours, because an object for an edge has no settings.
     """
     spec = _find_spec(component, package)
-    node = _make_node(spec, {key: value for key, value in values.items() if not _is_not_setting(spec, key)})
-    objects = {key: value for key, value in values.items() if _is_not_setting(spec, key)}
+    node = _make_node(spec, {key: value for key, value in values.items() if not _is_edge_or_filled_field(spec, key)})
+    objects = {key: value for key, value in values.items() if _is_edge_or_filled_field(spec, key)}
     problems = [*node.problems, *_check_edges(spec, objects)]
     if not problems:
         problems = [problem for problem in _check_constraints(node) if not problem.warning]
     if problems:
         raise RecipeError(problems)
-    objects_by_field = {key: _wrap_members(spec.fields[key], item) for key, item in objects.items()}
+    objects_by_field = {key: _wrap_edge_objects(spec.fields[key], item) for key, item in objects.items()}
     defaults = {
-        field.name: _make_empty_field(field) for field in spec.fields.values() if field.kind in ("every", "recipe")
+        field.name: _make_container_field(field) for field in spec.fields.values() if field.kind in ("every", "recipe")
     }
     return spec.cls(**node.settings, **defaults | objects_by_field)
 
@@ -50,7 +50,7 @@ def _find_spec(component: str | type, package: str) -> Spec:
     return spec
 
 
-def _is_not_setting(spec: Spec, key: str) -> bool:
+def _is_edge_or_filled_field(spec: Spec, key: str) -> bool:
     return key in spec.fields and spec.fields[key].kind != "setting"
 
 
@@ -61,8 +61,8 @@ def _make_node(spec: Spec, settings: Mapping[str, Any]) -> Node:
     node = Node(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
     SettingsResolver({}).resolve(node)
     for key in settings.keys() - plain.keys():
-        value, problems = Values().structure(None, spec.fields[key].type)
-        node.set(key, value)
+        value, problems = ValueConverter().structure(None, spec.fields[key].type)
+        node.set_setting(key, value)
         for problem in problems:
             node.add_problem(problem.code, f"{key}: {problem.text}", problem.hint)
     return node
@@ -73,7 +73,7 @@ def _check_edges(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
         if field.is_edge and field.name not in objects and field.required:
             text = f"{spec.use!r} needs {' or '.join(port.__name__ for port in field.ports)} for {field.name!r}"
             yield Problem("DL315", text, f"pass {field.name}=fake({field.ports[0].__name__})", spec.use)
-        for item in _list_members(field, objects.get(field.name)):
+        for item in _list_edge_objects(field, objects.get(field.name)):
             if field.is_edge and all(find_mismatches(type(item), port) for port in field.ports):
                 reasons = join_mismatches(
                     [reason for port in field.ports for reason in find_mismatches(type(item), port)[:2]]
@@ -82,7 +82,7 @@ def _check_edges(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem("DL314", f"{field.name} needs {ports}, but {type(item).__name__} {reasons}", "", spec.use)
 
 
-def _list_members(field: Field, value: Any) -> Iterable[Any]:
+def _list_edge_objects(field: Field, value: Any) -> Iterable[Any]:
     """Return the objects passed for an edge."""
     if value is None:
         return ()
@@ -91,7 +91,7 @@ def _list_members(field: Field, value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, Mapping) else value
 
 
-def _wrap_members(field: Field, value: Any) -> Any:
+def _wrap_edge_objects(field: Field, value: Any) -> Any:
     """Return the objects for a field in the class used by the container."""
     if field.kind == "every" and not isinstance(value, Every):
         return Every(value)
@@ -100,7 +100,7 @@ def _wrap_members(field: Field, value: Any) -> Any:
     return value
 
 
-def _make_empty_field(field: Field) -> Any:
+def _make_container_field(field: Field) -> Any:
     """Return a value for a field filled by the container."""
     return Every() if field.kind == "every" else EMPTY_RECIPE
 

@@ -14,7 +14,7 @@ import attrs
 
 from drawloom.graph import lifecycle
 from drawloom.graph.component import is_port
-from drawloom.graph.types.port_match import find_members
+from drawloom.graph.types.port_match import list_protocol_members
 
 SIMILARITY = 0.8
 """Of two names, by difflib: `observe` and `observes` have 0.93, `end_on_every_rank` and `embeds_on_every_rank` 0.86."""
@@ -22,8 +22,11 @@ SIMILARITY = 0.8
 
 def find_misspelt_members(cls: type, port: type) -> list[str]:
     """Return a sentence for each public attribute of a class whose name resembles that of an optional member."""
-    declared, optional = _list_declared_members(re.sub(r"(\.ports)\..*", r"\1", port.__module__))
-    similar = ((name, get_close_matches(name, optional, n=1, cutoff=SIMILARITY)) for name in _own_names(cls) - declared)
+    declared, optional = _list_port_members(re.sub(r"(\.ports)\..*", r"\1", port.__module__))
+    similar = (
+        (name, get_close_matches(name, optional, n=1, cutoff=SIMILARITY))
+        for name in _list_own_public_names(cls) - declared
+    )
     return [
         f"{cls.__name__} has {name}, which no port declares; did you mean {other}?"
         for name, others in sorted(similar)
@@ -31,7 +34,7 @@ def find_misspelt_members(cls: type, port: type) -> list[str]:
     ]
 
 
-def _own_names(cls: type) -> set[str]:
+def _list_own_public_names(cls: type) -> set[str]:
     """Return the public attributes of a class without its settings and without attributes from other packages."""
     fields = {field.name: field.init for field in attrs.fields(cls)} if attrs.has(cls) else {}
     package = cls.__module__.partition(".")[0]
@@ -41,16 +44,16 @@ def _own_names(cls: type) -> set[str]:
 
 
 @functools.cache
-def _list_declared_members(package: str) -> tuple[frozenset[str], frozenset[str]]:
+def _list_port_members(package: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return two sets, from a package's ports and `graph.lifecycle`: all members, and the optional members."""
     protocols = [cls for module in (*_import_modules(package), lifecycle) for cls in _iterate_protocols(module)]
-    optional = [*capabilities(package), *capabilities(lifecycle.__name__)]
+    optional = [*find_capability_protocols(package), *find_capability_protocols(lifecycle.__name__)]
     names = {name for cls in optional for name in (*inspect.get_annotations(cls), *vars(cls))}
-    declared = frozenset(name for cls in protocols for name in find_members(cls))
+    declared = frozenset(name for cls in protocols for name in list_protocol_members(cls))
     return declared, declared & names
 
 
-def capabilities(package: str) -> list[type]:
+def find_capability_protocols(package: str) -> list[type]:
     """Return the Protocols of optional members in a module or package."""
     return [cls for module in _import_modules(package) for cls in _iterate_protocols(module) if _is_capability(cls)]
 

@@ -17,7 +17,7 @@ import attrs
 from drawloom.graph.component import is_port
 from drawloom.graph.testing.build import build
 from drawloom.graph.testing.misspellings import find_misspelt_members
-from drawloom.graph.types.port_match import find_members, find_mismatches, join_mismatches
+from drawloom.graph.types.port_match import find_mismatches, join_mismatches, list_protocol_members
 
 EMPTY: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
 EMPTY |= {dict: dict, tuple: tuple, Mapping: dict, set: set, AbstractContextManager: nullcontext}
@@ -41,7 +41,7 @@ def fake(*ports: type, **answers: Any) -> Any:
     None. `calls` lists the calls of methods as `Call`s. Raises TypeError for calls not allowed by the port, and
     immediately for names missing in all ports.
     """
-    known = {name: port for port in ports for name in find_members(port)}
+    known = {name: port for port in ports for name in list_protocol_members(port)}
     unknown = answers.keys() - known.keys()
     if unknown:
         names = " and ".join(port.__name__ for port in ports)
@@ -49,11 +49,11 @@ def fake(*ports: type, **answers: Any) -> Any:
     calls: list[Call] = []
     namespace: dict[str, Any] = {"calls": calls, "__annotations__": {}}
     for name, port in known.items():
-        promised = inspect.getattr_static(port, name, None)
-        if inspect.isfunction(promised):
-            namespace[name] = _make_method(promised, calls, answers.get(name, _Unanswered))
+        expected = inspect.getattr_static(port, name, None)
+        if inspect.isfunction(expected):
+            namespace[name] = _make_method(expected, calls, answers.get(name, _Unanswered))
         else:
-            namespace["__annotations__"][name] = kind = _read_attribute_type(port, name, promised)
+            namespace["__annotations__"][name] = kind = _read_attribute_type(port, name, expected)
             namespace[name] = answers[name] if name in answers else _make_empty_value(kind)
     # A new class, because ports are matched by class.
     return type(f"Fake{''.join(port.__name__ for port in ports)}", (), namespace)()
@@ -63,14 +63,14 @@ class _Unanswered:
     """Marker for a method without an answer; None may be an answer."""
 
 
-def _make_method(promised: Callable[..., Any], calls: list[Call], answer: Any) -> Callable[..., Any]:
-    signature = inspect.signature(promised)
-    kind = typing.get_type_hints(promised).get("return")
+def _make_method(expected: Callable[..., Any], calls: list[Call], answer: Any) -> Callable[..., Any]:
+    signature = inspect.signature(expected)
+    kind = typing.get_type_hints(expected).get("return")
 
-    @functools.wraps(promised)
+    @functools.wraps(expected)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
-        calls.append(Call(promised.__name__, dict(list(bound.arguments.items())[1:])))
+        calls.append(Call(expected.__name__, dict(list(bound.arguments.items())[1:])))
         if answer is _Unanswered:
             return _make_empty_value(kind)
         return answer(*args, **kwargs) if callable(answer) else answer
@@ -78,10 +78,10 @@ def _make_method(promised: Callable[..., Any], calls: list[Call], answer: Any) -
     return method
 
 
-def _read_attribute_type(port: type, name: str, promised: Any) -> Any:
-    """Return the annotated type of a port's attribute or property `promised`; Any if it has no annotation."""
-    hints = typing.get_type_hints(promised.fget if isinstance(promised, property) else port)
-    return hints.get("return" if isinstance(promised, property) else name, Any)
+def _read_attribute_type(port: type, name: str, expected: Any) -> Any:
+    """Return the annotated type of a port's attribute or property `expected`; Any if it has no annotation."""
+    hints = typing.get_type_hints(expected.fget if isinstance(expected, property) else port)
+    return hints.get("return" if isinstance(expected, property) else name, Any)
 
 
 def _make_empty_value(kind: Any) -> Any:
@@ -105,10 +105,10 @@ class BrokenContractError(AssertionError):
     """An implementation violates the contract of its port."""
 
 
-def expect(holds: object, otherwise: str) -> None:
-    """Raise BrokenContractError with the message `otherwise` unless `holds` is true."""
-    if not holds:
-        raise BrokenContractError(otherwise)
+def expect(condition: object, failure: str) -> None:
+    """Raise BrokenContractError with the message `failure` unless the condition is true."""
+    if not condition:
+        raise BrokenContractError(failure)
 
 
 def load_contract(port: type) -> list[Property]:

@@ -31,7 +31,7 @@ def dumps(plain: Any) -> str:
             pairs = map("{} = {}".format, map(dump_key, plain), map(dumps, plain.values()))
             return f"{{ {', '.join(pairs)} }}" if plain else "{}"
         case datetime() | date() | time():
-            return _dump_moment(plain)
+            return _dump_datetime(plain)
     raise TypeError(f"TOML can't express {plain!r}")
 
 
@@ -63,7 +63,7 @@ def _escape(match: re.Match[str]) -> str:
     return _SHORT.get(match[0]) or f"\\u{ord(match[0]):04X}"
 
 
-def _dump_moment(moment: date | time) -> str:
+def _dump_datetime(moment: date | time) -> str:
     if isinstance(moment, time) and moment.tzinfo is not None:
         raise ValueError(f"TOML can't express a time with an offset, {moment}")
     text = moment.isoformat()

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli
 
-from drawloom.graph.garbage import pause_collection
+from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import KeyPath, Position, Problem, RecipeError
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.toml.positions import SourceMap
@@ -63,11 +63,11 @@ def decode(content: bytes) -> str:
         raise ValueError(f"line {line}, column {column} is not UTF-8") from error
 
 
-@pause_collection()
+@pause_garbage_collection()
 def parse(text: str, source: str = "") -> dict[str, Any]:
     """Parse a TOML text into a tree. Raises RecipeError with one problem, positioned in `source`."""
     has_long = any(len(line) > 2 * MAX_KEY_PARTS and line.count(".") >= MAX_KEY_PARTS for line in text.split("\n"))
-    if has_long and (long := _find_first(_LONG_KEY, text)) is not None:
+    if has_long and (long := _find_outside_strings(_LONG_KEY, text)) is not None:
         raise _syntax_error(source, text, long, f"a key has more than {MAX_KEY_PARTS} parts")
     try:
         data = tomli.loads(text)
@@ -78,7 +78,7 @@ def parse(text: str, source: str = "") -> dict[str, Any]:
         raise _depth_error(source, text) from error
     except ValueError as error:  # a decimal number with more digits than Python converts
         raise _digits_error(source, text) from error
-    for depth, parts in enumerate(_iterate_levels(data)):
+    for depth, parts in enumerate(_iterate_nesting_levels(data)):
         if depth > MAX_DEPTH:
             raise _depth_error(source, text)
         if [part for part in parts if type(part) is int and part.bit_length() > MAX_DIGITS * 4]:
@@ -102,15 +102,17 @@ def _depth_error(source: str, text: str) -> RecipeError:
 
 
 def _digits_error(source: str, text: str) -> RecipeError:
-    return _syntax_error(source, text, _find_first(_NUMBER, text) or 0, f"a number has more than {MAX_DIGITS} digits")
+    return _syntax_error(
+        source, text, _find_outside_strings(_NUMBER, text) or 0, f"a number has more than {MAX_DIGITS} digits"
+    )
 
 
-def _find_first(pattern: re.Pattern[str], text: str) -> int | None:
+def _find_outside_strings(pattern: re.Pattern[str], text: str) -> int | None:
     """Return the offset where a pattern's group first matches outside strings and comments, or None."""
     return next((match.start(1) for match in pattern.finditer(text) if match[1] is not None), None)
 
 
-def _iterate_levels(data: dict[str, Any]) -> Iterator[Collection[Any]]:
+def _iterate_nesting_levels(data: dict[str, Any]) -> Iterator[Collection[Any]]:
     """Yield the values at every depth in tables and arrays. Not recursive, because the depth may be great."""
     parts: Collection[Any] = data.values()
     while True:
@@ -132,17 +134,21 @@ def diagnose(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str]:
         hint = "leave the key out: TOML has no such value" if word[0][0] in "Nn" else f"write {word[0].lower()}"
         return f"{word[0]} is not a TOML value", error.pos, hint
     if (error.msg == "Cannot overwrite a value" or error.msg.endswith("twice")) and (
-        duplicate := _diagnose_duplicate(text, error)
+        duplicate := _diagnose_duplicate_key(text, error)
     ):
         return duplicate
     if error.msg == "Unterminated string" or error.msg in ('Expected "\'"', "Expected \"'''\"", 'Expected \'"""\''):
-        return "unterminated string", _find_opening(text, error.pos), "close it with the quotes that opened it"
+        return (
+            "unterminated string",
+            _find_unterminated_string(text, error.pos),
+            "close it with the quotes that opened it",
+        )
     is_value = error.msg == "Invalid value" or error.msg.startswith("Expected newline")
-    hint = _suggest_value(text, error.pos) if is_value else ""
-    return f"this is not TOML: {error.msg}", error.pos, hint or _suggest_syntax(text, error.pos)
+    hint = _suggest_valid_value(text, error.pos) if is_value else ""
+    return f"this is not TOML: {error.msg}", error.pos, hint or _suggest_character(text, error.pos)
 
 
-def _suggest_value(text: str, at: int) -> str:
+def _suggest_valid_value(text: str, at: int) -> str:
     """Return a correction for a value at an offset without quotes or with a decimal comma. Empty if there is none."""
     start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
     line = text[start : len(text) if end < 0 else end]
@@ -159,7 +165,7 @@ def _suggest_value(text: str, at: int) -> str:
     return f"strings need quotes: write {dumps(value)}" if _WORD.search(value) else ""
 
 
-def _suggest_syntax(text: str, at: int) -> str:
+def _suggest_character(text: str, at: int) -> str:
     """Return a correction for an unexpected character."""
     letter = text[at : at + 1]
     if letter == ":" or text.startswith("---", at - 3):
@@ -171,30 +177,34 @@ def _suggest_syntax(text: str, at: int) -> str:
     return ""
 
 
-def _diagnose_duplicate(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str] | None:
+def _diagnose_duplicate_key(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str] | None:
     """Return the diagnosis of a duplicate key: its second offset, and a hint with the line of the first."""
     start = text.rfind("\n", 0, error.pos) + 1
     before, line = text[:start], text[start:].partition("\n")[0]
-    path: KeyPath = next(_find_path(line, before), ())
+    path: KeyPath = next(_find_key_path(line, before), ())
     source_map = SourceMap(before)
-    first = source_map.key(path) or source_map.value(path) if path else None
+    first = source_map.key_range(path) or source_map.value_range(path) if path else None
     if first is None:
         return None
-    return f"{path[-1]!r} is set twice", start, f"it is set on line {source_map.position(first.start)[0]} already"
+    return (
+        f"{path[-1]!r} is set twice",
+        start,
+        f"it is set on line {source_map.line_and_column(first.start)[0]} already",
+    )
 
 
-def _find_path(line: str, before: str) -> Iterator[KeyPath]:
+def _find_key_path(line: str, before: str) -> Iterator[KeyPath]:
     """Yield the full path of the key on a line, or nothing if it can't be determined."""
     with suppress(tomli.TOMLDecodeError, RecursionError, ValueError):
         if header := re.match(r"\s*\[\[?(.*?)\]", line):
-            yield tuple(_find_only_path(tomli.loads(f"[{header[1]}]")))
+            yield tuple(_find_path_down(tomli.loads(f"[{header[1]}]")))
             return
-        here = tuple(_find_only_path(tomli.loads(f'{before}\n"\\u0000mark" = 0'), MARK))[:-1]
+        here = tuple(_find_path_down(tomli.loads(f'{before}\n"\\u0000mark" = 0'), MARK))[:-1]
         key = line.partition("=")[0]
-        yield (*here, *_find_only_path(tomli.loads(f"{key} = 0")))
+        yield (*here, *_find_path_down(tomli.loads(f"{key} = 0")))
 
 
-def _find_only_path(tree: Any, mark: str = "") -> Iterator[str | int]:
+def _find_path_down(tree: Any, mark: str = "") -> Iterator[str | int]:
     """Yield the path down a tree: to the mark if one is passed, or else through tables with a single key."""
     trail: list[tuple[KeyPath, Any]] = [((), tree)]
     while trail:
@@ -208,7 +218,7 @@ def _find_only_path(tree: Any, mark: str = "") -> Iterator[str | int]:
         trail += [((*path, key), part) for key, part in inside]
 
 
-def _find_opening(text: str, end: int) -> int:
+def _find_unterminated_string(text: str, end: int) -> int:
     """Return the offset where an unterminated string begins: the last quotes after which only a string is missing."""
     for quotes in list(re.finditer(r"\"\"\"|'''|[\"']", text[:end]))[: -MAX_TRIES - 1 : -1]:
         if _is_valid_prefix(f'{text[: quotes.start()]}""'):

@@ -28,7 +28,7 @@ class SourceMap:
     def __init__(self, text: str) -> None:
         self._text = text
 
-    def key(self, path: KeyPath) -> SourceRange | None:
+    def key_range(self, path: KeyPath) -> SourceRange | None:
         """
         Return the range where a path's last key is written: in its `[header]`, or where it first appears. None for an
         array index.
@@ -36,17 +36,17 @@ class SourceMap:
         entry, known = self._find_longest_prefix(path)
         return SourceRange(entry[0][0], entry[0][1]) if entry[0] and known == len(path) else None
 
-    def value(self, path: KeyPath) -> SourceRange | None:
+    def value_range(self, path: KeyPath) -> SourceRange | None:
         """Return the value's range at a path. For a table it is the `[header]`, or else the key implying the table."""
         entry, known = self._find_longest_prefix(path)
         return SourceRange(entry[1][0], entry[1][1]) if known == len(path) else None
 
-    def nearest(self, path: KeyPath) -> SourceRange:
+    def nearest_range(self, path: KeyPath) -> SourceRange:
         """Return the value's range at a path's longest prefix in the text. Default: the whole text."""
         start, end = self._find_longest_prefix(path)[0][1]
         return SourceRange(start, end)
 
-    def position(self, offset: int) -> tuple[int, int]:
+    def line_and_column(self, offset: int) -> tuple[int, int]:
         """Return line and column of an offset, both from 1. The column counts code points."""
         line = bisect_right(self._line_starts, offset)
         return line, offset - self._line_starts[line - 1] + 1

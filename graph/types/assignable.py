@@ -19,8 +19,8 @@ def is_assignable(source: Any, target: Any, fits: Fits = lambda source, target: 
     """
     Return whether `source` is assignable to `target`. Generics are compared by their parameters if both have some.
     """
-    source, target = _unwrap(source), _unwrap(target)
-    if target is object or _is_open(source) or _is_open(target) or source == target:
+    source, target = _unwrap_annotation(source), _unwrap_annotation(target)
+    if target is object or _does_accept_anything(source) or _does_accept_anything(target) or source == target:
         return True
     if _is_union(source):
         return all(is_assignable(member, target, fits) for member in typing.get_args(source))
@@ -48,11 +48,11 @@ def find_type_arguments(kind: Any, base: Any) -> dict[Any, Any]:
     for generic_base in getattr(origin, "__orig_bases__", ()):
         parent = typing.get_origin(generic_base) or generic_base
         if isinstance(parent, type) and base in parent.__mro__:
-            return find_type_arguments(substitute(generic_base, own), base)
+            return find_type_arguments(substitute_type_variables(generic_base, own), base)
     return {}
 
 
-def substitute(kind: Any, known: Mapping[Any, Any]) -> Any:
+def substitute_type_variables(kind: Any, known: Mapping[Any, Any]) -> Any:
     """Replace the known type variables in a type."""
     if isinstance(kind, typing.TypeVar):
         return known.get(kind, kind)
@@ -62,7 +62,7 @@ def substitute(kind: Any, known: Mapping[Any, Any]) -> Any:
     return kind[tuple(known.get(parameter, parameter) for parameter in open_parameters)]
 
 
-def _unwrap(kind: Any) -> Any:
+def _unwrap_annotation(kind: Any) -> Any:
     """Return the type inside Annotated, ClassVar, Final and NewType."""
     while True:
         if typing.get_origin(kind) in (typing.Annotated, typing.ClassVar, typing.Final):
@@ -73,7 +73,7 @@ def _unwrap(kind: Any) -> Any:
             return kind
 
 
-def _is_open(kind: Any) -> bool:
+def _does_accept_anything(kind: Any) -> bool:
     """Return whether a type accepts anything: Any, Self, a type variable, or an unresolved name."""
     return kind in (Any, typing.Self) or isinstance(kind, typing.TypeVar | str | typing.ForwardRef)
 
@@ -91,7 +91,7 @@ def _is_literal_assignable(source: Any, target: Any, fits: Fits) -> bool:
 
 
 def _is_class_assignable(source: Any, target: Any, fits: Fits) -> bool:
-    source_class, target_class = (_class_of(kind) for kind in (source, target))
+    source_class, target_class = (_runtime_class(kind) for kind in (source, target))
     if source_class is None or target_class is None:
         return (source_class is None) == (target_class is None) and source == target
     if target_class in WIDER.get(source_class, ()):
@@ -123,8 +123,8 @@ def _pair_type_arguments(source: Any, target: Any, common: type) -> Iterator[tup
 def _is_callable_assignable(source: Any, target: Any, fits: Fits) -> bool:
     """Compare parameters as contravariant and the return type as covariant."""
     source_arguments, target_arguments = typing.get_args(source), typing.get_args(target)
-    if _class_of(source) is not FUNCTION or not source_arguments or not target_arguments:
-        return bool(source_arguments) or _is_subclass(_class_of(source) or object, FUNCTION)
+    if _runtime_class(source) is not FUNCTION or not source_arguments or not target_arguments:
+        return bool(source_arguments) or _is_subclass(_runtime_class(source) or object, FUNCTION)
     if not is_assignable(source_arguments[1], target_arguments[1], fits):
         return False
     if not (isinstance(source_arguments[0], list) and isinstance(target_arguments[0], list)):
@@ -135,7 +135,7 @@ def _is_callable_assignable(source: Any, target: Any, fits: Fits) -> bool:
     )
 
 
-def _class_of(kind: Any) -> type | None:
+def _runtime_class(kind: Any) -> type | None:
     kind = type(None) if kind is None else typing.get_origin(kind) or kind
     return kind if isinstance(kind, type) else None
 

@@ -46,7 +46,7 @@ def describe(value: Any) -> str:
     return f"the {noun} {shorten(value)}" if noun else shorten(value)
 
 
-def dump_or_repr(value: Any) -> str:
+def dump_toml_or_repr(value: Any) -> str:
     """Return a value as TOML, or as Python for values which TOML can't express."""
     try:
         return dumps(value)
@@ -56,26 +56,26 @@ def dump_or_repr(value: Any) -> str:
 
 def shorten(value: Any) -> str:
     """Return a value as TOML, cut to MAX_VALUE_LENGTH characters."""
-    text = dump_or_repr(value)
+    text = dump_toml_or_repr(value)
     return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + "..."
 
 
 def describe_type(kind: Any) -> str:
     """Return a type as messages show it: integer, array of strings, "first" or "last". None in a union is omitted."""
-    return _join_with_or(noun + rest for noun, rest in _alternatives(kind))
+    return _join_with_or(noun + rest for noun, rest in _list_alternatives(kind))
 
 
 def make_placeholder(kind: Any) -> str:
     """Return the placeholder for a value in a line to complete: ... or ["..."]."""
-    noun, rest = next(iter(_alternatives(kind)))
+    noun, rest = next(iter(_list_alternatives(kind)))
     if noun != "array":
         return "..."
     return '["..."]' if rest in (" of strings", " of paths") else "[...]"
 
 
-def describe_expected(kind: Any) -> str:
+def format_expected_type(kind: Any) -> str:
     """Start a message about a wrongly typed value, such as "expected an integer"."""
-    return "expected " + _join_with_or(_article_for(noun) + noun + rest for noun, rest in _alternatives(kind))
+    return "expected " + _join_with_or(_article_for(noun) + noun + rest for noun, rest in _list_alternatives(kind))
 
 
 def union_members(union: Any) -> list[Any]:
@@ -85,7 +85,7 @@ def union_members(union: Any) -> list[Any]:
     return [member for member in typing.get_args(union) if member is not type(None)]
 
 
-def _alternatives(kind: Any) -> list[tuple[str, str]]:
+def _list_alternatives(kind: Any) -> list[tuple[str, str]]:
     """Return a type's alternatives as (noun, rest), such as ("array", " of strings"). Literals have an empty noun."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in TYPE_NAMES:
@@ -95,9 +95,9 @@ def _alternatives(kind: Any) -> list[tuple[str, str]]:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [("", shorten(member.value)) for member in kind]
     if union_members(kind) != [kind]:
-        return list(dict.fromkeys(words for member in union_members(kind) for words in _alternatives(member)))
+        return list(dict.fromkeys(words for member in union_members(kind) for words in _list_alternatives(member)))
     if origin in (list, tuple, Sequence):
-        return [("array", _describe_items(inner, origin is tuple and inner[-1:] != (...,)))]
+        return [("array", _describe_item_types(inner, origin is tuple and inner[-1:] != (...,)))]
     if origin in (dict, Mapping):
         return [("table", _describe_element_type(inner[1]))]
     if attrs.has(kind):
@@ -105,7 +105,7 @@ def _alternatives(kind: Any) -> list[tuple[str, str]]:
     return [(getattr(kind, "__name__", str(kind)), "")]
 
 
-def _describe_items(kinds: tuple[Any, ...], fixed: bool) -> str:
+def _describe_item_types(kinds: tuple[Any, ...], fixed: bool) -> str:
     if not fixed:
         return _describe_element_type(kinds[0])
     if len(kinds) > 1 and len(set(kinds)) == 1:
@@ -118,7 +118,7 @@ def _describe_element_type(kind: Any) -> str:
 
 
 def _pluralize(kind: Any) -> str:
-    return _join_with_or(f"{noun}s{rest}" if noun else rest for noun, rest in _alternatives(kind))
+    return _join_with_or(f"{noun}s{rest}" if noun else rest for noun, rest in _list_alternatives(kind))
 
 
 def _article_for(noun: str) -> str:

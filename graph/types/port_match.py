@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.types.assignable import Fits, find_type_arguments, is_assignable, substitute
+from drawloom.graph.types.assignable import Fits, find_type_arguments, is_assignable, substitute_type_variables
 
 # Attributes that typing adds to every Protocol. They are not members, and differ between Python versions.
 PROTOCOL_ATTRIBUTES = frozenset(dir(typing.Protocol)) | {
@@ -64,16 +64,16 @@ def _find_mismatches(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -
     origin, arguments = typing.get_origin(port) or port, find_type_arguments(port, port)
     matcher = _Matcher(cls, origin, arguments, functools.partial(_implements, asked | {(cls, port)}))
     if origin in cls.__mro__:
-        yield from matcher.check_type_arguments()
+        yield from matcher.find_type_argument_mismatches()
     elif getattr(origin, "_is_protocol", False):
-        for member in find_members(origin):
-            yield from matcher.check_member(member)
+        for member in list_protocol_members(origin):
+            yield from matcher.find_member_mismatches(member)
     else:
         yield f"is not a {origin.__name__}"
 
 
 @functools.cache  # ports do not change
-def find_members(port: type) -> tuple[str, ...]:
+def list_protocol_members(port: type) -> tuple[str, ...]:
     """Return a Protocol's members, including its bases, in definition order."""
     member_names: dict[str, None] = {}
     for cls in reversed(port.__mro__):
@@ -92,18 +92,18 @@ class _Matcher:
     arguments: Mapping[Any, Any]
     fits: Fits
 
-    def check_type_arguments(self) -> Iterator[str]:
+    def find_type_argument_mismatches(self) -> Iterator[str]:
         """Compare the type arguments in a class derived from the port with the expected ones."""
         own = find_type_arguments(self.cls, self.port)
         for variable, kind in self.arguments.items():
             if variable in own and not is_assignable(own[variable], kind, self.fits):
                 yield f"is a {type_name(self.port)} of {type_name(own[variable])}, not of {type_name(kind)}"
 
-    def check_member(self, member: str) -> Iterator[str]:
+    def find_member_mismatches(self, member: str) -> Iterator[str]:
         """Yield how the class's member differs from the port's."""
-        promised = inspect.getattr_static(self.port, member, None)
-        if inspect.isfunction(promised):
-            yield from self._check_method(promised, member)
+        expected = inspect.getattr_static(self.port, member, None)
+        if inspect.isfunction(expected):
+            yield from self._find_method_mismatches(expected, member)
         elif not _has_member(self.cls, member):
             yield f"has no {member}"
         elif inspect.isfunction(inspect.getattr_static(self.cls, member, None)):
@@ -111,12 +111,12 @@ class _Matcher:
         else:
             own_type, kind = (
                 _read_member_type(self.cls, member),
-                substitute(_read_member_type(self.port, member), self.arguments),
+                substitute_type_variables(_read_member_type(self.port, member), self.arguments),
             )
             if not is_assignable(own_type, kind, self.fits):
                 yield f"has a {member} that is {type_name(own_type)}, not {type_name(kind)}"
 
-    def _check_method(self, promised: Any, member: str) -> Iterator[str]:
+    def _find_method_mismatches(self, expected: Any, member: str) -> Iterator[str]:
         """Yield why the class has no such method, or can't be called like the port's."""
         implementation = inspect.getattr_static(self.cls, member, None)
         if isinstance(implementation, property | functools.cached_property):
@@ -125,15 +125,16 @@ class _Matcher:
             if not _has_member(self.cls, member):
                 yield f"has no {member}()"
         elif inspect.isfunction(implementation) and (
-            reason := find_call_mismatch(implementation, promised) or self._find_mistyped(implementation, promised)
+            reason := find_call_mismatch(implementation, expected)
+            or self._find_annotation_mismatch(implementation, expected)
         ):
             yield reason
 
-    def _find_mistyped(self, method: Any, promised: Any) -> str:
+    def _find_annotation_mismatch(self, method: Any, expected: Any) -> str:
         """Return the first type mismatch between a method and the port. Empty if all match."""
-        own_types, port_types = _read_type_hints(method), _read_type_hints(promised)
+        own_types, port_types = _read_type_hints(method), _read_type_hints(expected)
         for parameter, open_kind in port_types.items():
-            kind = substitute(open_kind, self.arguments)
+            kind = substitute_type_variables(open_kind, self.arguments)
             if parameter == "return" and not is_assignable(own_types.get(parameter, Any), kind, self.fits):
                 return f"returns {type_name(own_types[parameter])} from {method.__name__}(), not {type_name(kind)}"
             if parameter != "return" and not is_assignable(kind, own_types.get(parameter, Any), self.fits):
@@ -179,16 +180,16 @@ EXTRA_ARGUMENTS = ("",) * 20
 STARRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-def find_call_mismatch(method: Callable[..., Any], promised: Callable[..., Any]) -> str:
+def find_call_mismatch(method: Callable[..., Any], expected: Callable[..., Any]) -> str:
     """
-    Return why `method` can't be called like `promised`. Both signatures are compared without `self`. Empty if it can.
+    Return why `method` can't be called like `expected`. Both signatures are compared without `self`. Empty if it can.
     """
-    own, expected = (_signature_without_self(function) for function in (method, promised))
-    if not all(_accepts_call(own, call, expected) for call in _generate_calls(expected)):
-        name = promised.__name__
-        return f"has a {name}({_format_parameters(own)}) that can't be called as {name}({_format_parameters(expected)})"
-    if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(promised):
-        return f"has {promised.__name__}() {'as' if inspect.iscoroutinefunction(method) else 'not as'} a coroutine"
+    own, port_signature = (_signature_without_self(function) for function in (method, expected))
+    if not all(_accepts_call(own, call, port_signature) for call in _generate_allowed_calls(port_signature)):
+        name, parameters = expected.__name__, _format_parameters(port_signature)
+        return f"has a {name}({_format_parameters(own)}) that can't be called as {name}({parameters})"
+    if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(expected):
+        return f"has {expected.__name__}() {'as' if inspect.iscoroutinefunction(method) else 'not as'} a coroutine"
     return ""
 
 
@@ -196,7 +197,7 @@ def _signature_without_self(function: Callable[..., Any]) -> Signature:
     return Signature([*inspect.signature(function).parameters.values()][1:])
 
 
-def _generate_calls(signature: Signature) -> Iterator[Call]:
+def _generate_allowed_calls(signature: Signature) -> Iterator[Call]:
     """Yield calls allowed by a signature: every number of positional arguments, with and without optional keywords."""
     parameters = signature.parameters.values()
     positional = [parameter for parameter in parameters if parameter.kind in POSITIONAL]

@@ -25,15 +25,15 @@ from drawloom.graph.types.describe import (
     MAX_VALUE_LENGTH,
     TYPE_NAMES,
     describe,
-    describe_expected,
     find_near_misses,
+    format_expected_type,
     union_members,
 )
 
 Hook = Callable[[Any, Any], Any]
 
 
-class Values:
+class ValueConverter:
     """
     Converter of values from tomli to the annotated types of component fields.
 
@@ -44,7 +44,12 @@ class Values:
 
     def structure(self, value: Any, kind: Any, check: Check | None = None) -> tuple[Any, list[Problem]]:
         """Convert a value to `kind`. Return (value, []), or (None, problems), where `path` leads to the faulty part."""
-        if type(value) is kind and kind in (str, bool, int, float) and not check and not _find_objection(value, kind):
+        if (
+            type(value) is kind
+            and kind in (str, bool, int, float)
+            and not check
+            and not _explain_invalid_value(value, kind)
+        ):
             return value, []  # the fast path of most settings
         try:
             hook = self._make_checking_hook(check) if check else self._structure
@@ -72,13 +77,13 @@ class Values:
         # Detailed validation collects the errors of all items instead of raising the first.
         converter = Converter(detailed_validation=True)
         # Registered first, so tried last: otherwise cattrs would guess for unknown types.
-        converter.register_structure_hook_factory(lambda kind: True, _refuse_type)
+        converter.register_structure_hook_factory(lambda kind: True, _raise_unsupported_type)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
         converter.register_structure_hook_func(_is_literal, _structure_choice)
         converter.register_structure_hook_func(lambda kind: union_members(kind) != [kind], self._structure_union)
-        converter.register_structure_hook_func(lambda kind: _origin(kind) is tuple, self._structure_tuple)
+        converter.register_structure_hook_func(lambda kind: _type_origin(kind) is tuple, self._structure_tuple)
         converter.register_structure_hook_factory(_is_array, _make_array_hook)
-        converter.register_structure_hook_factory(lambda kind: _origin(kind) in (dict, Mapping), _make_table_hook)
+        converter.register_structure_hook_factory(lambda kind: _type_origin(kind) in (dict, Mapping), _make_table_hook)
         converter.register_structure_hook_factory(_is_class, self._make_class_hook)
         for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and their subclasses
             converter.register_structure_hook(kind, _structure_scalar)
@@ -105,7 +110,7 @@ class Values:
             raise _MismatchError(value, kind)
         if len(value) != len(kinds):
             raise _MismatchError(
-                value, kind, f"{describe_expected(kind)}, got {len(value)} item{'' if len(value) == 1 else 's'}"
+                value, kind, f"{format_expected_type(kind)}, got {len(value)} item{'' if len(value) == 1 else 's'}"
             )
         items, errors = [], []
         for index, (item, item_kind) in enumerate(zip(value, kinds, strict=True)):
@@ -127,7 +132,7 @@ class Values:
         inside: Hook = make_dict_structure_fn(
             kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_use_alias=True, **checked
         )
-        return _require_container(dict, inside)
+        return _make_container_hook(dict, inside)
 
     def _iterate_problems(self, error: Exception, path: KeyPath) -> Iterator[Problem]:
         """Flatten the exception tree from cattrs into problems. The note of an exception is one step of the path."""
@@ -149,7 +154,7 @@ class Values:
                 yield Problem("DL303", "unknown key", did_you_mean(name, known), path=(*path, name))
         elif isinstance(error, KeyError) and note and error.args == path[-1:]:
             hint = f"write {dump_key(error.args[0])} = ..."
-            yield Problem("DL303", f"missing, {describe_expected(note.type)}", hint, path=path)
+            yield Problem("DL303", f"missing, {format_expected_type(note.type)}", hint, path=path)
         elif isinstance(error, ValueError | TypeError) and not note:
             yield Problem("DL303", str(error), path=path)  # raised by the attrs class itself
         else:
@@ -170,7 +175,7 @@ class _MismatchError(ValueError):
     """A value of another type than `kind`, or with the right type but invalid for a reason."""
 
     def __init__(self, value: Any, kind: Any, reason: str = "") -> None:
-        super().__init__(reason or f"{describe_expected(kind)}, got {describe(value)}")
+        super().__init__(reason or f"{format_expected_type(kind)}, got {describe(value)}")
         self.value, self.kind, self.reason = value, kind, reason
 
 
@@ -178,15 +183,15 @@ def _structure_scalar(value: Any, kind: Any) -> Any:
     if _is_choice(kind):
         return _structure_choice(value, kind)
     if kind not in TYPE_NAMES:
-        return _refuse_type(kind)
+        return _raise_unsupported_type(kind)
     if type(value) not in {Path: (str,), float: (float, int)}.get(kind, (kind,)):
         raise _MismatchError(value, kind)
-    if objection := _find_objection(value, kind):
+    if objection := _explain_invalid_value(value, kind):
         raise _MismatchError(value, kind, f"{objection}, got {describe(value)}")
     return kind(value) if kind in (Path, float) else value
 
 
-def _find_objection(value: Any, kind: Any) -> str:
+def _explain_invalid_value(value: Any, kind: Any) -> str:
     """Return why a value is invalid although it has the expected TOML type. Empty if it is valid."""
     if type(value) is str and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
         return "expected text without lone surrogates"
@@ -219,14 +224,16 @@ def _list_choices(kind: Any) -> list[tuple[Any, Any]]:
 
 def _make_array_hook(kind: Any, converter: Converter) -> Hook:
     items = list_structure_factory(kind if typing.get_args(kind) else list, converter)
-    return _require_container(list, items if _origin(kind) is list else lambda value, kind: tuple(items(value, kind)))
+    return _make_container_hook(
+        list, items if _type_origin(kind) is list else lambda value, kind: tuple(items(value, kind))
+    )
 
 
 def _make_table_hook(kind: Any, converter: Converter) -> Hook:
-    return _require_container(dict, mapping_structure_factory(kind if typing.get_args(kind) else dict, converter))
+    return _make_container_hook(dict, mapping_structure_factory(kind if typing.get_args(kind) else dict, converter))
 
 
-def _require_container(shape: type, inside: Hook) -> Hook:
+def _make_container_hook(shape: type, inside: Hook) -> Hook:
     """Return a hook for an array or a table whose items are converted by the hook `inside`."""
 
     def structure(value: Any, kind: Any) -> Any:
@@ -237,16 +244,16 @@ def _require_container(shape: type, inside: Hook) -> Hook:
     return structure
 
 
-def _refuse_type(kind: Any) -> Any:
+def _raise_unsupported_type(kind: Any) -> Any:
     raise TypeError(f"a setting can't be of type {kind}: TOML can't express this type")
 
 
-def _origin(kind: Any) -> Any:
+def _type_origin(kind: Any) -> Any:
     return typing.get_origin(kind) or kind
 
 
 def _is_array(kind: Any) -> bool:
-    return _origin(kind) in (list, Sequence) or kind is tuple or typing.get_args(kind)[1:] == (...,)
+    return _type_origin(kind) in (list, Sequence) or kind is tuple or typing.get_args(kind)[1:] == (...,)
 
 
 def _is_literal(kind: Any) -> bool:

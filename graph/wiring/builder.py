@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.component import is_named
+from drawloom.graph.component import needs_named_nodes
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
@@ -40,8 +40,8 @@ class GraphBuilder:
             self._make_node(name, table)
         edges = EdgeResolver(self.recipe, self.nodes, self._settings, self._make_node)
         for node in list(self.nodes.values()):  # a copy: resolving edges adds inline nodes
-            edges.resolve_all(node)
-        edges.report_unnamed()
+            edges.resolve_edges(node)
+        edges.report_unnamed_inline_nodes()
 
     def problems(self) -> Iterator[Problem]:
         """Yield all problems with nodes and other tables."""
@@ -80,7 +80,7 @@ class EdgeResolver:
     make: Callable[[str, Table, str], Node | None]
     _fitting: dict[tuple[type, ...], list[str]] = attrs.field(factory=dict)
 
-    def resolve_all(self, node: Node) -> None:
+    def resolve_edges(self, node: Node) -> None:
         """Resolve a node's edges, and the edges in its inline nodes."""
         items = node.table.items
         for field in node.spec.edges:
@@ -90,26 +90,26 @@ class EdgeResolver:
                     self._wire_by_type(node, field)
             elif field.kind in ("one", "optional"):
                 path = (field.name,)
-                value = self._substitute(node, item, field)
-                targets = self._find_direct(field, value) or self._resolve(node, field, value, path)
+                value = self._substitute_variable(node, item, field)
+                targets = self._find_named_target(field, value) or self._resolve_targets(node, field, value, path)
                 if len(targets) == 1:
-                    node.connect(field.name, Edge(targets, (), (path,)))
+                    node.set_edge(field.name, Edge(targets, (), (path,)))
             elif field.kind == "mapping":
                 self._connect_mapping(node, field, item)
             else:
                 self._connect_list(node, field, item)
 
-    def _substitute(self, node: Node, item: Leaf | Table, field: Field) -> Leaf | Table | Any:
+    def _substitute_variable(self, node: Node, item: Leaf | Table, field: Field) -> Leaf | Table | Any:
         """Return an edge's value, with a variable substituted."""
         if not isinstance(item, Leaf):
             return item
         value = item.value
         is_variable = isinstance(value, str) and value[:1] == "$" and value.startswith(VARIABLE)
-        return self.settings.variable(node, value, (field.name,)) if is_variable else value
+        return self.settings.resolve_variable(node, value, (field.name,)) if is_variable else value
 
     def _connect_list(self, node: Node, field: Field, item: Leaf | Table) -> None:
         """Resolve a list edge's elements, and connect the node to their targets."""
-        values = self._substitute(node, item, field)
+        values = self._substitute_variable(node, item, field)
         if values is INVALID_VALUE:
             return
         if not isinstance(values, list):
@@ -120,15 +120,17 @@ class EdgeResolver:
         items: list[KeyPath] = []
         for number, value in enumerate(values):
             path = (field.name, number)
-            for target in self._find_direct(field, value) or self._resolve(node, field, value, path, many=True):
+            for target in self._find_named_target(field, value) or self._resolve_targets(
+                node, field, value, path, many=True
+            ):
                 targets.append(target)
                 items.append(path)
-        self._report_duplicates(node, field, targets, items)
+        self._report_duplicate_targets(node, field, targets, items)
         # A group "@group.*" adds several targets for one element, so elements are counted, not targets.
         incomplete = len({path[1] for path in items}) < len(values)
-        node.connect(field.name, Edge(tuple(targets), items=tuple(items), incomplete=incomplete))
+        node.set_edge(field.name, Edge(tuple(targets), items=tuple(items), incomplete=incomplete))
 
-    def _report_duplicates(self, node: Node, field: Field, targets: list[str], items: list[KeyPath]) -> None:
+    def _report_duplicate_targets(self, node: Node, field: Field, targets: list[str], items: list[KeyPath]) -> None:
         if len(set(targets)) == len(targets):
             return
         first = {target: number for number, target in reversed([*enumerate(targets)])}
@@ -144,27 +146,29 @@ class EdgeResolver:
         targets: dict[str, str] = {}
         for key, value in item.items.items():
             plain = value.value if isinstance(value, Leaf) else value
-            for target in self._resolve(node, field, plain, (field.name, key)):
+            for target in self._resolve_targets(node, field, plain, (field.name, key)):
                 targets[key] = target
         paths = tuple((field.name, key) for key in targets)
-        node.connect(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
+        node.set_edge(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
 
-    def _find_direct(self, field: Field, value: Any) -> tuple[str, ...]:
+    def _find_named_target(self, field: Field, value: Any) -> tuple[str, ...]:
         """Return the node named by a written edge if it fits, the common case. Otherwise return an empty tuple."""
         name = value[1:] if isinstance(value, str) and value[:1] == "@" else ""
         target = self.nodes.get(name)
         return (name,) if target is not None and implements_any(target.spec.cls, field.ports) else ()
 
-    def _resolve(self, node: Node, field: Field, value: Any, path: KeyPath, *, many: bool = False) -> tuple[str, ...]:
+    def _resolve_targets(
+        self, node: Node, field: Field, value: Any, path: KeyPath, *, many: bool = False
+    ) -> tuple[str, ...]:
         """
         Return the names of the nodes that an edge in the recipe refers to, or defines inline.
 
         Unknown names, and nodes without the field's port, are left out, and reported as problems.
         """
         if isinstance(value, str) and value[:1] == "@":
-            names = self._find_named(node, value[1:], path, many)
+            names = self._find_named_targets(node, value[1:], path, many)
         elif isinstance(value, dict | Table):
-            names = self._make_inline(node, field, value, path)
+            names = self._make_inline_node(node, field, value, path)
         elif value is INVALID_VALUE:
             return ()
         else:
@@ -173,7 +177,7 @@ class EdgeResolver:
             return ()
         return tuple(name for name in names if self._check_port(node, field, name, path))
 
-    def _make_inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
+    def _make_inline_node(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
         """Make the node in an inline table, and resolve its edges; return its name in a list, empty after a problem."""
         container = node.table.items[field.name]
         layer, at = container.origin(path[1:])
@@ -185,10 +189,10 @@ class EdgeResolver:
         inline_node = self.make(f"{node.name}.{format_path(path)}", table, node.name)
         if inline_node is None:
             return []
-        self.resolve_all(inline_node)
+        self.resolve_edges(inline_node)
         return [inline_node.name]
 
-    def _find_named(self, node: Node, name: str, path: KeyPath, many: bool) -> list[str]:
+    def _find_named_targets(self, node: Node, name: str, path: KeyPath, many: bool) -> list[str]:
         """Return the node named by "@name", or all members for "@group.*"; report a missing one."""
         if name in self.nodes:
             return [name]
@@ -218,7 +222,7 @@ class EdgeResolver:
         if not implements_any(target.spec.cls, field.ports):
             ports = " or ".join(port.__name__ for port in field.ports)
             node.add_problem(
-                "DL314", f"{format_path(path)} needs a {ports}, but {_describe_misfit(target, field)}", "", path
+                "DL314", f"{format_path(path)} needs a {ports}, but {_explain_misfit(target, field)}", "", path
             )
             return False
         return True
@@ -232,11 +236,11 @@ class EdgeResolver:
         # A node can't depend on itself.
         fitting = [name for name in self._find_candidates(field) if name != node.name]
         if len(fitting) == 1:
-            node.connect(field.name, Edge((fitting[0],), written=False))
+            node.set_edge(field.name, Edge((fitting[0],), written=False))
         elif not fitting and field.kind == "optional":
             return
         elif len(self.nodes) >= len(self.recipe.nodes):  # otherwise an invalid table may be the node
-            self._report_ambiguous(node, field, fitting)
+            self._report_ambiguous_targets(node, field, fitting)
 
     def _find_candidates(self, field: Field) -> list[str]:
         """Return the nodes with their own tables that implement a field's port."""
@@ -246,13 +250,13 @@ class EdgeResolver:
             self._fitting[field.ports] = [node.name for node in nodes if implements_any(node.spec.cls, field.ports)]
         return self._fitting[field.ports]
 
-    def _report_ambiguous(self, node: Node, field: Field, fitting: list[str]) -> None:
+    def _report_ambiguous_targets(self, node: Node, field: Field, fitting: list[str]) -> None:
         port = " or ".join(port.__name__ for port in field.ports)
         if not fitting:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, but no node implements it"
             hint = "add a node that implements it"
             if (namesake := self.nodes.get(field.name)) is not None:  # another component was written there
-                text += f": {_describe_misfit(namesake, field)}"
+                text += f": {_explain_misfit(namesake, field)}"
                 hint = f"`drawloom list --fits {namesake.name}` lists the components that do"
             return node.add_problem("DL316", text, hint)
         remaining = [f"{len(fitting) - MAX_CANDIDATES_SHOWN} more"] if len(fitting) > MAX_CANDIDATES_SHOWN else []
@@ -262,7 +266,7 @@ class EdgeResolver:
         quantifier = "both" if len(fitting) == 2 else "all"
         node.add_problem("DL316", f"{field.name!r} needs one {port}, but {names} {quantifier} implement it", hint)
 
-    def report_unnamed(self) -> None:
+    def report_unnamed_inline_nodes(self) -> None:
         """
         Report inline nodes implementing a port whose nodes need names, because saved state is keyed by these names.
         """
@@ -270,14 +274,14 @@ class EdgeResolver:
         specs = {node.spec.use: node.spec for node in self.nodes.values()} if inline_nodes else {}
         ports = {port for spec in specs.values() for field in spec.fields.values() for port in field.ports}
         for node in inline_nodes:
-            for port in filter(is_named, ports):
+            for port in filter(needs_named_nodes, ports):
                 if implements(node.spec.cls, port):
                     reason = "whose name is saved with its state, so it can't be written inline"
                     text = f"{node.spec.use!r} is a {port.__name__}, {reason}"
                     node.add_problem("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')
 
 
-def _describe_misfit(node: Node, field: Field) -> str:
+def _explain_misfit(node: Node, field: Field) -> str:
     """Return a node's component, and why it does not implement a field's port."""
     why = join_mismatches([reason for port in field.ports for reason in find_mismatches(node.spec.cls, port)[:2]])
     return f"[{node.name}] is {node.spec.use!r}: it {why}"

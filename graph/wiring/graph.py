@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.component import Flow
-from drawloom.graph.garbage import pause_collection
+from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import Position, Problem, RecipeError, sort_problems
 from drawloom.graph.recipe.layers import Layer, iterate_leaves
 from drawloom.graph.recipe.merged import MergedRecipe
@@ -34,14 +34,14 @@ class Graph:
     """Cache of topological orders by roots, shared by the checks and the container."""
 
     @classmethod
-    @pause_collection()
+    @pause_garbage_collection()
     def of(cls, recipe: MergedRecipe, registry: Registry, root: str = "") -> "Graph":
         """Build and check the graph of a recipe. If `root` is set, report unneeded nodes as warnings."""
         builder = GraphBuilder(recipe, registry)
         builder.run()
         graph = cls(recipe, registry, MappingProxyType(builder.nodes), root)
         problems = [*recipe.problems, *builder.problems(), *graph._check()]
-        problems += graph._check_root(all(problem.warning for problem in problems)) if root else ()
+        problems += graph._check_unneeded_nodes(all(problem.warning for problem in problems)) if root else ()
         return attrs.evolve(graph, problems=tuple(sort_problems(problems)))
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Graph":
@@ -71,14 +71,14 @@ class Graph:
         """Return the nodes whose edges lead to this node."""
         return [other for other in self.nodes if name in self.needs(other)]
 
-    def incoming(self, name: str) -> list[tuple[str, list[str]]]:
+    def list_incoming_edges(self, name: str) -> list[tuple[str, list[str]]]:
         """Return (user, names of its edges to this node) for every user of a node."""
         edges_by_user = {
             user: [key for key, edge in node.edges.items() if name in edge.targets] for user, node in self.nodes.items()
         }
         return [(user, keys) for user, keys in edges_by_user.items() if keys]
 
-    def provides(self, name: str) -> set[type]:
+    def list_implemented_ports(self, name: str) -> set[type]:
         """Return the ports implemented by a node's component, among the ports needed by edges in the graph."""
         fields = (field for node in self.nodes.values() for field in node.spec.fields.values())
         ports = {port for field in fields for port in field.ports}
@@ -153,7 +153,7 @@ class Graph:
                     names = list(trail)
                     return [*names[names.index(name) :], name]
                 trail[name] = iter(self.needs(name))
-                name = self._find_next_node(trail, done)
+                name = self._advance_trail(trail, done)
         return []
 
     def _is_acyclic(self) -> bool:
@@ -167,8 +167,8 @@ class Graph:
             visited.add(name)
         return True
 
-    def _find_next_node(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
-        """Pop finished nodes from the trail, and return the first need not done; None at the end of the walk."""
+    def _advance_trail(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
+        """Return the next node to visit, a dependency on the trail; pop finished nodes. None at the end."""
         while trail:
             last = next(reversed(trail))
             for need in trail[last]:
@@ -209,7 +209,7 @@ class Graph:
         incomplete = missing or any(edge.incomplete for edge in node.edges.values())
         return not incomplete and not any(self.nodes[name].is_invalid for name in (node.name, *node.needs))
 
-    def _is_left_out(self, node: Node) -> bool:
+    def _is_unused_on_purpose(self, node: Node) -> bool:
         """
         Return whether a node is unused on purpose.
 
@@ -237,7 +237,7 @@ class Graph:
                 removals.append((new.layer, _collect_references([*new.removed]), True))
         return removals
 
-    def _check_root(self, complete: bool) -> Iterator[Problem]:
+    def _check_unneeded_nodes(self, complete: bool) -> Iterator[Problem]:
         if self.root not in self.recipe.nodes:
             text, position = f"there is no node [{self.root}], so there is nothing to run", Position(self.recipe.source)
             yield Problem(NO_ROOT, text, f"write [{self.root}]", position=position)
@@ -245,7 +245,7 @@ class Graph:
             needed = set(self.topological_order([self.root]))
             unneeded = [node for name, node in self.nodes.items() if name not in needed and not node.owner]
             for node in unneeded:
-                if not self._is_left_out(node):
+                if not self._is_unused_on_purpose(node):
                     text = f"no node that [{self.root}] needs refers to this node, so it will not be built"
                     hint = f'refer to it, remove it, or write unset = ["{node.name}"]'
                     yield Problem("DL322", text, hint, node.name, node.position, warning=True)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from drawloom.graph.problems import KeyPath, Position, Problem
-from drawloom.graph.recipe.layers import Table, locate
+from drawloom.graph.recipe.layers import Table, locate_part
 from drawloom.graph.registry.spec import Spec
 from drawloom.graph.types.port_match import implements
 
@@ -69,14 +69,14 @@ class Node:
     def position_of(self, path: KeyPath, *, key: bool = False) -> Position:
         """Return the position of a setting, an edge or a part of one. Default: the node's position."""
         if path and path[0] in self.table.items:
-            return locate(self.table, path, key=key)
+            return locate_part(self.table, path, key=key)
         return self.position
 
-    def set(self, key: str, value: Any) -> None:
+    def set_setting(self, key: str, value: Any) -> None:
         """Record a setting's converted value."""
         self._settings[key] = value
 
-    def connect(self, key: str, edge: Edge) -> None:
+    def set_edge(self, key: str, edge: Edge) -> None:
         """Add an edge, and its targets to the needs."""
         self._edges[key] = edge
         first = key == self.spec.traits.opens_first
@@ -96,8 +96,8 @@ class Node:
         """Add a problem with a setting, an edge, or the node itself."""
         self.problems.append(Problem(code, text, hint, self.name, position or self.position_of(path, key=key)))
 
-    def add_bug(self, failure: str, error: Exception) -> None:
-        """Add a problem for the component's author, not for the recipe's author."""
+    def add_component_bug(self, failure: str, error: Exception) -> None:
+        """Add a problem for an exception in the component's code, which its author must fix."""
         self.add_problem(
             "DL206",
             f"{self.spec.use!r}: {failure}: {type(error).__name__}: {error}",
@@ -138,7 +138,9 @@ class NodeView:
         nodes = self.neighbours(edge)
         if len(nodes) > 1:
             names = ", ".join(node.name for node in nodes)
-            raise ValueError(f"{edge!r} leads to {len(nodes)} nodes: {names}; call neighbours({edge!r})")
+            raise ValueError(
+                f"the edge {edge!r} leads to {len(nodes)} nodes: {names}; call neighbours({edge!r}) to get a list"
+            )
         return nodes[0] if nodes else None
 
     def neighbours(self, edge: str) -> "list[NodeView]":

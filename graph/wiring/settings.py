@@ -7,10 +7,10 @@ import attrs
 from drawloom.graph.problems import COMMAND_LINE, KeyPath, Position, Problem, did_you_mean, find_nearest
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
-from drawloom.graph.recipe.overrides import quote_word
+from drawloom.graph.recipe.overrides import quote_override
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe_type, make_placeholder
-from drawloom.graph.types.structure import Values
+from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, format_path
 
 INVALID_VALUE = object()
@@ -22,7 +22,7 @@ class SettingsResolver:
     """Resolver for the settings of nodes, with the variables of their recipe."""
 
     vars: dict[str, Leaf]
-    values: Values = attrs.field(factory=Values)
+    values: ValueConverter = attrs.field(factory=ValueConverter)
 
     def resolve(self, node: Node) -> None:
         """Fill in a node's settings. Invalid values become problems."""
@@ -58,18 +58,18 @@ class SettingsResolver:
             if not problems and field.check and (reason := field.check(value)):
                 problems = [Problem("DL303", reason)]
         except Exception as error:  # a bug in the component's annotations or checks
-            return node.add_bug(f"the setting {field.name!r} can't be read", error)
+            return node.add_component_bug(f"the setting {field.name!r} can't be read", error)
         for problem in problems:
             # A mistake in a variable is reported in [vars].
             path = (field.name, *problem.path)
             position = self._variable_position(item)
             written = f" ({item.value})" if position and isinstance(item, Leaf) else ""
-            hint = _quote_hint(problem.hint, node, path)
+            hint = _rewrite_hint_for_shell(problem.hint, node, path)
             node.add_problem(
                 problem.code, f"{format_path(path)}{written}: {problem.text}", hint, path, position=position
             )
         if not problems:
-            node.set(field.name, value)
+            node.set_setting(field.name, value)
 
     def _variable_position(self, item: Leaf | Table) -> Position | None:
         """Return the variable's position if the whole value is a variable, or None."""
@@ -79,13 +79,13 @@ class SettingsResolver:
 
     def _set_default(self, node: Node, field: Field) -> None:
         if not field.required:
-            node.set(field.name, field.default_value())
+            node.set_setting(field.name, field.default_value())
             return
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
         value = make_placeholder(field.type)
         hint = f"write {field.name} = {value}"
         if not node.owner:
-            hint += f" in [{node.name}], or add {quote_word(f'{node.name}.{field.name}={value}')} to the command"
+            hint += f" in [{node.name}], or add {quote_override(f'{node.name}.{field.name}={value}')} to the command"
         node.add_problem("DL305", text, hint, ())
 
     def resolve_value(self, node: Node, item: Any, path: KeyPath) -> Any:
@@ -108,7 +108,7 @@ class SettingsResolver:
         if text[:2] in ("@@", "$$"):
             return text[1:]
         if text.startswith(VARIABLE):
-            return self.variable(node, text, path)
+            return self.resolve_variable(node, text, path)
         if text.startswith("@"):
             why = f"{format_path(path)} is a setting, not an edge, so it can't refer to a node with {text!r}"
         else:
@@ -116,7 +116,7 @@ class SettingsResolver:
         node.add_problem("DL306", why, f'write "{text[0]}{text}" if you mean the text itself', path)
         return INVALID_VALUE
 
-    def variable(self, node: Node, text: str, path: KeyPath) -> Any:
+    def resolve_variable(self, node: Node, text: str, path: KeyPath) -> Any:
         """Return a variable's value, written `$vars.name`, or INVALID_VALUE if it does not exist."""
         leaf = self.vars.get(text.removeprefix(VARIABLE))
         if leaf is None:
@@ -132,7 +132,7 @@ class SettingsResolver:
         return leaf.value
 
 
-def _quote_hint(hint: str, node: Node, path: KeyPath) -> str:
+def _rewrite_hint_for_shell(hint: str, node: Node, path: KeyPath) -> str:
     """
     Return a hint `write [1, 2]` as `write 'node.key=[1, 2]'`, if the setting was written on the command line.
 
@@ -141,4 +141,4 @@ def _quote_hint(hint: str, node: Node, path: KeyPath) -> str:
     if not hint.startswith("write [") or path[1:] or node.position_of(path) != COMMAND_LINE:
         return hint
     value = hint.removeprefix("write ")
-    return f"write {quote_word(f'{node.name}.{path[0]}={value}')}"
+    return f"write {quote_override(f'{node.name}.{path[0]}={value}')}"

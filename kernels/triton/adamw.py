@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
-from drawloom.kernels.triton.gradient_factors import multiply, with_one_dtype
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import halves, philox, round_stochastically, upload
+from drawloom.kernels.triton.gradient_factors import multiply_by_factors, unify_gradient_dtypes
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import philox, round_stochastically, split_into_16bit_halves, upload
 
 PART = 2**14
 """Elements per program."""
@@ -42,8 +42,8 @@ class AdamwTriton:
 
     def __init__(self, params: Sequence[ParamState], maximize: bool = False) -> None:
         filled = [index for index, param in enumerate(params) if param.weight.numel()]
-        kinds = sorted(filled, key=lambda index: _launch_key(params[index]))
-        groups = [list(group) for _, group in groupby(kinds, key=lambda index: _launch_key(params[index]))]
+        kinds = sorted(filled, key=lambda index: _get_launch_group_key(params[index]))
+        groups = [list(group) for _, group in groupby(kinds, key=lambda index: _get_launch_group_key(params[index]))]
         self._launches = [(indices, _build_step([params[n] for n in indices], indices, maximize)) for indices in groups]
 
     def step(
@@ -60,20 +60,20 @@ class AdamwTriton:
 
 
 def _build_step(params: list[ParamState], indices: list[int], maximize: bool) -> Any:
-    if not params[0].has_codes:
+    if not params[0].has_8bit_means:
         return _FusedStep(params, indices, maximize)
     from drawloom.kernels.triton.adamw_codes import FusedCodesStep
 
     return FusedCodesStep(params, indices, maximize)
 
 
-def _launch_key(param: ParamState) -> tuple[str, ...]:
+def _get_launch_group_key(param: ParamState) -> tuple[str, ...]:
     """Return the dtypes, device and compile-time constants shared by a launch's weights."""
-    kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
+    kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_kernel_constants(param).values()
     return tuple(map(str, kind))
 
 
-def _constants(param: ParamState) -> dict[str, bool]:
+def _kernel_constants(param: ParamState) -> dict[str, bool]:
     """
     Return the kernel's compile-time constants for a weight.
 
@@ -94,7 +94,7 @@ class _FusedStep:
             raise ValueError("weights and their state must be contiguous; use AdamwEager for others")
         self._params, self._indices = params, indices
         self._device = params[0].weight.device
-        self._constants = _constants(params[0]) | {"MAXIMIZE": maximize}
+        self._kernel_constants = _kernel_constants(params[0]) | {"MAXIMIZE": maximize}
         parts = [(row, part) for row, t in enumerate(self._params) for part in range(-(-t.weight.numel() // PART))]
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         weight_decays = torch.tensor([t.weight_decay for t in self._params], dtype=torch.float32)
@@ -122,10 +122,10 @@ class _FusedStep:
 
         The weights do not change if `found_inf` is not 0. `factors`, float32 (factors,), multiply the gradients.
         """
-        grads, factors = with_one_dtype([_align(grad) for grad in grads], factors)
+        grads, factors = unify_gradient_dtypes([_align_gradient(grad) for grad in grads], factors)
         self._update_table(grads)
         weight_like, exp_avg_like = self._likes
-        _kernel[(len(self._parts),)](
+        _adamw_kernel[(len(self._parts),)](
             self._table,
             self._parts,
             self._weight_decays,
@@ -137,7 +137,7 @@ class _FusedStep:
             weight_like,
             grads[0].view(-1)[:0],
             exp_avg_like,
-            **self._constants,
+            **self._kernel_constants,
             FACTORS=0 if factors is None else len(factors),
             PART=PART,
             BLOCK=BLOCK,
@@ -162,16 +162,16 @@ def _make_table_row(param: ParamState, grad: int, index: int) -> list[int]:
     return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise, *optional]
 
 
-def _align(grad: Tensor) -> Tensor:
+def _align_gradient(grad: Tensor) -> Tensor:
     """Return the gradient, contiguous and aligned for vectorized loads."""
     grad = grad.contiguous()
     return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
-def _kernel(
+def _adamw_kernel(
     table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
     exp_avg_like,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr,
@@ -214,13 +214,13 @@ def _kernel(
         else:
             index = _parameter_index(element, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, None, key, index,
+            _update_elements(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, None, key, index,
                     noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, FACTORS, lr_decay, one_minus_beta1, one_minus_beta2,
                     corrected_lr, sq_correction, eps)
         else:
-            _update(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, element < count, key, index,
-                    noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, FACTORS, lr_decay, one_minus_beta1, one_minus_beta2,
-                    corrected_lr, sq_correction, eps)
+            _update_elements(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, element < count,
+                    key, index, noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, FACTORS, lr_decay, one_minus_beta1,
+                    one_minus_beta2, corrected_lr, sq_correction, eps)
 
 
 @triton.jit
@@ -232,7 +232,7 @@ def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _update(
+def _update_elements(
     weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, mask, key, index, counter,
     PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
@@ -245,7 +245,7 @@ def _update(
         old = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         old = tl.load(weight + element, mask=mask).to(tl.float32)
-    g = multiply(tl.load(grad + element, mask=mask), factors, FACTORS)
+    g = multiply_by_factors(tl.load(grad + element, mask=mask), factors, FACTORS)
     m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
     s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
     if MAXIMIZE:
@@ -284,7 +284,7 @@ def _round_if_narrow(x, word, index, pointer, PAIRS: tl.constexpr):
     """Round x stochastically with halves of the random words if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
         if PAIRS:
-            x = round_stochastically(x, halves(word))
+            x = round_stochastically(x, split_into_16bit_halves(word))
         else:
             x = round_stochastically(x, tl.where((index & 1) > 0, word >> 16, word & 0xFFFF))
     return x

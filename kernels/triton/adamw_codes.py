@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
-from drawloom.kernels.dynamic_map import BLOCK, SMALLEST, tables
-from drawloom.kernels.triton.gradient_factors import multiply, with_one_dtype
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.dynamic_map import BLOCK, SMALLEST, compute_values_and_midpoints
+from drawloom.kernels.triton.gradient_factors import multiply_by_factors, unify_gradient_dtypes
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import philox, round_stochastically, upload
 
 TILE = 8
@@ -34,7 +34,7 @@ of blocks, the weight's index, the noise's key, first index, row width and row s
 @cache
 def _upload_maps(device: torch.device) -> Tensor:
     """Return values and midpoints of both maps, float32 (4 * 256,), with infinity after the midpoints."""
-    parts = [part for signed in (True, False) for part in tables(signed, torch.device("cpu"))]
+    parts = [part for signed in (True, False) for part in compute_values_and_midpoints(signed, torch.device("cpu"))]
     padded = [torch.cat([part, torch.full((256 - len(part),), torch.inf)]) for part in parts]
     return upload(torch.cat(padded), device)
 
@@ -47,7 +47,11 @@ class FusedCodesStep:
             raise ValueError("weights and their state must be contiguous; use AdamwEager for others")
         self._params, self._indices, self._maximize = params, indices, maximize
         self._device = params[0].weight.device
-        parts = [(row, first) for row, p in enumerate(params) for first in range(0, _count_scales(p), PROGRAM_BLOCKS)]
+        parts = [
+            (row, first)
+            for row, p in enumerate(params)
+            for first in range(0, _count_scales_per_mean(p), PROGRAM_BLOCKS)
+        ]
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         decays = torch.tensor([param.weight_decay for param in params], dtype=torch.float32)
         self._weight_decays = upload(decays, self._device)
@@ -73,12 +77,12 @@ class FusedCodesStep:
 
         `factors`, float32 (factors,), multiply the gradients.
         """
-        grads, factors = with_one_dtype([grad.contiguous() for grad in grads], factors)
+        grads, factors = unify_gradient_dtypes([grad.contiguous() for grad in grads], factors)
         addresses = [grad.data_ptr() for grad in grads]
         if addresses != self._addresses:
             rows = [_make_table_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
             self._table, self._addresses = upload(torch.tensor(rows), self._device), addresses
-        _kernel[(len(self._parts),)](
+        _adamw_8bit_kernel[(len(self._parts),)](
             self._table,
             self._parts,
             self._weight_decays,
@@ -103,7 +107,7 @@ class FusedCodesStep:
         )
 
 
-def _count_scales(param: ParamState) -> int:
+def _count_scales_per_mean(param: ParamState) -> int:
     """Return how many scales a mean has; 0 without codes."""
     return 0 if param.exp_avg_scale is None else param.exp_avg_scale.numel()
 
@@ -114,13 +118,13 @@ def _make_table_row(param: ParamState, grad: int, index: int) -> list[int]:
     *remainder, mean_scale, square_scale = others
     addresses = [weight, grad, mean, square, mean_scale, square_scale, *(remainder or [0])]
     noise = [param.key, param.first, param.width, param.stride]
-    return [*addresses, _count_scales(param), index, *noise, param.weight.shape[-1]]
+    return [*addresses, _count_scales_per_mean(param), index, *noise, param.weight.shape[-1]]
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
-def _kernel(
+def _adamw_8bit_kernel(
     table, parts, decays, maps, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
     FACTORS: tl.constexpr, ROWS: tl.constexpr, MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, PROGRAM_BLOCKS: tl.constexpr, TABLE_COLUMNS: tl.constexpr, SMALLEST: tl.constexpr,
@@ -158,11 +162,11 @@ def _kernel(
             old = ((high << 16) + low).to(tl.float32, bitcast=True)
         else:
             old = tl.load(weight + element, mask=mask).to(tl.float32)
-        g = multiply(tl.load(grad + element, mask=mask, other=0.0), factors, FACTORS)
+        g = multiply_by_factors(tl.load(grad + element, mask=mask, other=0.0), factors, FACTORS)
         if MAXIMIZE:
             g = -g
-        m = _decode(mean, mean_scale, maps, element, block, mask, is_block)
-        s = _decode(square, square_scale, maps + 512, element, block, mask, is_block)
+        m = _decode_means(mean, mean_scale, maps, element, block, mask, is_block)
+        s = _decode_means(square, square_scale, maps + 512, element, block, mask, is_block)
         m = m + (g - m) * one_minus_beta1
         s = s + (g * g - s) * one_minus_beta2
         old = old - old * lr_decay
@@ -179,8 +183,8 @@ def _kernel(
                     index = element // noise_width * noise_stride + element % noise_width
                 new = _round(new, key, first + index, tl.load(counter), weight)
             tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
-        _encode(m, mean, mean_scale, maps + 256, element, block, mask, is_block, SMALLEST)
-        _encode(s, square, square_scale, maps + 768, element, block, mask, is_block, SMALLEST)
+        _encode_means(m, mean, mean_scale, maps + 256, element, block, mask, is_block, SMALLEST)
+        _encode_means(s, square, square_scale, maps + 768, element, block, mask, is_block, SMALLEST)
 
 
 @triton.jit
@@ -193,7 +197,7 @@ def _round(x, key, index, counter, pointer):
 
 
 @triton.jit
-def _decode(codes, scales, values, element, block, mask, is_block):
+def _decode_means(codes, scales, values, element, block, mask, is_block):
     """Return the numbers of codes; 0 outside of the mask."""
     code = tl.load(codes + element, mask=mask, other=0).to(tl.int32)
     scale = tl.load(scales + block, mask=is_block, other=0.0)
@@ -201,7 +205,7 @@ def _decode(codes, scales, values, element, block, mask, is_block):
 
 
 @triton.jit
-def _encode(numbers, codes, scales, midpoints, element, block, mask, is_block, SMALLEST: tl.constexpr):
+def _encode_means(numbers, codes, scales, midpoints, element, block, mask, is_block, SMALLEST: tl.constexpr):
     """Store the nearest codes, and the largest magnitudes as scales."""
     # An undefined number makes the scale undefined, as in torch.
     magnitude = tl.where(mask, tl.abs(numbers), 0.0)

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, reduce_partials
 
 TOKENS, CHANNELS = 64, 64
@@ -57,8 +57,8 @@ def _allocate_forward(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 @register_kernel(
     "causal_conv(Tensor x, Tensor weight, Tensor ids) -> Tensor",
     fake=_allocate_forward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _forward(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     result = _allocate_forward(x, weight, ids)
@@ -78,7 +78,7 @@ def _allocate_backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> 
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _backward_scratch(x: Tensor, weight: Tensor) -> int:
+def _count_backward_scratch_bytes(x: Tensor, weight: Tensor) -> int:
     """Return the backward pass's temporary bytes: the gradient before the gate, and partial weight gradients."""
     return x.nbytes + x.shape[0] * cdiv(x.shape[1], TOKENS) * weight.numel() * 4
 
@@ -86,8 +86,8 @@ def _backward_scratch(x: Tensor, weight: Tensor) -> int:
 @register_kernel(
     "causal_conv_backward(Tensor grad, Tensor x, Tensor weight, Tensor ids) -> (Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=no_flops,
-    scratch=_backward_scratch,
+    flops=return_zero_flops,
+    scratch=_count_backward_scratch_bytes,
 )
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     grad_x, (rows, length, channels) = x.new_empty(x.shape), x.shape
@@ -138,7 +138,7 @@ def _convolve(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length"])
 def _forward_kernel(
     x, weight, ids, result, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -154,7 +154,7 @@ def _forward_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length"])
 def _gate_kernel(
     grad, x, weight, ids, before_gate, parts, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
@@ -179,7 +179,7 @@ def _gate_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length"])
 def _input_kernel(
     before_gate, weight, ids, grad_x, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,

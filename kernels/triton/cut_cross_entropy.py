@@ -19,10 +19,10 @@ from drawloom.kernels.cut_cross_entropy import (
     CutCrossEntropyImplementation,
     LogitCut,
     Needs,
-    chunks,
-    cross_entropy,
-    logits_bytes,
-    order_of_vocab,
+    apply_cut_cross_entropy,
+    count_logits_bytes,
+    sort_vocabulary_by_mean_logit,
+    split_token_chunks,
 )
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
@@ -51,7 +51,7 @@ def cut_cross_entropy_triton(
     the vocabulary has the loss NaN.
     """
     check_floats("cut_cross_entropy_triton", hidden, weight)
-    return cross_entropy(TRITON, hidden, weight, targets, cut, token_weights)
+    return apply_cut_cross_entropy(TRITON, hidden, weight, targets, cut, token_weights)
 
 
 def _fake_forward(
@@ -61,21 +61,21 @@ def _fake_forward(
     return lse, torch.empty_like(lse)
 
 
-def _forward_flops(hidden: Tensor, weight: Tensor) -> float:
+def _count_forward_flops(hidden: Tensor, weight: Tensor) -> float:
     return 2.0 * hidden.numel() * len(weight)
 
 
-def _forward_scratch(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
+def _count_forward_scratch_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
     # In other dtypes no logits are written.
-    return logits_bytes(hidden, weight, max_logits) if _multiplies_by_torch(hidden) else 0
+    return count_logits_bytes(hidden, weight, max_logits) if _multiplies_by_torch(hidden) else 0
 
 
 @register_kernel(
     "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int tokens, int words, int max_logits) "
     "-> (Tensor, Tensor)",
     fake=_fake_forward,
-    flops=_forward_flops,
-    scratch=_forward_scratch,
+    flops=_count_forward_flops,
+    scratch=_count_forward_scratch_bytes,
 )
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, tokens: int, words: int, max_logits: int
@@ -87,7 +87,7 @@ def _forward(
     if not lse.numel():
         return lse.logsumexp(0), target_logit
     by_torch, cut = _multiplies_by_torch(hidden), LogitCut(tile=(tokens, words), max_logits=max_logits)
-    for chunk in chunks(len(hidden), len(weight), cut) if by_torch else [slice(0, len(hidden))]:
+    for chunk in split_token_chunks(len(hidden), len(weight), cut) if by_torch else [slice(0, len(hidden))]:
         part = hidden[chunk]
         logits = _compute_logits(part, weight, words) if by_torch else None
         factors, by_tma = _describe_blocks((tokens, STEP), (words, STEP), part, weight)
@@ -112,9 +112,9 @@ def _forward(
 
 def _describe_blocks(block: tuple[int, int], other: tuple[int, int], *factors: Tensor) -> tuple[tuple[Any, Any], bool]:
     """Return two matrices as kernel arguments, in blocks with these sizes, and whether they are TMA descriptors."""
-    if not all(map(tma.fits, factors)) or not tma.is_supported(factors[0].device):
+    if not all(map(tma.can_copy_blocks_of, factors)) or not tma.is_supported(factors[0].device):
         return factors, False  # type: ignore[return-value]
-    return (tma.blocks(factors[0], *block), tma.blocks(factors[1], *other)), True
+    return (tma.create_block_descriptor(factors[0], *block), tma.create_block_descriptor(factors[1], *other)), True
 
 
 def _multiplies_by_torch(hidden: Tensor) -> bool:
@@ -128,10 +128,10 @@ def _compute_logits(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
 
     With different roundings, exp(logit - lse) - 1 would be wrong for probabilities near 1.
     """
-    return torch.mm(hidden.detach(), weight.detach().T, out=_empty_tiles(hidden, weight, words))
+    return torch.mm(hidden.detach(), weight.detach().T, out=_allocate_padded_logits(hidden, weight, words))
 
 
-def _empty_tiles(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
+def _allocate_padded_logits(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
     """Return an empty tensor (tokens, vocabulary) whose rows are padded to whole tiles, for aligned 16-byte reads."""
     return hidden.new_empty(len(hidden), cdiv(len(weight), words) * words)[:, : len(weight)]
 
@@ -155,14 +155,16 @@ def _fake_backward(
     return grad_hidden, weight.new_empty(weight.shape if needs_weight else 0)
 
 
-def _backward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
+def _count_backward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
     return 2.0 * hidden.numel() * len(weight) * (1 + needs_hidden + needs_weight)
 
 
-def _backward_scratch(hidden: Tensor, weight: Tensor, filter_eps: float, max_logits: int, needs_weight: bool) -> int:
+def _count_backward_scratch_bytes(
+    hidden: Tensor, weight: Tensor, filter_eps: float, max_logits: int, needs_weight: bool
+) -> int:
     """Return the bytes for logit gradients, float32 sums, and the sorted copy of the weight."""
     sums = 4 * weight.numel() if needs_weight and weight.dtype != torch.float32 else 0
-    return logits_bytes(hidden, weight, max_logits) + sums + (weight.nbytes if filter_eps else 0)
+    return count_logits_bytes(hidden, weight, max_logits) + sums + (weight.nbytes if filter_eps else 0)
 
 
 @register_kernel(
@@ -170,8 +172,8 @@ def _backward_scratch(hidden: Tensor, weight: Tensor, filter_eps: float, max_log
     "Tensor? grad_lse, float filter_eps, int tokens, int words, int max_logits, bool needs_hidden, bool needs_weight) "
     "-> (Tensor, Tensor)",
     fake=_fake_backward,
-    flops=_backward_flops,
-    scratch=_backward_scratch,
+    flops=_count_backward_flops,
+    scratch=_count_backward_scratch_bytes,
 )
 def _backward(
     hidden: Tensor,
@@ -194,14 +196,14 @@ def _backward(
     is_filtered, ranks = filter_eps > 0 and len(hidden) > 0, None
     if is_filtered:
         # A sorted copy of the weight: kernels that gather its rows take longer than all copies.
-        order = order_of_vocab(hidden, weight)
+        order = sort_vocabulary_by_mean_logit(hidden, weight)
         weight, ranks = weight[order], order.argsort()
         is_word = (targets >= 0) & (targets < len(weight))
         targets = ranks[targets.where(is_word, 0)].where(is_word, -1)
-    for chunk in chunks(len(hidden), len(weight), cut):
+    for chunk in split_token_chunks(len(hidden), len(weight), cut):
         part, part_grad_lse = hidden[chunk], None if grad_lse is None else grad_lse[chunk]
         inputs = part, weight, targets[chunk], lse[chunk], grad[chunk], part_grad_lse
-        grad_logits, active = _grad_logits(*inputs, cut)
+        grad_logits, active = _compute_grad_logits(*inputs, cut)
         if is_filtered and not _multiplies_by_torch(hidden):
             if needs_hidden:
                 _sparse_grad_hidden(grad_logits, active, weight, grad_hidden[chunk], cut)
@@ -216,7 +218,7 @@ def _backward(
     return grad_hidden, grad_weight if ranks is None or not needs_weight else grad_weight[ranks]
 
 
-def _grad_logits(
+def _compute_grad_logits(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -228,7 +230,9 @@ def _grad_logits(
     """Return the logit gradients, and flags for the written tiles (token tiles, word tiles)."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
     by_torch = _multiplies_by_torch(hidden)
-    grad_logits = _compute_logits(hidden, weight, across) if by_torch else _empty_tiles(hidden, weight, across)
+    grad_logits = (
+        _compute_logits(hidden, weight, across) if by_torch else _allocate_padded_logits(hidden, weight, across)
+    )
     tiles = cdiv(tokens, height), cdiv(len(weight), across)
     active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
     factors, by_tma = _describe_blocks((height, STEP), (across, STEP), hidden, weight)
@@ -260,7 +264,7 @@ def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, res
     factors, by_tma = _describe_blocks((cut.tile[0], step), (step, CHANNELS), grad_logits, weight)
     kernels.grad_hidden_kernel[(active.shape[0], cdiv(weight.shape[1], CHANNELS))](
         *factors,
-        *_list_active_columns(active),
+        *_list_active_tiles_by_row(active),
         result,
         *(len(grad_logits), *weight.shape),
         *(grad_logits.stride(0), weight.stride(0), result.stride(0)),
@@ -280,7 +284,7 @@ def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, res
     factors, by_tma = _describe_blocks((step, cut.tile[1]), (step, CHANNELS), grad_logits, hidden)
     kernels.grad_weight_kernel[(active.shape[1], cdiv(hidden.shape[1], CHANNELS))](
         *factors,
-        *_list_active_columns(active.T.contiguous()),
+        *_list_active_tiles_by_row(active.T.contiguous()),
         result,
         *(len(grad_logits), *result.shape),
         *(grad_logits.stride(0), hidden.stride(0)),
@@ -295,7 +299,7 @@ def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, res
     )
 
 
-def _list_active_columns(active: Tensor) -> tuple[Tensor, Tensor]:
+def _list_active_tiles_by_row(active: Tensor) -> tuple[Tensor, Tensor]:
     """Return active columns by row in order, and their numbers."""
     return active.argsort(dim=1, descending=True, stable=True).to(torch.int32), active.sum(1, dtype=torch.int32)
 

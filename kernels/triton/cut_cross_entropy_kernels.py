@@ -10,7 +10,7 @@ hidden states come from the cache. A program writes its own elements: there are 
 import triton
 import triton.language as tl
 
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 
 # fmt: off
 
@@ -45,7 +45,7 @@ def _get_logit_tile(
     return total
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["tokens"])
 def lse_kernel(
     logits, hidden, weight, targets, lse, target_logit, tokens, words, width,
@@ -72,7 +72,7 @@ def lse_kernel(
     tl.store(target_logit + token, logit, mask=is_in_tile)
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["tokens"])
 def grad_logits_kernel(
     hidden, weight, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
@@ -121,7 +121,7 @@ def grad_logits_kernel(
             tl.store(at, values.to(grad_logits.dtype.element_ty), mask=(token < tokens)[:, None])
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["tokens"])
 def grad_hidden_kernel(
     grad_logits, weight, tiles, counts, result, tokens, words, width, logits_stride, weight_stride, result_stride,
@@ -142,7 +142,7 @@ def grad_hidden_kernel(
     tl.store(at, total.to(result.dtype.element_ty), mask=(token < tokens)[:, None] & (channel < width)[None, :])
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["tokens"])
 def grad_weight_kernel(
     grad_logits, hidden, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv
 from drawloom.kernels.weight_formats import FORMATS, FP4_VALUES, NF4_VALUES, STORAGE
 
@@ -29,14 +29,17 @@ def _allocate_result(stored: Tensor, name: str) -> Tensor:
 
 
 @register_kernel(
-    "dequantize(Tensor stored, str name) -> Tensor", fake=_allocate_result, flops=no_flops, scratch=no_scratch
+    "dequantize(Tensor stored, str name) -> Tensor",
+    fake=_allocate_result,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _dequantize(stored: Tensor, name: str) -> Tensor:
     result, weight_format = _allocate_result(stored, name), FORMATS[name]
     halves = stored.contiguous()
     blocks, per_program = halves.numel() // weight_format.units, ELEMENTS // weight_format.block
     if blocks:
-        _kernel[(cdiv(blocks, per_program),)](
+        _dequantize_kernel[(cdiv(blocks, per_program),)](
             halves.view(torch.int16),
             halves.view(torch.uint8),
             _upload_table(VALUES[name], stored.device),
@@ -56,9 +59,9 @@ def _upload_table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
-def _kernel(
+def _dequantize_kernel(
     halves, data, table, result, blocks,
     FORMAT: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PER_PROGRAM: tl.constexpr,
 ):

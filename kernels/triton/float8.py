@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import (
     E4M3,
     MIN_SCALE_EXPONENT,
@@ -23,11 +23,11 @@ from drawloom.kernels.float8 import (
     Float8Kernels,
     Float8Rows,
     Gradient,
-    round_up_rows,
+    compute_padded_row_count,
 )
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import as_rows, cdiv, next_power_of_2, sm_count
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import cdiv, next_power_of_2, sm_count, view_as_rows
 
 WARPS_PER_SM, WARPS_WITH_COLUMNS = 32, 16
 """
@@ -41,6 +41,9 @@ STAGES = 2
 WIDE = 2**14
 """Largest width for two rows at a time in SwiGLU's gradient: they take 160 KiB shared memory."""
 
+MIN_REST = 2**10
+"""Smallest second block of a row."""
+
 REGISTERS = 2**16
 """Registers per multiprocessor."""
 
@@ -51,7 +54,7 @@ TOKENS, CHANNELS = 128, 128
 class TritonFloat8:
     """Casts in Triton, and products by `torch._scaled_mm`."""
 
-    def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
+    def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
         data, scale = _quantize(x)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
@@ -64,23 +67,25 @@ class TritonFloat8:
     def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         return _transpose_weights([*weights], scale)  # type: ignore[no-any-return]
 
-    def round_weights(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+    def round_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
         if not weights[0].is_meta:
-            _fill_weights([*weights], rows.data, rows.scale)
-            _launch_transpose(rows.data, rows.transposed, None, None, None)
+            _quantize_weights_into([*weights], rows.data, rows.scale)
+            _transpose_into(rows.data, rows.transposed, None, None, None)
 
-    def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
-        data, scale = _swiglu(both)
+    def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
+        data, scale = _swiglu(gate_and_up)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
         return Gradient(*_quantize_gradient([*grads], factor, row_scale))
 
-    def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        return Gradient(*_swiglu_gradient(grad, both, factor, row_scale))
+    def quantize_swiglu_gradient(
+        self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
+    ) -> Gradient:
+        return Gradient(*_swiglu_gradient(grad, gate_and_up, factor, row_scale))
 
-    def multiply(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
-        columns = _ones(b) if b_scale is None else b_scale
+    def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
+        columns = _get_ones(b) if b_scale is None else b_scale
         if not a.numel():
             return a.new_zeros(len(a), len(b), dtype=torch.bfloat16)
         return torch._scaled_mm(
@@ -94,133 +99,141 @@ ONES = 2**17
 """Length for a vector with ones, the scales for transposed elements."""
 
 
-def _ones(b: Tensor) -> Tensor:
+def _get_ones(b: Tensor) -> Tensor:
     """Return ones (columns,) for b (columns, inner)."""
     if b.is_cuda and type(b) is Tensor and len(b) <= ONES:
-        return _many_ones(b.device)[: len(b)]
+        return _allocate_ones(b.device)[: len(b)]
     return torch.ones(len(b), device=b.device)
 
 
 @cache
-def _many_ones(device: torch.device) -> Tensor:
+def _allocate_ones(device: torch.device) -> Tensor:
     return torch.ones(ONES, device=device)
 
 
-def _empty_rows(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+def _allocate_quantized_rows(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(rows, width, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
 
 
 def _allocate_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _empty_rows(x, *x.shape)
+    return _allocate_quantized_rows(x, *x.shape)
 
 
 @register_kernel(
-    "float8_quantize(Tensor x) -> (Tensor, Tensor)", fake=_allocate_quantized, flops=no_flops, scratch=no_scratch
+    "float8_quantize(Tensor x) -> (Tensor, Tensor)",
+    fake=_allocate_quantized,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     data, scale = _allocate_quantized(x)
-    _launch_rows(x, None, data, scale)
+    _quantize_rows_into(x, None, data, scale)
     return data, scale
 
 
 def _allocate_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return _empty_rows(weights[0], sum(map(len, weights)), weights[0].shape[1])
+    return _allocate_quantized_rows(weights[0], sum(map(len, weights)), weights[0].shape[1])
 
 
 @register_kernel(
     "float8_quantize_weights(Tensor[] weights) -> (Tensor, Tensor)",
     fake=_allocate_weights,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _quantize_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     data, scale = _allocate_weights(weights)
-    _fill_weights(weights, data, scale)
+    _quantize_weights_into(weights, data, scale)
     return data, scale
 
 
-def _fill_weights(weights: list[Tensor], data: Tensor, scale: Tensor) -> None:
+def _quantize_weights_into(weights: list[Tensor], data: Tensor, scale: Tensor) -> None:
     """Fill data (all outputs, inputs) and scale (all outputs,) with rounded weights."""
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(data, sizes), torch.split(scale, sizes), strict=True):
-        _launch_rows(weight, None, part, part_scale)
+        _quantize_rows_into(weight, None, part, part_scale)
 
 
-def _allocate_swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
-    return _empty_rows(both, len(both), both.shape[1] // 2)
+def _allocate_swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
+    return _allocate_quantized_rows(gate_and_up, len(gate_and_up), gate_and_up.shape[1] // 2)
 
 
 @register_kernel(
-    "float8_swiglu(Tensor both) -> (Tensor, Tensor)", fake=_allocate_swiglu, flops=no_flops, scratch=no_scratch
+    "float8_swiglu(Tensor gate_and_up) -> (Tensor, Tensor)",
+    fake=_allocate_swiglu,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
-def _swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_swiglu(both)
-    gate, up = both.chunk(2, 1)
-    _launch_rows(gate, up, data, scale)
+def _swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
+    data, scale = _allocate_swiglu(gate_and_up)
+    gate, up = gate_and_up.chunk(2, 1)
+    _quantize_rows_into(gate, up, data, scale)
     return data, scale
 
 
-def _launch_rows(x: Tensor, up: Tensor | None, data: Tensor, scale: Tensor) -> None:
+def _quantize_rows_into(x: Tensor, up: Tensor | None, data: Tensor, scale: Tensor) -> None:
     """Fill data and scale for x (rows, width), or for silu(x) * up."""
     if data.is_cuda:
-        _many_ones(data.device)  # allocated before a CUDA graph is captured
+        _allocate_ones(data.device)  # allocated before a CUDA graph is captured
     if data.numel():
-        rows = as_rows(x)
-        _launch_cast([rows], up, None, None, data, scale, None, None, _count_programs(data, WARPS_PER_SM))
+        rows = view_as_rows(x)
+        _launch_cast([rows], up, None, None, data, scale, None, None, _choose_program_count(data, WARPS_PER_SM))
 
 
 def _allocate_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    data, scale = _empty_rows(grads[0], len(grads[0]), len(factor))
+    data, scale = _allocate_quantized_rows(grads[0], len(grads[0]), len(factor))
     count, width = data.shape if row_scale is not None else (0, 0)
-    return data, scale, data.new_empty(width, round_up_rows(count)), scale.new_empty(width)
+    return data, scale, data.new_empty(width, compute_padded_row_count(count)), scale.new_empty(width)
 
 
 @register_kernel(
     "float8_quantize_gradient(Tensor[] grads, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_gradient,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _quantize_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    return _launch_gradient(grads, None, factor, row_scale)
+    return _quantize_gradient_rows(grads, None, factor, row_scale)
 
 
 def _allocate_swiglu_gradient(
-    grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None
+    grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
     return _allocate_gradient([grad], factor, row_scale)
 
 
 @register_kernel(
-    "float8_swiglu_gradient(Tensor grad, Tensor both, Tensor factor, Tensor? row_scale) "
+    "float8_swiglu_gradient(Tensor grad, Tensor gate_and_up, Tensor factor, Tensor? row_scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_swiglu_gradient,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
-def _swiglu_gradient(grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    return _launch_gradient([grad], both, factor, row_scale)
+def _swiglu_gradient(grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+    return _quantize_gradient_rows([grad], gate_and_up, factor, row_scale)
 
 
-def _launch_gradient(
-    grads: list[Tensor], both: Tensor | None, factor: Tensor, row_scale: Tensor | None
+def _quantize_gradient_rows(
+    grads: list[Tensor], gate_and_up: Tensor | None, factor: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Round the gradients, or with `both` SwiGLU's gradient, by rows, and with row_scale by columns."""
+    """Round the gradients, or with `gate_and_up` SwiGLU's gradient, by rows, and with row_scale by columns."""
     data, scale, columns, column_scale = _allocate_gradient(grads, factor, row_scale)
     if not data.numel():
         return data, scale, columns, column_scale.fill_(1.0)
     count, width = data.shape
     parts = row_factor = None
-    programs = _count_programs(
-        data if both is None else grads[0], WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS
+    programs = _choose_program_count(
+        data if gate_and_up is None else grads[0], WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS
     )
     if row_scale is not None:
         parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
     results = data, scale, row_factor, parts
-    if both is None:
-        _launch_cast([*map(as_rows, grads)], None, factor, row_scale, *results, programs)
+    if gate_and_up is None:
+        _launch_cast([*map(view_as_rows, grads)], None, factor, row_scale, *results, programs)
     else:
-        _launch_swiglu_gradient(as_rows(grads[0]), as_rows(both), factor, row_scale, *results, programs)
+        _launch_swiglu_gradient(
+            view_as_rows(grads[0]), view_as_rows(gate_and_up), factor, row_scale, *results, programs
+        )
     if parts is not None:
         inverse = scale.new_empty(width)
         _column_scale_kernel[(cdiv(width, COLUMNS),)](
@@ -235,19 +248,24 @@ def _launch_gradient(
             num_warps=8,
             enable_fp_fusion=True,
         )
-        _launch_transpose(data, columns, None, row_factor, inverse)
+        _transpose_into(data, columns, None, row_factor, inverse)
     return data, scale, columns, column_scale
 
 
-def _empty_transpose(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1], round_up_rows(len(x)), dtype=E4M3)
+def _allocate_transpose(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], compute_padded_row_count(len(x)), dtype=E4M3)
 
 
-@register_kernel("float8_transpose(Tensor x) -> Tensor", fake=_empty_transpose, flops=no_flops, scratch=no_scratch)
+@register_kernel(
+    "float8_transpose(Tensor x) -> Tensor",
+    fake=_allocate_transpose,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
+)
 def _transpose(x: Tensor) -> Tensor:
-    result = _empty_transpose(x)
+    result = _allocate_transpose(x)
     if result.numel():
-        _launch_transpose(x, result, None, None, None)
+        _transpose_into(x, result, None, None, None)
     return result
 
 
@@ -258,19 +276,19 @@ def _allocate_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor
 @register_kernel(
     "float8_transpose_weights(Tensor[] weights, Tensor scale) -> Tensor",
     fake=_allocate_transposed_weights,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _transpose_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
     result = _allocate_transposed_weights(weights, scale)
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(result, sizes, 1), torch.split(scale, sizes), strict=True):
         if part.numel():
-            _launch_transpose(as_rows(weight), part, part_scale, None, None)
+            _transpose_into(view_as_rows(weight), part, part_scale, None, None)
     return result
 
 
-def _launch_transpose(
+def _transpose_into(
     x: Tensor, result: Tensor, row_scale: Tensor | None, row_factor: Tensor | None, column_factor: Tensor | None
 ) -> None:
     """Fill result (width, padded rows) with x (rows, width), divided by row_scale or multiplied by both factors."""
@@ -333,17 +351,17 @@ def _launch_cast(
         x.stride(0),
         0 if second is None else second.stride(0),
         0 if third is None else third.stride(0),
-        BLOCK=next_power_of_2(width),
+        **_split_width(width),
         STAGES=3 if up is None and second is None else STAGES,
-        num_warps=_count_warps(width),
-        maxnreg=None if parts is None else _count_registers(width),
+        num_warps=_choose_warp_count(width),
+        maxnreg=None if parts is None else _count_registers_per_thread(width),
         enable_fp_fusion=True,
     )
 
 
 def _launch_swiglu_gradient(
     grad: Tensor,
-    both: Tensor,
+    gate_and_up: Tensor,
     factor: Tensor,
     row_scale: Tensor | None,
     data: Tensor,
@@ -352,11 +370,11 @@ def _launch_swiglu_gradient(
     parts: Tensor | None,
     programs: int,
 ) -> None:
-    """Fill results like `_launch_cast` for SwiGLU's gradient: grad (rows, width), both (rows, 2 * width)."""
+    """Fill results like `_launch_cast` for SwiGLU's gradient: grad (rows, width), gate_and_up (rows, 2 * width)."""
     count, width = grad.shape
     _swiglu_gradient_kernel[(programs,)](
         grad,
-        both,
+        gate_and_up,
         factor.bfloat16(),  # exact, since factors are powers of two, and half the bytes
         row_scale,
         data,
@@ -366,28 +384,37 @@ def _launch_swiglu_gradient(
         count,
         width,
         grad.stride(0),
-        both.stride(0),
-        BLOCK=next_power_of_2(width),
+        gate_and_up.stride(0),
+        **_split_width(width),
         STAGES=STAGES if width <= WIDE else 1,
-        num_warps=_count_warps(width),
-        maxnreg=None if parts is None else _count_registers(width),
+        num_warps=_choose_warp_count(width),
+        maxnreg=None if parts is None else _count_registers_per_thread(width),
         enable_fp_fusion=True,
     )
 
 
-def _count_programs(x: Tensor, warps_per_sm: int) -> int:
+def _choose_program_count(x: Tensor, warps_per_sm: int) -> int:
     """Return the program count for casts by row: at most one per row."""
-    return min(len(x), max(1, warps_per_sm // _count_warps(x.shape[1])) * sm_count(x.device))
+    return min(len(x), max(1, warps_per_sm // _choose_warp_count(x.shape[1])) * sm_count(x.device))
 
 
-def _count_warps(width: int) -> int:
+def _split_width(width: int) -> dict[str, int]:
+    """
+    Return sizes for one or two blocks, powers of two, that cover a row: 3 * 2^n is 2^(n + 1) and 2^n, exactly.
+    """
+    block = next_power_of_2(width)
+    rest = next_power_of_2(max(1, width - block // 2))
+    return {"BLOCK": block // 2, "REST": rest} if MIN_REST <= rest < block // 2 else {"BLOCK": block, "REST": 0}
+
+
+def _choose_warp_count(width: int) -> int:
     """Return the warps for 32 elements per thread: 3.4 TB/s on an H200 with 4,096 elements per row."""
     return max(2, min(next_power_of_2(width) // 1024, 32))
 
 
-def _count_registers(width: int) -> int:
+def _count_registers_per_thread(width: int) -> int:
     """Return the most registers per thread with which WARPS_WITH_COLUMNS warps fit on a multiprocessor."""
-    return REGISTERS // (32 * max(WARPS_WITH_COLUMNS, _count_warps(width)))
+    return REGISTERS // (32 * max(WARPS_WITH_COLUMNS, _choose_warp_count(width)))
 
 
 UP, BIAS, LEAST = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
@@ -398,7 +425,7 @@ INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def magnitude(values):
+def get_magnitude_bits(values):
     """Return absolute values' bits in float32, integers in the values' order, with NaN above infinity."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -421,12 +448,44 @@ def sigmoid(values):
 
 
 # fmt: off
-@lean
+@triton.jit
+def _load_values(x, second, third, up, row, column, width, first_end, second_end, stride, second_stride, third_stride):
+    # fmt: on
+    """Return a row's values in float32: up to three tensors side by side, or SwiGLU."""
+    values = tl.load(x + row * stride + column, mask=column < first_end, other=0.0).to(tl.float32)
+    if second is not None:
+        at = second + row * second_stride + column - first_end
+        values += tl.load(at, mask=(column >= first_end) & (column < second_end), other=0.0).to(tl.float32)
+    if third is not None:
+        at = third + row * third_stride + column - second_end
+        values += tl.load(at, mask=(column >= second_end) & (column < width), other=0.0).to(tl.float32)
+    if up is not None:
+        ups = tl.load(up + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+        values *= sigmoid(values) * ups
+    return values
+
+
+@triton.jit
+def _round_block(values, inverse, at, inside):
+    """Store and return rounded values."""
+    rounded = (values * inverse).to(at.dtype.element_ty)
+    tl.store(at, rounded, mask=inside)
+    return rounded
+
+
+@triton.jit
+def _raise_maxima(most, rounded, shift):
+    """Return column maxima in bfloat16, which takes half the registers: float8 times powers of two are exact."""
+    return tl.maximum(most, tl.abs(rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+
+
+# fmt: off
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
     x, second, third, up, factor, row_scale, data, scale, row_factor, parts, count, width, first_end, second_end,
     stride, second_stride, third_stride,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -435,85 +494,120 @@ def _quantize_kernel(
     if factor is not None:
         factors = tl.load(factor + column, mask=inside, other=0.0)
     if parts is not None:
-        # Float8 times powers of two are exact in bfloat16, which takes half the registers.
         most = tl.zeros((BLOCK,), tl.bfloat16)
         not_finite = tl.zeros((), tl.float32)
+    if REST:
+        rest = BLOCK + tl.arange(0, REST)
+        rest_inside = rest < width
+        if factor is not None:
+            rest_factors = tl.load(factor + rest, mask=rest_inside, other=0.0)
+        if parts is not None:
+            rest_most = tl.zeros((REST,), tl.bfloat16)
     for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
-        values = tl.load(x + row * stride + column, mask=column < first_end, other=0.0).to(tl.float32)
-        if second is not None:
-            at = second + row * second_stride + column - first_end
-            values += tl.load(at, mask=(column >= first_end) & (column < second_end), other=0.0).to(tl.float32)
-        if third is not None:
-            at = third + row * third_stride + column - second_end
-            values += tl.load(at, mask=(column >= second_end) & inside, other=0.0).to(tl.float32)
-        if up is not None:
-            ups = tl.load(up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-            values *= sigmoid(values) * ups
+        values = _load_values(
+            x, second, third, up, row, column, width, first_end, second_end, stride, second_stride, third_stride
+        )
         if factor is not None:
             values *= factors
-        own_scale, inverse = scale_and_inverse(tl.max(magnitude(values), 0))
-        rounded = (values * inverse).to(data.dtype.element_ty)
-        tl.store(data + row * width + column, rounded, mask=inside)
+        largest = tl.max(get_magnitude_bits(values), 0)
+        if REST:
+            rest_values = _load_values(
+                x, second, third, up, row, rest, width, first_end, second_end, stride, second_stride, third_stride
+            )
+            if factor is not None:
+                rest_values *= rest_factors
+            largest = tl.maximum(largest, tl.max(get_magnitude_bits(rest_values), 0))
+        own_scale, inverse = scale_and_inverse(largest)
         tl.store(scale + row, own_scale)
+        rounded = _round_block(values, inverse, data + row * width + column, inside)
+        if REST:
+            rest_rounded = _round_block(rest_values, inverse, data + row * width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            most = tl.maximum(most, tl.abs(rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+            most = _raise_maxima(most, rounded, shift)
+            if REST:
+                rest_most = _raise_maxima(rest_most, rest_rounded, shift)
     if parts is not None:
         tl.store(parts + program * width + column, tl.maximum(most.to(tl.float32), not_finite), mask=inside)
+        if REST:
+            rest_most = tl.maximum(rest_most.to(tl.float32), not_finite)
+            tl.store(parts + program * width + rest, rest_most, mask=rest_inside)
+
+
+@triton.jit
+def _load_swiglu_gradient(grad, gate_and_up, factor, column, width):
+    """Return a row's gradients for gate and up, times their factors."""
+    inside = column < width
+    grads = tl.load(grad + column, mask=inside, other=0.0).to(tl.float32)
+    gates = tl.load(gate_and_up + column, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(gate_and_up + width + column, mask=inside, other=0.0).to(tl.float32)
+    share = sigmoid(gates)
+    silu = gates * share
+    # Factors are read again for every row: registers are scarce, and the cache has them.
+    gate_factors = tl.load(factor + column, mask=inside, other=0.0).to(tl.float32)
+    up_factors = tl.load(factor + width + column, mask=inside, other=0.0).to(tl.float32)
+    return grads * ups * (share + silu * (1.0 - share)) * gate_factors, grads * silu * up_factors
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _swiglu_gradient_kernel(
-    grad, both, factor, row_scale, data, scale, row_factor, parts, count, width, grad_stride, both_stride,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    grad, gate_and_up, factor, row_scale, data, scale, row_factor, parts, count, width, grad_stride, gate_and_up_stride,
+    BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     if parts is not None:
-        # Exact in bfloat16, which takes half the registers: float8 times a power of two.
         gate_most = tl.zeros((BLOCK,), tl.bfloat16)
         up_most = tl.zeros((BLOCK,), tl.bfloat16)
         not_finite = tl.zeros((), tl.float32)
+    if REST:
+        rest = BLOCK + tl.arange(0, REST)
+        rest_inside = rest < width
+        if parts is not None:
+            rest_gate_most = tl.zeros((REST,), tl.bfloat16)
+            rest_up_most = tl.zeros((REST,), tl.bfloat16)
     for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
-        grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        at = both + row * both_stride + column
-        gates = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-        share = sigmoid(gates)
-        silu = gates * share
-        gate_grads = grads * ups * (share + silu * (1.0 - share))
-        up_grads = grads * silu
-        # Read again for every row: registers are scarce, and the cache has them.
-        gate_grads *= tl.load(factor + column, mask=inside, other=0.0).to(tl.float32)
-        up_grads *= tl.load(factor + width + column, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.max(tl.maximum(magnitude(gate_grads), magnitude(up_grads)), 0)
+        grad_row, gate_and_up_row = grad + row * grad_stride, gate_and_up + row * gate_and_up_stride
+        gate_grads, up_grads = _load_swiglu_gradient(grad_row, gate_and_up_row, factor, column, width)
+        largest = tl.max(tl.maximum(get_magnitude_bits(gate_grads), get_magnitude_bits(up_grads)), 0)
+        if REST:
+            rest_gate_grads, rest_up_grads = _load_swiglu_gradient(grad_row, gate_and_up_row, factor, rest, width)
+            rest_largest = tl.max(tl.maximum(get_magnitude_bits(rest_gate_grads), get_magnitude_bits(rest_up_grads)), 0)
+            largest = tl.maximum(largest, rest_largest)
         own_scale, inverse = scale_and_inverse(largest)
-        gate_rounded = (gate_grads * inverse).to(data.dtype.element_ty)
-        up_rounded = (up_grads * inverse).to(data.dtype.element_ty)
-        at = data + row * (2 * width) + column
-        tl.store(at, gate_rounded, mask=inside)
-        tl.store(at + width, up_rounded, mask=inside)
         tl.store(scale + row, own_scale)
+        at = data + row * (2 * width)
+        gate_rounded = _round_block(gate_grads, inverse, at + column, inside)
+        up_rounded = _round_block(up_grads, inverse, at + width + column, inside)
+        if REST:
+            rest_gate_rounded = _round_block(rest_gate_grads, inverse, at + rest, rest_inside)
+            rest_up_rounded = _round_block(rest_up_grads, inverse, at + width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            gate_most = tl.maximum(gate_most, tl.abs(gate_rounded.to(tl.float32)) * shift).to(tl.bfloat16)
-            up_most = tl.maximum(up_most, tl.abs(up_rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+            gate_most = _raise_maxima(gate_most, gate_rounded, shift)
+            up_most = _raise_maxima(up_most, up_rounded, shift)
+            if REST:
+                rest_gate_most = _raise_maxima(rest_gate_most, rest_gate_rounded, shift)
+                rest_up_most = _raise_maxima(rest_up_most, rest_up_rounded, shift)
     if parts is not None:
-        at = parts + program * (2 * width) + column
-        tl.store(at, tl.maximum(gate_most.to(tl.float32), not_finite), mask=inside)
-        tl.store(at + width, tl.maximum(up_most.to(tl.float32), not_finite), mask=inside)
+        at = parts + program * (2 * width)
+        tl.store(at + column, tl.maximum(gate_most.to(tl.float32), not_finite), mask=inside)
+        tl.store(at + width + column, tl.maximum(up_most.to(tl.float32), not_finite), mask=inside)
+        if REST:
+            tl.store(at + rest, tl.maximum(rest_gate_most.to(tl.float32), not_finite), mask=rest_inside)
+            tl.store(at + width + rest, tl.maximum(rest_up_most.to(tl.float32), not_finite), mask=rest_inside)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _column_scale_kernel(
     parts, factor, scale, inverse, count, width, COLUMNS: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
@@ -527,14 +621,14 @@ def _column_scale_kernel(
         inside = (part < count)[:, None] & (column < width)[None, :]
         at = parts + part.to(tl.int64)[:, None] * width + column[None, :]
         most = tl.maximum(most, tl.load(at, mask=inside, other=0.0))
-    own_scale, own_inverse = scale_and_inverse(magnitude(tl.max(most, 0)))
+    own_scale, own_inverse = scale_and_inverse(get_magnitude_bits(tl.max(most, 0)))
     factors = tl.load(factor + column, mask=column < width, other=1.0)
     tl.store(scale + column, tl.div_rn(own_scale, factors), mask=column < width)
     tl.store(inverse + column, own_inverse, mask=column < width)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _transpose_kernel(
     x, result, row_scale, row_factor, column_factor, count, width, padded_count, stride, result_stride,

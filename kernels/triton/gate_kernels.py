@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import as_rows, cdiv, next_power_of_2
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import cdiv, next_power_of_2, view_as_rows
 
 TILE = 2048
 """Elements that a program processes at a time: 8 per thread, 16 bytes of each tensor in half precision."""
@@ -38,9 +38,9 @@ def launch_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None
     """Fill the result; `tensors` are gate, up and result, (..., width) in one dtype, and scale is (...)."""
     if not tensors[0].numel():
         return
-    rows = _view_rows(tensors, whole=scale is not None)
+    rows = _view_as_equal_rows(tensors, whole=scale is not None)
     count, width = rows[0].shape
-    block = _tile_size(count, width)
+    block = _choose_tile_size(count, width)
     tiles = cdiv(width, block)
     _forward_kernel[(count * tiles,)](
         *rows,
@@ -62,9 +62,9 @@ def launch_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | Non
     if not tensors[0].numel():
         grad_scale.zero_()
         return
-    rows = _view_rows(tensors, whole=scale is not None)
+    rows = _view_as_equal_rows(tensors, whole=scale is not None)
     count, width = rows[0].shape
-    block = _tile_size(count, width)
+    block = _choose_tile_size(count, width)
     tiles = 1 if scale is not None else cdiv(width, block)
     _backward_kernel[(count * tiles,)](
         *rows,
@@ -82,31 +82,31 @@ def launch_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | Non
     )
 
 
-def _view_rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
+def _view_as_equal_rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
     """Return tensors as rows of equal shape, or as a single row if all are contiguous and rows need not stay whole."""
     if not whole and all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors]
-    return [as_rows(x) for x in tensors]
+    return [view_as_rows(x) for x in tensors]
 
 
-def _tile_size(count: int, width: int) -> int:
+def _choose_tile_size(count: int, width: int) -> int:
     """Return the tile size in elements; all single rows have the same, so no other kernel is compiled."""
     return TILE if count == 1 else min(TILE, next_power_of_2(width))
 
 
 @triton.jit
-def _bound(x, least: tl.constexpr, most: tl.constexpr):
+def _clamp_but_keep_nan(x, least: tl.constexpr, most: tl.constexpr):
     """Return x between two bounds; NaN stays NaN, unlike in tl.clamp."""
     return tl.where(x > most, most, tl.where(x < least, least, x))
 
 
 @triton.jit
-def _activate(gates, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the function of the gate, and its derivative."""
+def _compute_activation_and_derivative(gates, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the activated gates and the activation's derivatives."""
     if FUNCTION == GELU_TANH_GATE:
         # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond 10 it is 0 or 1, and
         # the cube of a large gate would overflow.
-        near = _bound(gates, -10.0, 10.0)
+        near = _clamp_but_keep_nan(gates, -10.0, 10.0)
         square = near * near
         double = near * (1.5957691216057308 + 0.07135481627260025 * square)
         sigmoid = tl.sigmoid(double)
@@ -127,10 +127,10 @@ def _activate(gates, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.cons
 
 
 @triton.jit
-def _multiplier(ups, FUNCTION: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the factor of the activated gate, and its derivative."""
+def _compute_up_factor_and_derivative(ups, FUNCTION: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the activated gates' factors, computed from `ups`, and the factors' derivatives."""
     if FUNCTION == CLAMPED_GATE:
-        factor = _bound(ups, -LIMIT, LIMIT) + 1.0
+        factor = _clamp_but_keep_nan(ups, -LIMIT, LIMIT) + 1.0
         derivative = tl.where((ups <= LIMIT) & (ups >= -LIMIT), 1.0, 0.0)
     else:
         factor = ups
@@ -139,7 +139,7 @@ def _multiplier(ups, FUNCTION: tl.constexpr, LIMIT: tl.constexpr):
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["tiles"])
 def _forward_kernel(
     gate, up, result, scale, width, tiles, gate_stride, up_stride, result_stride, BLOCK: tl.constexpr,
@@ -151,8 +151,8 @@ def _forward_kernel(
     inside = column < width
     gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    values, _ = _activate(gates, FUNCTION, ALPHA, LIMIT)
-    factors, _ = _multiplier(ups, FUNCTION, LIMIT)
+    values, _ = _compute_activation_and_derivative(gates, FUNCTION, ALPHA, LIMIT)
+    factors, _ = _compute_up_factor_and_derivative(ups, FUNCTION, LIMIT)
     values *= factors
     if scale is not None:
         values *= tl.load(scale + row).to(tl.float32)
@@ -160,7 +160,7 @@ def _forward_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["tiles"])
 def _backward_kernel(
     grad, gate, up, grad_gate, grad_up, scale, grad_scale, width, tiles, grad_stride, gate_stride, up_stride,
@@ -182,8 +182,8 @@ def _backward_kernel(
         grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
         gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
         ups = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-        values, derivative = _activate(gates, FUNCTION, ALPHA, LIMIT)
-        factors, up_derivative = _multiplier(ups, FUNCTION, LIMIT)
+        values, derivative = _compute_activation_and_derivative(gates, FUNCTION, ALPHA, LIMIT)
+        factors, up_derivative = _compute_up_factor_and_derivative(ups, FUNCTION, LIMIT)
         if scale is not None:
             total += grads * values * factors
             grads *= factor

@@ -15,7 +15,8 @@ from torch.autograd import Function
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.recurrence import RecurrentDocuments
 from drawloom.kernels.triton import gated_delta_kernels as kernels
-from drawloom.kernels.triton.primitives import cdiv, check_floats, input_precision, next_power_of_2
+from drawloom.kernels.triton.launch import limit_registers
+from drawloom.kernels.triton.primitives import cdiv, check_floats, get_dot_precision, next_power_of_2, sm_count
 
 CHUNK = 64
 """Tokens in a chunk."""
@@ -89,44 +90,46 @@ def _allocate_forward(
     return v.new_empty(v.shape), last, v.new_empty(by_head, dtype=torch.float32), v.new_empty(*by_head, CHUNK)
 
 
-def _precision() -> str:
-    """Return how float32 is multiplied: in three parts of TF32, unless torch is told to use one."""
+def _float32_product_precision() -> str:
+    """Return tl.dot's precision for float32: "tf32" if torch allows TF32, else "tf32x3"."""
     # Products in full float32 do not use tensor cores, and take minutes to compile here.
-    return "tf32" if input_precision() == "tf32" else "tf32x3"
+    return "tf32" if get_dot_precision() == "tf32" else "tf32x3"
 
 
-def _forward_flops(k: Tensor, v: Tensor) -> float:
+def _count_forward_flops(k: Tensor, v: Tensor) -> float:
     """Return the products' FLOPs, for all tokens and heads."""
     width, v_width = k.shape[3], v.shape[3]
     inside = 6 * CHUNK * width + 4 * CHUNK * v_width + 2 * CHUNK * CHUNK / 3
     return v.shape[:3].numel() * (6 * width * v_width + inside)
 
 
-def _backward_flops(k: Tensor, v: Tensor) -> float:
+def _count_backward_flops(k: Tensor, v: Tensor) -> float:
     """Return the backward pass's FLOPs; it computes chunks and states again."""
     width, v_width = k.shape[3], v.shape[3]
-    return _forward_flops(k, v) + v.shape[:3].numel() * (14 * width * v_width + CHUNK * (18 * width + 10 * v_width))
+    return _count_forward_flops(k, v) + v.shape[:3].numel() * (
+        14 * width * v_width + CHUNK * (18 * width + 10 * v_width)
+    )
 
 
-def _forward_scratch(k: Tensor, v: Tensor) -> int:
+def _count_forward_scratch_bytes(k: Tensor, v: Tensor) -> int:
     tokens = v.shape[:3].numel()
     states = cdiv(v.shape[1], CHUNK) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3]
     return (tokens * (k.shape[3] + v.shape[3] + CHUNK) + states) * v.itemsize + 4 * tokens
 
 
-def _backward_scratch(k: Tensor, v: Tensor) -> int:
+def _count_backward_scratch_bytes(k: Tensor, v: Tensor) -> int:
     tokens = v.shape[:3].numel()
     states = cdiv(v.shape[1], CHUNK) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3]
     by_value_head = tokens * k.shape[3] * (4 + 2 * v.itemsize)
-    return _forward_scratch(k, v) + (tokens * v.shape[3] + states) * v.itemsize + by_value_head + 8 * tokens
+    return _count_forward_scratch_bytes(k, v) + (tokens * v.shape[3] + states) * v.itemsize + by_value_head + 8 * tokens
 
 
 @register_kernel(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor ids, Tensor before, Tensor? state) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_forward,
-    flops=_forward_flops,
-    scratch=_forward_scratch,
+    flops=_count_forward_flops,
+    scratch=_count_forward_scratch_bytes,
 )
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
@@ -138,13 +141,14 @@ def _forward(
     sizes = _Sizes.of(k, v)
     q, k, v, g, beta, ids = (x.contiguous() for x in (q, k, v, g, beta, ids))
     chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
-    _solve(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=False)
-    states = _carry(sizes, chunks, k, ids, before, state=state, last=last)
-    kernels.compute_results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, sizes.v_block), sizes.heads)](
+    _solve_chunks(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=False)
+    states = _carry_states(sizes, chunks, k, ids, before, state=state, last=last)
+    kernels.compute_results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, MIN_BLOCK), sizes.heads)](
         *(q, k, chunks.written, states, chunks.decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
-        PRECISION=_precision(),
+        PRECISION=_float32_product_precision(),
         num_warps=4,
+        **sizes.limit_registers(128),
     )
     return results, last, decays, inverse
 
@@ -159,20 +163,34 @@ class _Sizes(NamedTuple):
     width: int
     v_width: int
     chunks: int
-    v_block: int
     itemsize: int
+    multiprocessors: int
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> "_Sizes":
         rows, length, heads, v_width = v.shape
-        v_block = MIN_BLOCK
-        groups = heads // k.shape[2]
-        return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v_block, v.itemsize)
+        groups, multiprocessors = heads // k.shape[2], sm_count(v.device)
+        return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v.itemsize, multiprocessors)
 
     @property
-    def fits_ahead(self) -> bool:
+    def fits_several_chunks(self) -> bool:
         """Return whether several chunks' tiles fit into shared memory."""
         return self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256
+
+    @property
+    def carry_block(self) -> int:
+        """
+        Return the columns in a sequential kernel's tile.
+
+        Wide tiles read keys less often, but a few rows need narrow ones to occupy all multiprocessors.
+        """
+        programs = self.rows * self.heads * cdiv(self.v_width, MIN_BLOCK)
+        has_small_tiles = self.itemsize == 2 and self.fits_several_chunks
+        return MIN_BLOCK if has_small_tiles and programs >= self.multiprocessors else MIN_BLOCK // 2
+
+    def limit_registers(self, count: int) -> dict[str, int]:
+        """Return the launch option for at most `count` registers, unless tiles are large and would be spilled."""
+        return limit_registers(count) if self.itemsize == 2 and self.fits_several_chunks else {}
 
     @property
     def constants(self) -> dict[str, int]:
@@ -183,7 +201,7 @@ class _Sizes(NamedTuple):
             "K": self.width,
             "V": self.v_width,
             "BK": max(MIN_BLOCK, next_power_of_2(self.width)),
-            "BV": self.v_block,
+            "BV": MIN_BLOCK,
             "CHUNK": CHUNK,
         }
 
@@ -193,7 +211,7 @@ class _Chunks(NamedTuple):
     Solved chunks.
 
     They have sums of decays, float32 (rows, length, heads), the inverse systems (rows, length, heads, CHUNK), and their
-    products with keys (..., K) and values (..., V); `_carry` replaces the latter by written values.
+    products with keys (..., K) and values (..., V); `_carry_states` replaces the latter by written values.
     """
 
     decays: Tensor
@@ -202,7 +220,7 @@ class _Chunks(NamedTuple):
     written: Tensor
 
 
-def _solve(
+def _solve_chunks(
     sizes: _Sizes,
     chunks: _Chunks,
     k: Tensor,
@@ -218,14 +236,15 @@ def _solve(
     kernels.solve_chunks[(sizes.chunks * sizes.rows, sizes.heads)](
         *(k, v, g, beta, ids, before, *chunks, sizes.length, sizes.chunks),
         **sizes.constants,
-        PRECISION=_precision(),
-        INVERSE_PRECISION=_precision() if v.dtype == torch.float32 else "tf32",
+        PRECISION=_float32_product_precision(),
+        INVERSE_PRECISION=_float32_product_precision() if v.dtype == torch.float32 else "tf32",
         IS_SOLVED=is_solved,
         num_warps=4,
+        **sizes.limit_registers(128 if is_solved else 168),
     )
 
 
-def _carry(
+def _carry_states(
     sizes: _Sizes,
     chunks: _Chunks,
     k: Tensor,
@@ -237,14 +256,14 @@ def _carry(
 ) -> Tensor:
     """Return states before chunks (rows, chunks, heads, K, V); write the tokens' values, and the last state."""
     states = k.new_empty(sizes.rows, sizes.chunks, sizes.heads, sizes.width, sizes.v_width)
-    block = min(32, sizes.v_block)
+    block = sizes.carry_block
     kernels.carry_states[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(k, chunks.keys, chunks.written, chunks.decays, ids, before),
         *(None if state is None else state.contiguous(), states, last, sizes.length, sizes.chunks),
         **{**sizes.constants, "BV": block},
-        PRECISION=_precision(),
+        PRECISION=_float32_product_precision(),
         num_warps=4,
-        num_stages=4 if sizes.fits_ahead else 1,
+        num_stages=(4 if block < MIN_BLOCK else 2) if sizes.fits_several_chunks else 1,
     )
     return states
 
@@ -272,8 +291,8 @@ def _allocate_backward(
     "Tensor ids, Tensor before, Tensor? state, Tensor decays, Tensor inverse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=_backward_flops,
-    scratch=_backward_scratch,
+    flops=_count_backward_flops,
+    scratch=_count_backward_scratch_bytes,
 )
 def _backward(
     grad: Tensor,
@@ -294,15 +313,15 @@ def _backward(
         if state is not None:
             grads[5].copy_(grad_state)
         return grads
-    sizes, precision = _Sizes.of(k, v), _precision()
+    sizes, precision = _Sizes.of(k, v), _float32_product_precision()
     grad, q, k, v, g, beta, ids = (x.contiguous() for x in (grad, q, k, v, g, beta, ids))
     chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
-    _solve(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=True)
-    states = _carry(sizes, chunks, k, ids, before, state=state, last=None)
+    _solve_chunks(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=True)
+    states = _carry_states(sizes, chunks, k, ids, before, state=state, last=None)
     grad_q, grad_k = (v.new_empty(*v.shape[:3], sizes.width) for _ in "qk")
     grad_written, grad_states = v.new_empty(v.shape), torch.empty_like(states)
     by_chunk, constants = (sizes.chunks * sizes.rows, sizes.heads), sizes.constants
-    wide = 128 if sizes.v_width > MIN_BLOCK and sizes.fits_ahead else MIN_BLOCK
+    wide = 128 if sizes.v_width > MIN_BLOCK and sizes.fits_several_chunks else MIN_BLOCK
     blocks = cdiv(sizes.v_width, wide)
     kernels.compute_grad_written[(sizes.chunks * sizes.rows * blocks, sizes.heads)](
         *(grad, q, k, chunks.decays, ids, grad_written, sizes.length, sizes.chunks),
@@ -310,14 +329,14 @@ def _backward(
         PRECISION=precision,
         num_warps=4,
     )
-    block = min(32, sizes.v_block)
+    block = MIN_BLOCK // 2
     kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(grad, grad_state.contiguous(), q, k, chunks.keys, chunks.decays, ids, before, grad_written, grad_states),
         *(grads[5] if state is not None else None, sizes.length, sizes.chunks),
         **{**constants, "BV": block},
         PRECISION=precision,
         num_warps=4,
-        num_stages=3 if sizes.fits_ahead else 1,
+        num_stages=3 if sizes.fits_several_chunks else 1,
     )
     # Four warps read 32 columns in bounds; eight need 64, whose float32 tiles exceed shared memory for wide keys.
     is_large = sizes.itemsize == 4 and sizes.width > 64
@@ -347,17 +366,17 @@ def _backward(
         PRECISION=precision,
         num_warps=4,
     )
-    return _sum_groups(grad_q, sizes), _sum_groups(grad_k, sizes), *grads[2:]
+    return _sum_over_value_heads(grad_q, sizes), _sum_over_value_heads(grad_k, sizes), *grads[2:]
 
 
-def _sum_groups(grad: Tensor, sizes: _Sizes) -> Tensor:
+def _sum_over_value_heads(grad: Tensor, sizes: _Sizes) -> Tensor:
     """Sum gradients (rows, length, value_heads, K) over value heads with a common key head."""
     if sizes.groups == 1:
         return grad
     summed = grad.new_empty(sizes.rows, sizes.length, sizes.heads // sizes.groups, sizes.width)
     count, block = summed.shape[:3].numel(), next_power_of_2(sizes.width)
     size = max(1, 4096 // block)
-    kernels.sum_groups[(cdiv(count, size),)](
+    kernels.sum_groups_kernel[(cdiv(count, size),)](
         grad, summed, count, GROUPS=sizes.groups, K=sizes.width, BK=block, SIZE=size, num_warps=4
     )
     return summed

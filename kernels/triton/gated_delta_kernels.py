@@ -13,14 +13,14 @@ Hopper. A transposed product is computed from transposed loads, or stored and lo
 import triton
 import triton.language as tl
 
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 
 MIN_GATE = tl.constexpr(-40.0)
 """exp(-40) is 0 beside anything in float32, and sums with lower gates would lose digits."""
 
 
 @triton.jit
-def chunk_of(program, length, chunks, CHUNK: tl.constexpr):
+def locate_chunk(program, length, chunks, CHUNK: tl.constexpr):
     """Return the row, the chunk, its first token among all rows, and whether its tokens exist."""
     row, chunk = program // chunks, program % chunks
     first = row.to(tl.int64) * length + chunk * CHUNK
@@ -28,7 +28,7 @@ def chunk_of(program, length, chunks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def borders(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr):
+def load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr):
     """Return documents by token, for the incoming state and for the last token, and the last token's index."""
     own = tl.load(ids + first + tl.arange(0, CHUNK), mask=inside, other=-2)
     end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
@@ -39,41 +39,40 @@ def borders(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr)
 @triton.jit
 def load_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside):
     """Load tokens (rows,) by columns (columns,); tokens are `stride` elements apart."""
-    offsets = (first + rows.to(tl.int64))[:, None] * stride + columns[None, :]
-    return tl.load(tensor + offsets, mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    at = tensor + first * stride + (rows[:, None] * stride + columns[None, :])
+    return tl.load(at, mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def load_transposed(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside):
     """Load `load_tile` transposed: columns by tokens."""
-    offsets = (first + rows.to(tl.int64))[None, :] * stride + columns[:, None]
-    return tl.load(tensor + offsets, mask=inside[None, :] & (columns < WIDTH)[:, None], other=0.0)
+    at = tensor + first * stride + (rows[None, :] * stride + columns[:, None])
+    return tl.load(at, mask=inside[None, :] & (columns < WIDTH)[:, None], other=0.0)
 
 
 @triton.jit
 def store_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside, values):
     """Store tokens (rows,) by columns (columns,); tokens are `stride` elements apart."""
-    offsets = (first + rows.to(tl.int64))[:, None] * stride + columns[None, :]
-    values = values.to(tensor.dtype.element_ty)
-    tl.store(tensor + offsets, values, mask=inside[:, None] & (columns < WIDTH)[None, :])
+    at = tensor + first * stride + (rows[:, None] * stride + columns[None, :])
+    tl.store(at, values.to(tensor.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
-def state_offsets(number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
-    """Return offsets and the mask for a tile (k_columns, v_columns) in a state."""
-    offsets = number.to(tl.int64) * (K * V) + k_columns[:, None] * V + v_columns[None, :]
-    return offsets, (k_columns < K)[:, None] & (v_columns < V)[None, :]
+def tile_of_state(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
+    """Return pointers and the mask for a tile (k_columns, v_columns) in a state."""
+    at = states + number.to(tl.int64) * (K * V) + (k_columns[:, None] * V + v_columns[None, :])
+    return at, (k_columns < K)[:, None] & (v_columns < V)[None, :]
 
 
 @triton.jit
-def pairs_of(own, inside, CHUNK: tl.constexpr):
+def mask_document_pairs(own, inside, CHUNK: tl.constexpr):
     """Return the pairs (query, key) within a document, up to the query itself."""
     token = tl.arange(0, CHUNK)
     return (own[:, None] == own[None, :]) & (token[:, None] >= token[None, :]) & inside[:, None]
 
 
 @triton.jit
-def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """
     Invert I + system, for a strictly lower triangular (64, 64).
 
@@ -100,7 +99,7 @@ def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def solve_chunks(
     k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
@@ -109,9 +108,9 @@ def solve_chunks(
 ):
     # fmt: on
     """Store, by chunk and head, the sums of decays, the inverse system, and its products with keys and values."""
-    row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
+    row, chunk, first, inside = locate_chunk(tl.program_id(0), length, chunks, CHUNK)
     head = tl.program_id(1)
-    own, incoming, _last, _end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
@@ -121,13 +120,13 @@ def solve_chunks(
         solved = load_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside).to(tl.float32)
     else:
         gates = tl.maximum(tl.load(g + by_head, mask=inside, other=0.0).to(tl.float32), MIN_GATE)
-        is_pair = pairs_of(own, inside, CHUNK)
+        is_pair = mask_document_pairs(own, inside, CHUNK)
         sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
         tl.store(decays + by_head, sums, mask=inside)
         pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
         products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
-        solved = invert(system, CHUNK, INVERSE_PRECISION)
+        solved = invert_unit_lower_triangular(system, CHUNK, INVERSE_PRECISION)
         store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, solved)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
@@ -142,7 +141,7 @@ def solve_chunks(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def carry_states(
     k, keys, written, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr,
@@ -158,13 +157,13 @@ def carry_states(
     column = tl.program_id(0) * BV + tl.arange(0, BV)
     carried = tl.zeros((BK, BV), tl.float32)
     if state is not None:
-        offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
-        carried += tl.load(state + offsets, mask=is_state, other=0.0).to(tl.float32)
+        first_at, is_state = tile_of_state(state, row * HEADS + head, channel, column, K, V)
+        carried += tl.load(first_at, mask=is_state, other=0.0).to(tl.float32)
     incoming = tl.load(before + row)
     for chunk in range(0, chunks):
-        offsets, is_state = state_offsets((row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        at, is_state = tile_of_state(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(states.dtype.element_ty)
-        tl.store(states + offsets, narrow, mask=is_state)
+        tl.store(at, narrow, mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
         inside = chunk * CHUNK + token < length
         end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
@@ -182,12 +181,12 @@ def carry_states(
         carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), input_precision=PRECISION)
         incoming = last
     if result is not None:
-        offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
-        tl.store(result + offsets, carried, mask=is_state)
+        last_at, is_state = tile_of_state(result, row * HEADS + head, channel, column, K, V)
+        tl.store(last_at, carried, mask=is_state)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_results(
     q, k, written, states, decays, ids, before, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
@@ -198,19 +197,19 @@ def compute_results(
     # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     number = tl.program_id(0) // BLOCKS
-    row, chunk, first, inside = chunk_of(number, length, chunks, CHUNK)
+    row, chunk, first, inside = locate_chunk(number, length, chunks, CHUNK)
     head = tl.program_id(1)
-    own, incoming, _last, _end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
     query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    offsets, is_state = state_offsets(number * HEADS + head, channel, column, K, V)
-    state = tl.load(states + offsets, mask=is_state, other=0.0)
+    at, is_state = tile_of_state(states, number * HEADS + head, channel, column, K, V)
+    state = tl.load(at, mask=is_state, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     mixed = from_state[:, None] * tl.dot(query, state, input_precision=PRECISION)
-    is_pair = pairs_of(own, inside, CHUNK)
+    is_pair = mask_document_pairs(own, inside, CHUNK)
     pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     scores = tl.dot(query, key, input_precision=PRECISION) * pair_decay
     values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
@@ -219,7 +218,7 @@ def compute_results(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_grad_written(
     grad, q, k, decays, ids, grad_written, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
@@ -228,7 +227,7 @@ def compute_grad_written(
     # fmt: on
     """Store the part of the written values' gradient that comes from results in the same chunk."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    _row, _chunk, first, inside = chunk_of(tl.program_id(0) // BLOCKS, length, chunks, CHUNK)
+    _row, _chunk, first, inside = locate_chunk(tl.program_id(0) // BLOCKS, length, chunks, CHUNK)
     head = tl.program_id(1)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
@@ -246,7 +245,7 @@ def compute_grad_written(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def carry_gradients_back(
     grad, grad_last, q, k, keys, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
@@ -258,16 +257,16 @@ def carry_gradients_back(
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
-    offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
-    carried = tl.load(grad_last + offsets, mask=is_state, other=0.0).to(tl.float32)
+    last_at, is_state = tile_of_state(grad_last, row * HEADS + head, channel, column, K, V)
+    carried = tl.load(last_at, mask=is_state, other=0.0).to(tl.float32)
     for back in range(0, chunks):
         chunk = chunks - 1 - back
-        offsets, is_state = state_offsets((row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        at, is_state = tile_of_state(grad_states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(grad_states.dtype.element_ty)
-        tl.store(grad_states + offsets, narrow, mask=is_state)
+        tl.store(at, narrow, mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
         inside = chunk * CHUNK + token < length
-        own, incoming, last, end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+        own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
         sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
         total = tl.load(decays + (first + end) * HEADS + head)
         to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
@@ -283,12 +282,12 @@ def carry_gradients_back(
         carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), input_precision=PRECISION)
         carried -= tl.dot(seen, values.to(seen.dtype), input_precision=PRECISION)
     if grad_state is not None:
-        offsets, is_state = state_offsets(row * HEADS + head, channel, column, K, V)
-        tl.store(grad_state + offsets, carried, mask=is_state)
+        first_at, is_state = tile_of_state(grad_state, row * HEADS + head, channel, column, K, V)
+        tl.store(first_at, carried, mask=is_state)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_product_gradients(
     grad, q, k, written, states, grad_states, decays, ids, before, grad_q, grad_k, grad_decays, length, chunks,
@@ -297,18 +296,20 @@ def compute_product_gradients(
 ):
     # fmt: on
     """Store query, key and decay gradients from the results and the passed states, by chunk and head."""
-    row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
+    row, chunk, first, inside = locate_chunk(tl.program_id(0), length, chunks, CHUNK)
     head = tl.program_id(1)
-    own, incoming, last, end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     to_query, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
     by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     along = tl.zeros((BK, BV), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        offsets, is_state = state_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
-        state = tl.load(states + offsets, mask=is_state, other=0.0)
-        grad_state = tl.load(grad_states + offsets, mask=is_state, other=0.0)
+        number = tl.program_id(0) * HEADS + head
+        at, is_state = tile_of_state(states, number, channel, column, K, V)
+        state = tl.load(at, mask=is_state, other=0.0)
+        at, is_state = tile_of_state(grad_states, number, channel, column, K, V)
+        grad_state = tl.load(at, mask=is_state, other=0.0)
         grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
         to_query += tl.dot(grads, tl.trans(state), input_precision=PRECISION)
@@ -326,7 +327,7 @@ def compute_product_gradients(
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     from_end = tl.sum(to_key * key.to(tl.float32), 1)
     grad_sums = tl.sum(to_query * query.to(tl.float32), 1) - from_end
-    is_pair = pairs_of(own, inside, CHUNK)
+    is_pair = mask_document_pairs(own, inside, CHUNK)
     by_query *= tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     is_pair = (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
     by_key *= tl.exp(tl.where(is_pair, sums[None, :] - sums[:, None], -float("inf")))
@@ -343,7 +344,7 @@ def compute_product_gradients(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_system_gradients(
     k, v, beta, inverse, written, states, grad_written, decays, ids, before, partial_k, grad_decays, pairs, grad_k,
@@ -352,9 +353,9 @@ def compute_system_gradients(
 ):
     # fmt: on
     """Store the gradients that pass through the solved systems: keys, values, gates and beta."""
-    row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
+    row, chunk, first, inside = locate_chunk(tl.program_id(0), length, chunks, CHUNK)
     head = tl.program_id(1)
-    own, incoming, _last, _end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
@@ -370,15 +371,15 @@ def compute_system_gradients(
         values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         grad_factors += tl.sum(wanted * values, 1)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        offsets, is_state = state_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
-        state = tl.load(states + offsets, mask=is_state, other=0.0)
+        at, is_state = tile_of_state(states, tl.program_id(0) * HEADS + head, channel, column, K, V)
+        state = tl.load(at, mask=is_state, other=0.0)
         narrow = wanted.to(values.dtype)
         by_pair -= tl.dot(narrow, tl.trans(values), input_precision=PRECISION)
         through_state -= tl.dot(narrow, tl.trans(state), input_precision=PRECISION)
     sums = tl.load(decays + by_head, mask=inside, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    is_pair = pairs_of(own, inside, CHUNK)
+    is_pair = mask_document_pairs(own, inside, CHUNK)
     pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     by_pair = tl.where(token[:, None] > token[None, :], by_pair * pair_decay, 0.0)
     through_pairs = by_pair * tl.dot(key, tl.trans(key), input_precision=PRECISION)
@@ -403,9 +404,9 @@ def compute_system_gradients(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
-def sum_groups(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
+def sum_groups_kernel(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
     # fmt: on
     """Store the sum of gradients over value heads with a common key head."""
     key_head = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)

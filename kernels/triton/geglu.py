@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.gate_kernels import GELU_TANH, Gate, launch_backward, launch_forward
 from drawloom.kernels.triton.primitives import check_floats
@@ -39,7 +39,12 @@ def _allocate_forward(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@register_kernel("geglu(Tensor gate, Tensor up) -> Tensor", fake=_allocate_forward, flops=no_flops, scratch=no_scratch)
+@register_kernel(
+    "geglu(Tensor gate, Tensor up) -> Tensor",
+    fake=_allocate_forward,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
+)
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     result = _allocate_forward(gate, up)
     launch_forward(GEGLU, (gate, up, result), None)
@@ -54,8 +59,8 @@ def _allocate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
 @register_kernel(
     "geglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     results = _allocate_backward(grad, gate, up)

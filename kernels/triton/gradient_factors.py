@@ -7,9 +7,9 @@ from torch import Tensor
 from drawloom.kernels.scale import scale
 
 
-def with_one_dtype(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+def unify_gradient_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
     """
-    Return gradients (any shapes) in one dtype, as a launch reads them, and their factors, float32 (factors,).
+    Return gradients (any shapes) in one dtype, as a launch needs, and remaining factors, float32 (factors,).
 
     Mixed dtypes are rare enough for copies.
     """
@@ -21,7 +21,7 @@ def with_one_dtype(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Te
 
 
 @triton.jit
-def multiply(gradients, factors, FACTORS: tl.constexpr):
+def multiply_by_factors(gradients, factors, FACTORS: tl.constexpr):
     """Return gradients, in float32, times all factors; every product is rounded to their own dtype."""
     dtype = gradients.dtype
     gradients = gradients.to(tl.float32)

@@ -10,13 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_scratch
-from drawloom.kernels.grouped_gemm import GroupedGemmImplementation, grouped_gemm, matrices_flops, rows_flops
+from drawloom.kernels.costs import return_zero_scratch_bytes
+from drawloom.kernels.grouped_gemm import (
+    GroupedGemmImplementation,
+    apply_grouped_gemm,
+    count_outer_product_flops,
+    count_row_product_flops,
+)
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import grouped_gemm_blocks as blocks
-from drawloom.kernels.triton.grouped_gemm_blocks import MAX_ROWS, rows_of_tile
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import cdiv, check_floats, input_precision, next_power_of_2
+from drawloom.kernels.triton.grouped_gemm_blocks import MAX_ROWS, locate_tile_rows
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import cdiv, check_floats, get_dot_precision, next_power_of_2
 
 ROWS = (16, 128)
 """Minimum and maximum rows of a tile, which has as many rows as the average expert, within tensor-core limits."""
@@ -38,7 +43,7 @@ def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: 
         raise ValueError(
             f"{len(x)} rows are more than 32-bit row indices can number, {MAX_ROWS}; use a smaller microbatch"
         )
-    return grouped_gemm(TRITON, x, weight, offsets, transposed)
+    return apply_grouped_gemm(TRITON, x, weight, offsets, transposed)
 
 
 def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -48,18 +53,18 @@ def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 @register_kernel(
     "grouped_gemm_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
     fake=_allocate_rows,
-    flops=rows_flops,
-    scratch=no_scratch,
+    flops=count_row_product_flops,
+    scratch=return_zero_scratch_bytes,
 )
-def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_rows(x, weight, offsets)
     if not result.numel() or not weight.numel():
         return result.zero_()
     num_experts, inputs, outputs = weight.shape
-    if blocks.suits_tma(num_experts, x, weight):
-        blocks.rows_by_blocks(x, weight, offsets, result)
+    if blocks.is_faster_by_tma(num_experts, x, weight):
+        blocks.multiply_rows_by_tma(x, weight, offsets, result)
         return result
-    rows = _tile_rows(len(x), num_experts)
+    rows = _choose_tile_rows(len(x), num_experts)
     tiles = len(x) // rows + num_experts
     _rows_kernel[(tiles * cdiv(outputs, COLUMNS),)](
         x,
@@ -75,7 +80,7 @@ def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ROWS=rows,
         COLUMNS=COLUMNS,
         STEP=STEP,
-        PRECISION=input_precision(),
+        PRECISION=get_dot_precision(),
         num_warps=WARPS if rows >= 64 else 4,
         enable_fp_fusion=True,
     )
@@ -89,16 +94,16 @@ def _allocate_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 @register_kernel(
     "grouped_gemm_matrices(Tensor a, Tensor b, Tensor offsets) -> Tensor",
     fake=_allocate_matrices,
-    flops=matrices_flops,
-    scratch=no_scratch,
+    flops=count_outer_product_flops,
+    scratch=return_zero_scratch_bytes,
 )
-def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_matrices(a, b, offsets)
     if not result.numel() or not len(a):
         return result.zero_()
     num_experts, height, width = result.shape
-    if blocks.suits_tma(num_experts, a, b):
-        blocks.matrices_by_blocks(a, b, offsets, result)
+    if blocks.is_faster_by_tma(num_experts, a, b):
+        blocks.sum_outer_products_by_tma(a, b, offsets, result)
         return result
     down, across = cdiv(height, COLUMNS), cdiv(width, COLUMNS)
     _matrices_kernel[(num_experts * down * across,)](
@@ -115,20 +120,20 @@ def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         HEIGHT=COLUMNS,
         WIDTH=COLUMNS,
         STEP=STEP,
-        PRECISION=input_precision(),
+        PRECISION=get_dot_precision(),
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
     return result
 
 
-def _tile_rows(rows: int, num_experts: int) -> int:
+def _choose_tile_rows(rows: int, num_experts: int) -> int:
     least, most = ROWS
     return max(least, min(most, next_power_of_2(max(1, rows // num_experts))))
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
 def _rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row,
@@ -137,7 +142,7 @@ def _rows_kernel(
 ):
     # fmt: on
     across = tl.cdiv(outputs, COLUMNS)
-    expert, first, end = rows_of_tile(tl.program_id(0) // across, offsets, num_experts, EXPERTS, ROWS)
+    expert, first, end = locate_tile_rows(tl.program_id(0) // across, offsets, num_experts, EXPERTS, ROWS)
     if expert >= num_experts:
         return
     row = first + tl.arange(0, ROWS)
@@ -159,7 +164,7 @@ def _rows_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
 def _matrices_kernel(
     a, b, offsets, result, down, across, height, width, a_row, a_channel, b_row, b_channel,
@@ -185,4 +190,4 @@ def _matrices_kernel(
     tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
 
 
-TRITON = GroupedGemmImplementation(_rows, _matrices)
+TRITON = GroupedGemmImplementation(_multiply_rows_by_expert, _sum_outer_products_by_expert)

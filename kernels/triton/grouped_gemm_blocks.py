@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.triton import tma
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, next_power_of_2
 
 MAX_ROWS = 2**31 - 2**9
@@ -17,7 +17,7 @@ MAX_ROWS = 2**31 - 2**9
 
 
 @triton.jit
-def rows_of_tile(tile, offsets, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def locate_tile_rows(tile, offsets, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Return a tile's expert, or `num_experts` for a surplus tile; its first row; and the end of the expert's rows."""
     number = tl.arange(0, EXPERTS)
     end = tl.load(offsets + number, mask=number < num_experts, other=0)
@@ -37,7 +37,7 @@ HEIGHT, WIDTH, STEP = 128, 256, 64
 SETTINGS = {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "num_warps": 8, "enable_fp_fusion": True}
 
 
-def suits_tma(num_experts: int, *factors: Tensor) -> bool:
+def is_faster_by_tma(num_experts: int, *factors: Tensor) -> bool:
     """Return whether a product, with the first factor (rows, inputs), can use TMA and gains from it."""
     has_enough_rows = len(factors[0]) >= MIN_ROWS_PER_EXPERT * num_experts
     return (
@@ -45,7 +45,7 @@ def suits_tma(num_experts: int, *factors: Tensor) -> bool:
     )
 
 
-def rows_by_blocks(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -> None:
+def multiply_rows_by_tma(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -> None:
     """Fill result (rows, outputs) with x (rows, inputs) times weight (experts, inputs, outputs); offsets (experts,)."""
     num_experts, inputs, outputs = weight.shape
     layout = _choose_layout(weight)
@@ -53,8 +53,8 @@ def rows_by_blocks(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -
     is_transposed = layout is not weight
     tiles, across = len(x) // HEIGHT + num_experts, cdiv(outputs, WIDTH)
     _rows_kernel[(tiles * across,)](
-        tma.blocks(x, HEIGHT, STEP),
-        tma.blocks(layout, 1, *((WIDTH, STEP) if is_transposed else (STEP, WIDTH))),
+        tma.create_block_descriptor(x, HEIGHT, STEP),
+        tma.create_block_descriptor(layout, 1, *((WIDTH, STEP) if is_transposed else (STEP, WIDTH))),
         offsets,
         result,
         num_experts,
@@ -66,13 +66,13 @@ def rows_by_blocks(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -
     )
 
 
-def matrices_by_blocks(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) -> None:
+def sum_outer_products_by_tma(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) -> None:
     """Fill result (experts, height, width) with a.T @ b by expert: a (rows, height), b (rows, width)."""
     num_experts, height, width = result.shape
     down, across = cdiv(height, HEIGHT), cdiv(width, WIDTH)
     _matrices_kernel[(num_experts * down * across,)](
-        tma.blocks(a, STEP, HEIGHT),
-        tma.blocks(b, STEP, WIDTH),
+        tma.create_block_descriptor(a, STEP, HEIGHT),
+        tma.create_block_descriptor(b, STEP, WIDTH),
         a,
         b,
         offsets,
@@ -90,11 +90,11 @@ def matrices_by_blocks(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) ->
 def _choose_layout(x: Tensor) -> Tensor | None:
     """Return x, or x with its last two dimensions exchanged, as TMA can read it; None if neither is possible."""
     layouts = (x, x.transpose(-1, -2)) if x.ndim == 3 else (x,)
-    return next((layout for layout in layouts if tma.fits(layout)), None)
+    return next((layout for layout in layouts if tma.can_copy_blocks_of(layout)), None)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
 def _rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -102,7 +102,7 @@ def _rows_kernel(
 ):
     # fmt: on
     across = tl.cdiv(outputs, WIDTH)
-    expert, first, end = rows_of_tile(tl.program_id(0) // across, offsets, num_experts, EXPERTS, HEIGHT)
+    expert, first, end = locate_tile_rows(tl.program_id(0) // across, offsets, num_experts, EXPERTS, HEIGHT)
     if expert >= num_experts:
         return
     left = (tl.program_id(0) % across) * WIDTH
@@ -119,7 +119,7 @@ def _rows_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
 def _matrices_kernel(
     a, b, a_pointer, b_pointer, offsets, result, down, across, height, width, a_row, b_row,

@@ -17,13 +17,18 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-def lean(kernel: Any) -> Any:
+def cache_launches(kernel: Any) -> Any:
     """
     Decorate a kernel, above `triton.jit`; it is launched as before, `kernel[grid](*arguments, **constants)`.
 
     `constexpr` arguments and compiler options must be passed by name, all other arguments by position.
     """
     return LeanKernel(kernel) if isinstance(kernel, JITFunction) and torch.version.hip is None else kernel
+
+
+def limit_registers(count: int) -> dict[str, int]:
+    """Return the launch option that limits a thread's registers, so that more programs run at once; AMD has none."""
+    return {"maxnreg": count} if torch.version.hip is None else {}
 
 
 class LeanKernel:
@@ -40,7 +45,7 @@ class LeanKernel:
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         device = driver.active.get_current_device()
-        key = (device, *map(kind_of, arguments), *constants, *constants.values())
+        key = (device, *map(get_specialization_key, arguments), *constants, *constants.values())
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compile(key, grid, arguments, constants)
@@ -64,7 +69,7 @@ class LeanKernel:
             self._compiled[key] = launched.run, launched.function, launched.packed_metadata, rest
 
 
-def kind_of(argument: Any) -> Any:
+def get_specialization_key(argument: Any) -> Any:
     """Return an argument's properties that need separate compiled kernels."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() & 15 == 0

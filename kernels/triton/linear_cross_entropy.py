@@ -20,13 +20,25 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.cut_cross_entropy import EXACT, Needs, logits_bytes, skip_unused_grads, split_grads, weigh_losses
-from drawloom.kernels.deferred_grads import MatrixProduct, WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.cut_cross_entropy import (
+    EXACT,
+    Needs,
+    compute_logit_grad_factors,
+    count_logits_bytes,
+    multiply_by_token_weights,
+    pass_none_for_unused_grads,
+)
+from drawloom.kernels.deferred_grads import (
+    MatrixProduct,
+    WeightGradient,
+    get_weight_gradient_function,
+    supports_deferred_weight_gradient,
+)
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_power_of_2
-from drawloom.kernels.vocab_parallel import local_targets
+from drawloom.kernels.vocab_parallel import find_local_target_rows
 
 MAX_LOGITS = 5 * 2**28
 """Limit on logits in memory at once: 2.5 GiB in bfloat16, or 8192 tokens by 160 thousand words."""
@@ -51,10 +63,10 @@ def linear_cross_entropy_triton(
     """
     check_floats("linear_cross_entropy_triton", hidden, weight)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    common = tokens, weight, flat, ignore_index, torch.is_grad_enabled(), weight_gradient_of(weight)
+    common = tokens, weight, flat, ignore_index, torch.is_grad_enabled(), get_weight_gradient_function(weight)
     if len(tokens) * len(weight) <= MAX_LOGITS:
         losses, lse = _WholeLogits.apply(*common)  # type: ignore[no-untyped-call]
-        return weigh_losses(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+        return multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
     factors = (flat != ignore_index).to(torch.float32)
     if token_weights is not None:
         factors = factors * token_weights.detach().reshape(-1)
@@ -62,7 +74,7 @@ def linear_cross_entropy_triton(
     return losses.reshape(targets.shape), lse.reshape(targets.shape)
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _WholeLogits(Function):
     """Cross entropy that keeps all logits' gradients; token factors multiply the small factors in both products."""
 
@@ -73,16 +85,16 @@ class _WholeLogits(Function):
         weight: Tensor,
         targets: Tensor,
         ignore_index: int,
-        learns: bool,
+        wants_gradients: bool,
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
         """Return losses and lse, float32 (tokens,), for hidden (tokens, width) and weight (vocabulary, width)."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        needed = learns and (needs_hidden or needs_weight)
+        needed = wants_gradients and (needs_hidden or needs_weight)
         losses, lse, grad_logits = _grad_logits(hidden, weight, targets, ignore_index, needed)
         ctx.save_for_backward(hidden if needs_weight else None, weight if needs_hidden else None, targets, grad_logits)
         ctx.ignore_index, ctx.weight_gradient, ctx.vocab = ignore_index, weight_gradient, len(weight)
-        skip_unused_grads(ctx)
+        pass_none_for_unused_grads(ctx)
         return losses, lse
 
     @staticmethod
@@ -91,22 +103,22 @@ class _WholeLogits(Function):
         ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, grad_logits = ctx.saved_tensors
-        grad, grad_lse = split_grads(grad_losses, grad_lse, targets != ctx.ignore_index, torch.float32)
+        grad, grad_lse = compute_logit_grad_factors(grad_losses, grad_lse, targets != ctx.ignore_index, torch.float32)
         inputs = [grad.unsqueeze(-1)]
         if grad_lse is not None:
-            local = local_targets(targets, ctx.vocab, ctx.ignore_index, None)
+            local = find_local_target_rows(targets, ctx.vocab, ctx.ignore_index, None)
             is_word = (local >= 0) & (local < ctx.vocab)
             inputs += [local.where(is_word, 0), grad_lse.where(is_word, 0).unsqueeze(-1)]
-        grad_hidden = None if weight is None else _hidden_gradient(grad_logits, weight, *inputs)
+        grad_hidden = None if weight is None else _compute_hidden_gradient(grad_logits, weight, *inputs)
         grad_weight = None
         if hidden is not None:
             is_product = grad_lse is None and hidden.dtype != torch.float16
-            compute = _WEIGHT_PRODUCT if is_product else _weight_gradient
+            compute = _WEIGHT_PRODUCT if is_product else _compute_weight_gradient
             grad_weight = ctx.weight_gradient(compute, grad_logits, hidden.detach(), *inputs)
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _hidden_gradient(
+def _compute_hidden_gradient(
     grad_logits: Tensor, weight: Tensor, grad: Tensor, targets: Tensor | None = None, grad_lse: Tensor | None = None
 ) -> Tensor:
     """Return (grad_logits @ weight) * grad + weight[targets] * grad_lse, with grad and grad_lse (tokens, 1)."""
@@ -116,11 +128,11 @@ def _hidden_gradient(
     return result.to(grad_logits.dtype)
 
 
-def _weight_gradient(
+def _compute_weight_gradient(
     grad_logits: Tensor, hidden: Tensor, grad: Tensor, targets: Tensor | None = None, grad_lse: Tensor | None = None
 ) -> Tensor:
     """Return grad_logits.T @ (hidden * grad), plus hidden * grad_lse in the targets' rows; grads are (tokens, 1)."""
-    result = _product_with_factors(grad_logits, hidden, grad)
+    result = _multiply_with_row_factors(grad_logits, hidden, grad)
     if targets is None or grad_lse is None:
         return result
     # bfloat16 has the range of float32; in float16 the small factors of a sum over many tokens would be lost.
@@ -135,7 +147,7 @@ _WEIGHT_PRODUCT = MatrixProduct(lambda grad_logits, hidden, grad: (grad_logits.T
 """Weight gradient where no loss depends on lse, except in float16, which would lose small factors."""
 
 
-def _product_with_factors(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> Tensor:
+def _multiply_with_row_factors(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> Tensor:
     """Return grad_logits.T @ (hidden * grad), where grad (tokens, 1) may be too small for a product in float16."""
     if grad_logits.dtype != torch.float16:
         return grad_logits.T @ (hidden * grad).to(grad_logits.dtype)
@@ -144,7 +156,7 @@ def _product_with_factors(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> 
     return (product.float() * largest).to(grad_logits.dtype)
 
 
-@deferring
+@supports_deferred_weight_gradient
 class _InChunks(Function):
     """
     Cross entropy whose forward pass also computes gradients, for the sum of losses times `factors`.
@@ -160,17 +172,17 @@ class _InChunks(Function):
         weight: Tensor,
         targets: Tensor,
         ignore_index: int,
-        learns: bool,
+        wants_gradients: bool,
         weight_gradient: WeightGradient,
         factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return losses and lse like `_WholeLogits`; `factors`, float32 (tokens,), multiply losses and gradients."""
-        needed = [learns and needs_grad for needs_grad in ctx.needs_input_grad[:2]]
+        needed = [wants_gradients and needs_grad for needs_grad in ctx.needs_input_grad[:2]]
         inputs = hidden, weight, targets, factors, ignore_index
         losses, lse, grad_hidden, grad_weight = _forward(*inputs, *needed, MAX_LOGITS)
         ctx.save_for_backward(hidden, weight, targets, factors, lse, grad_hidden, grad_weight)
         ctx.ignore_index, ctx.weight_gradient = ignore_index, weight_gradient
-        skip_unused_grads(ctx)
+        pass_none_for_unused_grads(ctx)
         return losses, lse
 
     @staticmethod
@@ -181,7 +193,7 @@ class _InChunks(Function):
         hidden, weight, targets, factors, lse, sum_grad_hidden, sum_grad_weight = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if grad_losses is None or grad_lse is not None:
-            grad_hidden, grad_weight = _from_scratch(ctx, grad_losses, grad_lse)
+            grad_hidden, grad_weight = _recompute_both_gradients(ctx, grad_losses, grad_lse)
             return grad_hidden, grad_weight, None, None, None, None, None
         is_uniform = not grad_losses.numel() or grad_losses.stride(0) == 0 or grad_losses.numel() == 1
         finite = grad_losses.where(targets != ctx.ignore_index, 0)
@@ -191,18 +203,20 @@ class _InChunks(Function):
         if is_uniform:
             grad_weight = ctx.weight_gradient(_scale_gradient, sum_grad_weight, grad_losses[:1], weight)
         else:
-            local = local_targets(targets, len(weight), ctx.ignore_index, None)
+            local = find_local_target_rows(targets, len(weight), ctx.ignore_index, None)
             grad_weight = ctx.weight_gradient(_recompute_weight_gradient, hidden, weight, local, lse, finite * factors)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _from_scratch(ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Compute both gradients where a loss depends on lse, whose gradient the forward pass cannot know."""
+def _recompute_both_gradients(
+    ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return hidden and weight gradients from recomputed logits: lse has a gradient, unknown in the forward pass."""
     hidden, weight, targets, factors, lse, *_ = ctx.saved_tensors
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     weighted_grad = None if grad_losses is None else grad_losses.where(targets != ctx.ignore_index, 0) * factors
-    grad, grad_lse = split_grads(weighted_grad, grad_lse, targets != ctx.ignore_index, torch.float32)
-    local = local_targets(targets, len(weight), ctx.ignore_index, None)
+    grad, grad_lse = compute_logit_grad_factors(weighted_grad, grad_lse, targets != ctx.ignore_index, torch.float32)
+    local = find_local_target_rows(targets, len(weight), ctx.ignore_index, None)
     inputs = [hidden, weight, local, lse, grad] + ([] if grad_lse is None else [grad_lse])
     grad_weight = ctx.weight_gradient(_recompute_weight_gradient, *inputs) if needs_weight else None
     if not needs_hidden:
@@ -234,21 +248,21 @@ def _fake_grad_logits(
     return losses, torch.empty_like(losses), hidden.new_empty((len(hidden), len(weight)) if needed else 0)
 
 
-def _grad_logits_flops(hidden: Tensor, weight: Tensor) -> float:
+def _count_grad_logits_flops(hidden: Tensor, weight: Tensor) -> float:
     return 2.0 * hidden.numel() * len(weight)
 
 
-def _grad_logits_scratch(hidden: Tensor, weight: Tensor, needed: bool) -> int:
+def _count_grad_logits_scratch_bytes(hidden: Tensor, weight: Tensor, needed: bool) -> int:
     # Logits whose gradients are needed are a result.
-    return 0 if needed else logits_bytes(hidden, weight, MAX_LOGITS)
+    return 0 if needed else count_logits_bytes(hidden, weight, MAX_LOGITS)
 
 
 @register_kernel(
     "linear_cross_entropy_grad_logits(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool needed)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_fake_grad_logits,
-    flops=_grad_logits_flops,
-    scratch=_grad_logits_scratch,
+    flops=_count_grad_logits_flops,
+    scratch=_count_grad_logits_scratch_bytes,
 )
 def _grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
@@ -256,7 +270,7 @@ def _grad_logits(
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     lse = torch.empty_like(losses)
     logits = hidden @ weight.T
-    _cross_entropy(logits, targets, losses, lse, None, ignore_index, needed)
+    _fill_losses_and_lse(logits, targets, losses, lse, None, ignore_index, needed)
     return losses, lse, logits if needed else hidden.new_empty(0)
 
 
@@ -277,7 +291,7 @@ def _fake_forward(
     return losses, torch.empty_like(losses), grad_hidden, grad_weight
 
 
-def _forward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
+def _count_forward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
     return 2.0 * hidden.numel() * len(weight) * (1 + needs_hidden + needs_weight)
 
 
@@ -285,8 +299,8 @@ def _forward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_wei
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor factors, int ignore_index, "
     "bool needs_hidden, bool needs_weight, int max_logits) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
-    flops=_forward_flops,
-    scratch=logits_bytes,
+    flops=_count_forward_flops,
+    scratch=count_logits_bytes,
 )
 def _forward(
     hidden: Tensor,
@@ -301,11 +315,13 @@ def _forward(
     results = _fake_forward(hidden, weight, targets, factors, ignore_index, needs_hidden, needs_weight, max_logits)
     losses, lse, grad_hidden, grad_weight = results
     grad_weight.zero_()
-    learns = needs_hidden or needs_weight
-    for chunk in _chunks(len(hidden), len(weight), max_logits):
+    wants_gradients = needs_hidden or needs_weight
+    for chunk in _split_token_chunks(len(hidden), len(weight), max_logits):
         part = hidden[chunk]
         logits = part @ weight.T
-        _cross_entropy(logits, targets[chunk], losses[chunk], lse[chunk], factors[chunk], ignore_index, learns)
+        _fill_losses_and_lse(
+            logits, targets[chunk], losses[chunk], lse[chunk], factors[chunk], ignore_index, wants_gradients
+        )
         if needs_hidden:
             torch.mm(logits, weight, out=grad_hidden[chunk])
         if needs_weight:
@@ -314,7 +330,7 @@ def _forward(
     return results
 
 
-def _chunks(tokens: int, vocab: int, max_logits: int) -> Iterator[slice]:
+def _split_token_chunks(tokens: int, vocab: int, max_logits: int) -> Iterator[slice]:
     """Return slices with nearly equal sizes, within `max_logits` if MULTIPLE tokens are."""
     max_tokens = max(1, max_logits // (vocab * MULTIPLE)) * MULTIPLE
     parts = max(1, -(-tokens // max_tokens))
@@ -322,17 +338,18 @@ def _chunks(tokens: int, vocab: int, max_logits: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _cross_entropy(
+def _fill_losses_and_lse(
     logits: Tensor,
     targets: Tensor,
     losses: Tensor,
     lse: Tensor,
     factors: Tensor | None,
     ignore_index: int,
-    learns: bool,
+    wants_gradients: bool,
 ) -> None:
     """
-    Fill losses and lse (tokens,); if `learns`, overwrite logits (tokens, vocabulary) with the losses' gradients.
+    Fill losses and lse (tokens,); if `wants_gradients`, overwrite logits (tokens, vocabulary) with the losses'
+    gradients.
 
     Losses and gradients are multiplied by `factors` (tokens,). Without factors, ignored tokens get lse's gradients, and
     the backward pass masks them.
@@ -341,7 +358,7 @@ def _cross_entropy(
     block = min(BLOCK, next_power_of_2(vocab))
     if not logits.numel():
         return
-    _kernel[(tokens,)](
+    _cross_entropy_kernel[(tokens,)](
         logits,
         targets.contiguous(),
         losses,
@@ -350,7 +367,7 @@ def _cross_entropy(
         vocab,
         logits.stride(0),
         ignore_index,
-        LEARNS=learns,
+        LEARNS=wants_gradients,
         BLOCK=block,
         DEPTH=DEPTH,
         num_warps=max(1, block // 256),
@@ -359,9 +376,9 @@ def _cross_entropy(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["ignore_index"])
-def _kernel(
+def _cross_entropy_kernel(
     logits, targets, losses, lse, factors, words, stride, ignore_index,
     LEARNS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):

@@ -14,12 +14,17 @@ from torch import Tensor
 
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.moe_peers import Peers
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.moe_permute import gather_into, row_settings, spread_token, tile_settings
-from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.moe_permute import (
+    choose_row_constants,
+    choose_tile_constants,
+    spread_token,
+    sum_rows_by_token_into,
+)
+from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, view_as_rows
 
 ENTRIES = 1024
-"""Choices that a program of `choices` or `limit` processes."""
+"""Choices that a program of `localize_choices` or `limit_routes` processes."""
 
 ELEMENTS_PER_WARP = 1024
 """Elements per warp where programs copy or sum whole rows."""
@@ -29,19 +34,19 @@ class PeerExchangeTriton:
     """Operations for an exchange between ranks, for float32, bfloat16 and float16."""
 
     @staticmethod
-    def publish(given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
+    def publish_tokens(values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
         """Write hidden states, and perhaps scalars and choices (tokens, columns), to slots (slots, columns)."""
-        hidden, *others = given[0], *(tensor.contiguous() for tensor in given[1:])
-        hidden = as_rows(hidden) if hidden.numel() else hidden
-        slots, width = shown[0].shape
+        hidden, *others = values[0], *(tensor.contiguous() for tensor in values[1:])
+        hidden = view_as_rows(hidden) if hidden.numel() else hidden
+        slots, width = own_slots[0].shape
         top_k = others[0].shape[1] if others else 0
         scalars, choices = others or (None, None)
-        to_scalars, to_choices = shown[1:] if others else (None, None)
+        to_scalars, to_choices = own_slots[1:] if others else (None, None)
         _publish_kernel[(slots,)](
             hidden,
             scalars,
             choices,
-            shown[0],
+            own_slots[0],
             to_scalars,
             to_choices,
             len(hidden),
@@ -49,11 +54,11 @@ class PeerExchangeTriton:
             hidden.stride(0) if len(hidden) else width,
             CHOICES=top_k,
             TOGETHER=next_power_of_2(max(top_k, 1)),
-            **row_settings(width, ELEMENTS_PER_WARP),
+            **choose_row_constants(width, ELEMENTS_PER_WARP),
         )
 
     @staticmethod
-    def choices(chosen: Peers, first: int, experts: int) -> Tensor:
+    def localize_choices(chosen: Peers, first: int, experts: int) -> Tensor:
         """
         Return the choices of this rank's experts, numbered from 0, int32 (ranks * slots, top_k); other choices are -1.
 
@@ -70,11 +75,11 @@ class PeerExchangeTriton:
         return local
 
     @staticmethod
-    def limit(routes: Routes, room: int, most: Tensor) -> tuple[Routes, Tensor]:
+    def limit_routes(routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
         """Return routes to at most `room` rows, and a flag, float32 (1,), NaN or 0."""
         dest_row, source_choice, offsets = routes
         limited, ends = torch.empty_like(dest_row), torch.empty_like(offsets)
-        flag = most.new_empty(1, dtype=torch.float32)
+        flag = max_rows.new_empty(1, dtype=torch.float32)
         grid = (max(1, cdiv(dest_row.numel(), ENTRIES)),)
         _limit_kernel[grid](
             dest_row,
@@ -82,7 +87,7 @@ class PeerExchangeTriton:
             limited,
             ends,
             flag,
-            most,
+            max_rows,
             dest_row.numel(),
             len(offsets),
             room,
@@ -93,7 +98,7 @@ class PeerExchangeTriton:
         return Routes(limited, source_choice[:room], ends), flag
 
     @staticmethod
-    def rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
+    def read_rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
         """Return (rows, hidden_size) and (rows,) from ranks' tokens (slots, hidden_size), scalars (slots, top_k)."""
         like, (dest_row, source_choice, _) = tokens[0][0], routes
         check_floats("moe_peers by triton", like)
@@ -108,18 +113,20 @@ class PeerExchangeTriton:
                 row_scalars,
                 len(like),
                 like.shape[1],
-                **tile_settings(dest_row, like.shape[1]),
+                **choose_tile_constants(dest_row, like.shape[1]),
             )
         return rows, row_scalars
 
     @staticmethod
-    def stage(rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None) -> None:
+    def stage_sums(
+        rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
+    ) -> None:
         """Write rows (rows, hidden_size), scalars (rows,) to sums (tokens, hidden_size), by_choice (tokens, top_k)."""
         check_floats("moe_peers by triton", rows)
-        gather_into(as_rows(rows) if rows.numel() else rows, None, scalars, dest_row, sums, by_choice)
+        sum_rows_by_token_into(view_as_rows(rows) if rows.numel() else rows, None, scalars, dest_row, sums, by_choice)
 
     @staticmethod
-    def sums(
+    def read_sums(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return (tokens, hidden_size) and (tokens, top_k), from staged (ranks * slots, hidden_size) by rank."""
@@ -141,7 +148,7 @@ class PeerExchangeTriton:
                 CHOICES=top_k,
                 TOGETHER=next_power_of_2(max(top_k, 1)),
                 enable_fp_fusion=True,
-                **row_settings(like.shape[1], ELEMENTS_PER_WARP),
+                **choose_row_constants(like.shape[1], ELEMENTS_PER_WARP),
             )
         return total, choice_scalars
 
@@ -150,7 +157,7 @@ TRITON = PeerExchangeTriton()
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["tokens"])
 def _publish_kernel(
     hidden, scalars, choices, to_hidden, to_scalars, to_choices, tokens, width, stride,
@@ -173,10 +180,10 @@ def _publish_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count", "room"])
 def _limit_kernel(
-    dest_row, offsets, limited, ends, flag, most, count, experts, room,
+    dest_row, offsets, limited, ends, flag, max_rows, count, experts, room,
     ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
 ):
     # fmt: on
@@ -188,12 +195,12 @@ def _limit_kernel(
         end = tl.load(offsets + expert, mask=expert < experts, other=0)
         tl.store(ends + expert, tl.minimum(end, room), mask=expert < experts)
         rows = tl.max(end, 0)
-        tl.store(most, tl.maximum(tl.load(most), rows))
+        tl.store(max_rows, tl.maximum(tl.load(max_rows), rows))
         tl.store(flag, tl.where(rows > room, float("nan"), 0.0))
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["first"])
 def _choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.constexpr):
     # fmt: on
@@ -206,7 +213,7 @@ def _choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
 def _rows_kernel(
     tokens, scalars, dest_row, rows, row_scalars, slots, width,
@@ -229,7 +236,7 @@ def _rows_kernel(
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["first"])
 def _sums_kernel(
     staged, by_choice, chosen, total, choice_scalars, first, experts, width,

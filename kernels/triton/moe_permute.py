@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import as_rows, check_floats, next_power_of_2
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import check_floats, next_power_of_2, view_as_rows
 
 TILE = 4096
 """Elements of all choices that a program processes at a time."""
@@ -61,14 +61,14 @@ class _Permute(Function):
     ) -> tuple[Tensor, Tensor]:
         """Return rows (rows, hidden_size) from x (tokens, hidden_size), and their probabilities (rows,)."""
         ctx.save_for_backward(dest_row)
-        rows, row_scalars, _ = _spread(x, None, probabilities, dest_row, offsets, len(choices), False)
+        rows, row_scalars, _ = _copy_tokens_to_rows(x, None, probabilities, dest_row, offsets, len(choices), False)
         return rows, row_scalars
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
         (dest_row,) = ctx.saved_tensors
-        return *_gather(grad, None, grad_probabilities, dest_row), None, None, None
+        return *sum_rows_by_token(grad, None, grad_probabilities, dest_row), None, None, None
 
 
 class _Unpermute(Function):
@@ -81,18 +81,18 @@ class _Unpermute(Function):
         """Return (tokens, hidden_size) in the dtype of rows (rows, hidden_size); probabilities are (tokens, top_k)."""
         ctx.needs_probabilities, ctx.count = ctx.needs_input_grad[1], len(choices)
         ctx.save_for_backward(rows if ctx.needs_probabilities else None, probabilities, dest_row, offsets)
-        return _gather(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
+        return sum_rows_by_token(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, probabilities, dest_row, offsets = ctx.saved_tensors
         weighted = probabilities is not None
-        grad_rows, _, products = _spread(grad, rows, probabilities, dest_row, offsets, ctx.count, weighted)
+        grad_rows, _, products = _copy_tokens_to_rows(grad, rows, probabilities, dest_row, offsets, ctx.count, weighted)
         return grad_rows, products.to(probabilities.dtype) if ctx.needs_probabilities else None, None, None, None
 
 
-def _allocate_spread(
+def _allocate_copied_rows(
     x: Tensor,
     others: Tensor | None,
     probabilities: Tensor | None,
@@ -113,11 +113,11 @@ def _allocate_spread(
     "moe_spread(Tensor x, Tensor? others, Tensor? probabilities, Tensor dest_row, Tensor offsets, SymInt count,"
     " bool weighted)"
     " -> (Tensor, Tensor, Tensor)",
-    fake=_allocate_spread,
-    flops=no_flops,
-    scratch=no_scratch,
+    fake=_allocate_copied_rows,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
-def _spread(
+def _copy_tokens_to_rows(
     x: Tensor,
     others: Tensor | None,
     probabilities: Tensor | None,
@@ -127,15 +127,15 @@ def _spread(
     weighted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copy tokens to their choices' rows, times probabilities if `weighted`; `others` are rows, too."""
-    rows, row_scalars, products = _allocate_spread(x, others, probabilities, dest_row, offsets, count, weighted)
+    rows, row_scalars, products = _allocate_copied_rows(x, others, probabilities, dest_row, offsets, count, weighted)
     if not dest_row.numel():
         return rows, row_scalars, products
     if not len(offsets):
         return rows.zero_(), row_scalars.zero_(), products.zero_()
-    x, tokens = as_rows(x) if x.numel() else x, len(dest_row)
+    x, tokens = view_as_rows(x) if x.numel() else x, len(dest_row)
     _spread_kernel[(tokens + FILLERS,)](
         x,
-        None if others is None else as_rows(others),
+        None if others is None else view_as_rows(others),
         None if probabilities is None else probabilities.contiguous(),
         dest_row,
         offsets,
@@ -147,14 +147,14 @@ def _spread(
         len(offsets),
         x.shape[1],
         x.stride(0),
-        0 if others is None else as_rows(others).stride(0),
+        0 if others is None else view_as_rows(others).stride(0),
         WEIGHTED=weighted,
-        **tile_settings(dest_row, x.shape[1]),
+        **choose_tile_constants(dest_row, x.shape[1]),
     )
     return rows, row_scalars, products
 
 
-def _allocate_gather(
+def _allocate_sums(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the sums by token, and row scalars by choice."""
@@ -164,23 +164,25 @@ def _allocate_gather(
 
 @register_kernel(
     "moe_gather(Tensor rows, Tensor? probabilities, Tensor? row_scalars, Tensor dest_row) -> (Tensor, Tensor)",
-    fake=_allocate_gather,
-    flops=no_flops,
-    scratch=no_scratch,
+    fake=_allocate_sums,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
-def _gather(
+def sum_rows_by_token(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sum rows by token, times the choices' probabilities if any; `row_scalars` has a scalar per row."""
-    summed, gathered = _allocate_gather(rows, probabilities, row_scalars, dest_row)
+    summed, gathered = _allocate_sums(rows, probabilities, row_scalars, dest_row)
     if not dest_row.numel():
         return summed.zero_(), gathered
-    rows = as_rows(rows) if rows.numel() else rows
-    gather_into(rows, probabilities, row_scalars, dest_row, summed, None if row_scalars is None else gathered)
+    rows = view_as_rows(rows) if rows.numel() else rows
+    sum_rows_by_token_into(
+        rows, probabilities, row_scalars, dest_row, summed, None if row_scalars is None else gathered
+    )
     return summed, gathered
 
 
-def gather_into(
+def sum_rows_by_token_into(
     rows: Tensor,
     probabilities: Tensor | None,
     row_scalars: Tensor | None,
@@ -208,17 +210,17 @@ def gather_into(
         CHOICES=dest_row.shape[1],
         TOGETHER=next_power_of_2(dest_row.shape[1]),
         enable_fp_fusion=True,
-        **row_settings(rows.shape[1]),
+        **choose_row_constants(rows.shape[1]),
     )
 
 
-def row_settings(width: int, per_warp: int = ELEMENTS_PER_WARP) -> dict[str, Any]:
+def choose_row_constants(width: int, per_warp: int = ELEMENTS_PER_WARP) -> dict[str, Any]:
     """Return how many columns of a row (width,) a program processes at a time, `per_warp` per warp."""
     block = min(max(16, next_power_of_2(width)), TILE)
     return {"BLOCK": block, "num_warps": max(1, min(block // per_warp, 8))}
 
 
-def tile_settings(dest_row: Tensor, width: int) -> dict[str, Any]:
+def choose_tile_constants(dest_row: Tensor, width: int) -> dict[str, Any]:
     """Return tile sizes for dest_row (tokens, top_k): a token's choices, up to a power of 2, by a column block."""
     choices = dest_row.shape[1]
     together = next_power_of_2(choices)
@@ -228,7 +230,7 @@ def tile_settings(dest_row: Tensor, width: int) -> dict[str, Any]:
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["tokens", "count", "num_experts"])
 def _spread_kernel(
     x, others, probabilities, dest_row, offsets, rows, row_scalars, products, tokens, count, num_experts, width,
@@ -243,7 +245,7 @@ def _spread_kernel(
         )  # fmt: skip
     else:
         first = tl.load(offsets + num_experts - 1).to(tl.int64) + token - tokens
-        _fill_rows(rows, row_scalars, first, count.to(tl.int64), tl.num_programs(0) - tokens, width, BLOCK)
+        _zero_rows(rows, row_scalars, first, count.to(tl.int64), tl.num_programs(0) - tokens, width, BLOCK)
 
 
 # fmt: off
@@ -280,7 +282,7 @@ def spread_token(
 
 
 @triton.jit
-def _fill_rows(rows, row_scalars, first, count, step, width, BLOCK: tl.constexpr):
+def _zero_rows(rows, row_scalars, first, count, step, width, BLOCK: tl.constexpr):
     """Zero every `step`-th row from `first` on."""
     column = tl.arange(0, BLOCK)
     for row in range(first, count, step):
@@ -293,7 +295,7 @@ def _fill_rows(rows, row_scalars, first, count, step, width, BLOCK: tl.constexpr
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
 def _gather_kernel(
     rows, probabilities, row_scalars, dest_row, summed, gathered, width, rows_stride,

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.moe import DROPPED, Routes
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, next_power_of_2
 
 ENTRIES, STEP = 256, 32
@@ -46,8 +46,8 @@ def _allocate_tables(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, 
 @register_kernel(
     "moe_routes(Tensor expert_indices, int num_experts) -> (Tensor, Tensor, Tensor)",
     fake=_allocate_tables,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, choices, offsets = _allocate_tables(expert_indices, num_experts)
@@ -59,7 +59,7 @@ def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     counts, totals = rows.new_empty(parts, width), rows.new_empty(width)
     _count_kernel[(parts,)](flat, counts, count, ENTRIES=ENTRIES, WIDTH=width, num_warps=4, enable_fp_fusion=True)
     experts = min(EXPERTS, width)
-    _add_up_kernel[(width // experts,)](
+    _prefix_sum_kernel[(width // experts,)](
         counts, totals, parts, WIDTH=width, EXPERTS=experts, PARTS=PARTS, num_warps=8, enable_fp_fusion=True
     )
     _rows_kernel[(parts,)](
@@ -80,7 +80,7 @@ def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     return rows, choices, offsets
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _count_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
     part = tl.program_id(0).to(tl.int64)
@@ -89,9 +89,9 @@ def _count_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: t
     tl.store(counts + part * WIDTH + tl.arange(0, WIDTH), tl.histogram(expert, WIDTH, mask=expert >= 0))
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["parts"])
-def _add_up_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr):
+def _prefix_sum_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr):
     """Replace every count by the sum over all earlier parts (an exclusive prefix sum); store the totals."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -105,7 +105,7 @@ def _add_up_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.const
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _rows_kernel(
     expert_indices, earlier, totals, offsets, rows, choices, count, num_experts,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.stochastic_copy import ROUNDS as PHILOX_ROUNDS
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the Triton kernels accept; they compute in float32."""
@@ -23,7 +23,7 @@ def check_floats(name: str, *tensors: Tensor) -> None:
             )
 
 
-def as_rows(x: Tensor) -> Tensor:
+def view_as_rows(x: Tensor) -> Tensor:
     """Return x (..., width) as (rows, width) with last stride 1: a view if the strides allow it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
@@ -34,9 +34,10 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def angle_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def unify_angle_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Return cos and sin (rows, length, pairs) with equal strides, the last one 1: kernels accept one set of strides.
+    Return cos and sin (rows, length, pairs) with equal strides and last stride 1, since kernels accept one set of
+    strides.
     """
     cos, sin = contiguous_last_dim(cos), contiguous_last_dim(sin)
     return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
@@ -58,7 +59,7 @@ def upload(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if on_host else numbers
 
 
-def input_precision() -> str:
+def get_dot_precision() -> str:
     """Return how tl.dot multiplies float32: "tf32" if torch does, else "ieee"; narrower dtypes ignore it."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
@@ -90,15 +91,15 @@ def reduce_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum parts, float32 (count, width) and contiguous, over the first dimension: (width,) in `dtype`."""
     count, width = parts.shape
     result = parts.new_empty(width, dtype=dtype)
-    _kernel[(cdiv(width, BLOCK),)](
+    _reduce_partials_kernel[(cdiv(width, BLOCK),)](
         parts, result, count, width, BLOCK=BLOCK, PARTS_PER_STEP=PARTS_PER_STEP, num_warps=4, enable_fp_fusion=True
     )
     return result
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
-def _kernel(parts, result, count, width, BLOCK: tl.constexpr, PARTS_PER_STEP: tl.constexpr):
+def _reduce_partials_kernel(parts, result, count, width, BLOCK: tl.constexpr, PARTS_PER_STEP: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((PARTS_PER_STEP, BLOCK), tl.float32)
     for first in range(0, count, PARTS_PER_STEP):
@@ -123,7 +124,7 @@ def philox(key, draw, counter):
 
 
 @triton.jit
-def halves(word):
+def split_into_16bit_halves(word):
     """Return the lower and the upper 16 bits of n words, as 2 n numbers."""
     return tl.interleave(word & 0xFFFF, word >> 16)
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.primitives import (
-    angle_tables,
     cdiv,
     check_floats,
     contiguous_last_dim,
     next_power_of_2,
     reduce_partials,
     sm_count,
+    unify_angle_strides,
 )
 from drawloom.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel
 
@@ -75,8 +75,8 @@ def _allocate_forward(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor cos, Tensor sin)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_forward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
@@ -84,7 +84,7 @@ def _forward(
     results = _allocate_forward(q, k, q_weight, k_weight, eps, cos, sin)
     if not q.numel():
         return results
-    q, k, (cos, sin) = contiguous_last_dim(q), contiguous_last_dim(k), angle_tables(cos, sin)
+    q, k, (cos, sin) = contiguous_last_dim(q), contiguous_last_dim(k), unify_angle_strides(cos, sin)
     rows, length, _, channels = q.shape
     block = next_power_of_2(channels // 2)
     vectors = max(1, TILE // (2 * block))
@@ -137,8 +137,8 @@ def _allocate_backward(
     "qk_norm_rope_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, "
     "Tensor q_rstd, Tensor k_rstd, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _backward(
     q_grad: Tensor,
@@ -155,7 +155,7 @@ def _backward(
     if not q.numel():
         return q.new_empty(q.shape), k.new_empty(k.shape), torch.zeros_like(q_weight), torch.zeros_like(k_weight)
     q_grad, k_grad, q, k = (contiguous_last_dim(x) for x in (q_grad, k_grad, q, k))
-    cos, sin = angle_tables(cos, sin)
+    cos, sin = unify_angle_strides(cos, sin)
     rows, length, _, channels = q.shape
     block = next_power_of_2(channels // 2)
     vectors = max(1, TILE // (4 * block))

@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.rope import rotate
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.rope import rotate_pairs
 
 # fmt: off
 
 
 @triton.jit
-def _vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.constexpr):
+def _locate_tile_vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.constexpr):
     """Return a tile's row, its vectors' positions and heads, and a mask for existing vectors."""
     row = (tile // tiles).to(tl.int64)
     first = (tile % tiles).to(tl.int64) * VECTORS
@@ -37,7 +37,7 @@ def _norm_and_rotate(
     x, weight, cos, sin, result, rstd, tile, tiles, length, eps, x_row, x_position, x_head, angle_row,
     angle_position, HEADS: tl.constexpr, PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    row, position, head, inside = _vectors(tile, tiles, length, HEADS, VECTORS)
+    row, position, head, inside = _locate_tile_vectors(tile, tiles, length, HEADS, VECTORS)
     pair = tl.arange(0, BLOCK)[None, :]
     within = pair < PAIRS
     mask = inside & within
@@ -48,11 +48,11 @@ def _norm_and_rotate(
     weight_a, weight_b = _load_pairs(weight, within, pair, PAIRS)
     cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
     sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
-    a, b = rotate(a * scale * weight_a, b * scale * weight_b, cosines, sines, False)
+    a, b = rotate_pairs(a * scale * weight_a, b * scale * weight_b, cosines, sines, False)
     _store_pairs(result + vector * (2 * PAIRS), a, b, mask, pair, PAIRS)
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["q_programs", "q_tiles", "k_tiles", "length"])
 def forward_kernel(
     q, k, q_weight, k_weight, cos, sin, q_result, k_result, q_rstd, k_rstd, q_programs, q_tiles, k_tiles,
@@ -86,7 +86,7 @@ def _rotate_back_and_norm(
     weight_a, weight_b = _load_pairs(weight, within, pair, PAIRS)
     total_a, total_b = tl.zeros((VECTORS, BLOCK), tl.float32), tl.zeros((VECTORS, BLOCK), tl.float32)
     for tile in tl.range(program, count, programs, num_stages=3):
-        row, position, head, inside = _vectors(tile, tiles, length, HEADS, VECTORS)
+        row, position, head, inside = _locate_tile_vectors(tile, tiles, length, HEADS, VECTORS)
         mask = inside & within
         vector = (row * length + position) * HEADS + head
         a, b = _load_pairs(x + row * x_row + position * x_position + head * x_head, mask, pair, PAIRS)
@@ -95,7 +95,7 @@ def _rotate_back_and_norm(
         cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
         sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(rstd + vector, mask=inside, other=0.0)
-        grad_a, grad_b = rotate(grad_a, grad_b, cosines, sines, True)
+        grad_a, grad_b = rotate_pairs(grad_a, grad_b, cosines, sines, True)
         a *= scale
         b *= scale
         total_a += grad_a * a
@@ -109,7 +109,7 @@ def _rotate_back_and_norm(
     _store_pairs(parts, tl.sum(total_a, 0), tl.sum(total_b, 0), pair < PAIRS, pair, PAIRS)
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["q_programs", "q_count", "k_count", "q_tiles", "k_tiles", "length"])
 def backward_kernel(
     q_grad, k_grad, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, q_result, k_result, parts, q_programs,

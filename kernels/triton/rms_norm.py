@@ -14,13 +14,20 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import E4M3, Float8Rows
-from drawloom.kernels.linear_float8 import keep_rows
+from drawloom.kernels.linear_float8 import keep_rounded_rows
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.triton.float8 import magnitude, scale_and_inverse
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2, reduce_partials, sm_count
+from drawloom.kernels.triton.float8 import get_magnitude_bits, scale_and_inverse
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import (
+    cdiv,
+    check_floats,
+    next_power_of_2,
+    reduce_partials,
+    sm_count,
+    view_as_rows,
+)
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096
 """Elements that a program processes at a time, 16 per thread; a longer row is one tile."""
@@ -33,7 +40,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool =
     """Compute rms_norm_eager for float32, bfloat16 and float16: x (..., hidden_size), weight (hidden_size,)."""
     check_floats("rms_norm_triton", x, weight)
     normed, *rows = _RmsNorm.apply(x, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return _with_rows(normed, rows)
+    return _keep_rounded_rows(normed, rows)
 
 
 def add_rms_norm_triton(
@@ -46,14 +53,14 @@ def add_rms_norm_triton(
     """
     check_floats("add_rms_norm_triton", x, residual, weight)
     normed, summed, *rows = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return _with_rows(normed, rows), summed
+    return _keep_rounded_rows(normed, rows), summed
 
 
-def _with_rows(normed: Tensor, rows: list[Tensor]) -> Tensor:
+def _keep_rounded_rows(normed: Tensor, rows: list[Tensor]) -> Tensor:
     """Return the norm, and keep its rounded rows and scales if there are any."""
     data, scale = rows
     if scale.numel():
-        keep_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
+        keep_rounded_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
     return normed
 
 
@@ -126,8 +133,8 @@ def _allocate_forward(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centered, bool float8) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_forward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
@@ -135,7 +142,7 @@ def _forward(
     normed, summed, rstd, data, q_scale = _allocate_forward(x, residual, weight, eps, zero_centered, float8)
     if not x.numel():
         return normed, summed, rstd, data, q_scale
-    rows, added = as_rows(x), None if residual is None else as_rows(residual)
+    rows, added = view_as_rows(x), None if residual is None else view_as_rows(residual)
     count, width = rows.shape
     block = next_power_of_2(width)
     tile_rows = max(1, min(FORWARD_TILE // block, next_power_of_2(count)))
@@ -156,7 +163,7 @@ def _forward(
         ZERO_CENTRED=zero_centered,
         ROWS=tile_rows,
         BLOCK=block,
-        num_warps=_count_warps(tile_rows * block),
+        num_warps=_choose_warp_count(tile_rows * block),
         enable_fp_fusion=True,
     )
     return normed, summed, rstd, data, q_scale
@@ -179,8 +186,8 @@ def _allocate_backward(
     "rms_norm_backward(Tensor grad, Tensor? grad_summed, Tensor x, Tensor weight, Tensor rstd, bool zero_centered, "
     "bool needs_weight) -> (Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _backward(
     grad: Tensor,
@@ -193,7 +200,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return x.new_empty(x.shape), weight.new_zeros(weight.shape if needs_weight else 0)
-    rows, grads, more = as_rows(x), as_rows(grad), None if grad_summed is None else as_rows(grad_summed)
+    rows, grads, more = view_as_rows(x), view_as_rows(grad), None if grad_summed is None else view_as_rows(grad_summed)
     count, width = rows.shape
     block = next_power_of_2(width)
     tile_rows = max(1, min(BACKWARD_TILE // block, next_power_of_2(count)))
@@ -216,19 +223,19 @@ def _backward(
         ZERO_CENTRED=zero_centered,
         ROWS=tile_rows,
         BLOCK=block,
-        num_warps=_count_warps(tile_rows * block),
+        num_warps=_choose_warp_count(tile_rows * block),
         enable_fp_fusion=True,
     )
     return grad_x, weight.new_empty(0) if parts is None else reduce_partials(parts, weight.dtype)
 
 
-def _count_warps(elements: int) -> int:
+def _choose_warp_count(elements: int) -> int:
     """Return the warps for 16 elements per thread: two loads of 16 bytes in half precision, to hide latency."""
     return max(1, min(elements // 512, 32))
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
     x, residual, weight, normed, summed, rstd, data, q_scale, count, width, x_stride, residual_stride, eps,
@@ -254,13 +261,13 @@ def _forward_kernel(
     tl.store(normed + row * width + column, result, mask=inside)
     if data is not None:
         wide = result.to(tl.float32)
-        own_scale, inverse = scale_and_inverse(tl.max(magnitude(wide), 1, keep_dims=True))
+        own_scale, inverse = scale_and_inverse(tl.max(get_magnitude_bits(wide), 1, keep_dims=True))
         tl.store(data + row * width + column, (wide * inverse).to(data.dtype.element_ty), mask=inside)
         tl.store(q_scale + row, own_scale, mask=row < count)
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _backward_kernel(
     grad, grad_summed, x, weight, rstd, grad_x, parts, count, width, grad_stride, grad_summed_stride, x_stride,

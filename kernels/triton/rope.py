@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
-    angle_tables,
     cdiv,
     check_floats,
     contiguous_last_dim,
     next_power_of_2,
+    unify_angle_strides,
 )
 
 TILE = 4096
@@ -68,44 +68,44 @@ def _allocate_result(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rev
 @register_kernel(
     "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> Tensor",
     fake=_allocate_result,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
     result = _allocate_result(x, cos, sin, interleaved, reverse)
-    _launch(contiguous_last_dim(x), cos, sin, result, interleaved, reverse)
+    _launch_rotation(contiguous_last_dim(x), cos, sin, result, interleaved, reverse)
     return result
 
 
-def _no_result(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
+def _fake_rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
     pass
 
 
 @register_kernel(
     "rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> ()",
-    fake=_no_result,
-    flops=no_flops,
-    scratch=no_scratch,
+    fake=_fake_rotate_in_place,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
     dense = contiguous_last_dim(x)
-    _launch(dense, cos, sin, dense, interleaved, reverse)
+    _launch_rotation(dense, cos, sin, dense, interleaved, reverse)
     if dense is not x:
         x.copy_(dense)
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bool, reverse: bool) -> None:
+def _launch_rotation(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bool, reverse: bool) -> None:
     """Write the rotated x to `result`, possibly x itself."""
     if not x.numel():
         return
-    cos, sin = angle_tables(cos, sin)
+    cos, sin = unify_angle_strides(cos, sin)
     rows, length, heads, channels = x.shape
     pairs = cos.shape[-1]
     block = next_power_of_2(max(pairs, 1))
     vectors = max(1, min(TILE // (2 * block), next_power_of_2(length * heads)))
     tiles = cdiv(length * heads, vectors)
     rest = 0 if result is x else channels - 2 * pairs
-    _kernel[(rows * tiles,)](
+    _rope_kernel[(rows * tiles,)](
         x,
         cos,
         sin,
@@ -129,7 +129,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bo
 
 
 @triton.jit
-def rotate(a, b, cos, sin, REVERSE: tl.constexpr):
+def rotate_pairs(a, b, cos, sin, REVERSE: tl.constexpr):
     """Rotate both channels of pairs by angles, or by the negative angles."""
     if REVERSE:
         sin = -sin
@@ -137,9 +137,9 @@ def rotate(a, b, cos, sin, REVERSE: tl.constexpr):
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["length", "tiles"])
-def _kernel(
+def _rope_kernel(
     x, cos, sin, result, length, tiles, x_row, x_position, x_head, angle_row, angle_position, result_row,
     result_position, result_head, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, REVERSE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
@@ -163,13 +163,13 @@ def _kernel(
         rotates = inside & (channel < 2 * PAIRS)
         values = tl.load(x + channel, mask=rotates, other=0.0).to(tl.float32)
         a, b = tl.split(values.reshape(VECTORS, BLOCK, 2))
-        a, b = rotate(a, b, cosines, sines, REVERSE)
+        a, b = rotate_pairs(a, b, cosines, sines, REVERSE)
         values = tl.join(a, b).reshape(VECTORS, 2 * BLOCK).to(result.dtype.element_ty)
         tl.store(result + channel, values, mask=rotates)
     else:
         a = tl.load(x + pair, mask=is_pair, other=0.0).to(tl.float32)
         b = tl.load(x + PAIRS + pair, mask=is_pair, other=0.0).to(tl.float32)
-        a, b = rotate(a, b, cosines, sines, REVERSE)
+        a, b = rotate_pairs(a, b, cosines, sines, REVERSE)
         tl.store(result + pair, a.to(result.dtype.element_ty), mask=is_pair)
         tl.store(result + PAIRS + pair, b.to(result.dtype.element_ty), mask=is_pair)
     if REST:

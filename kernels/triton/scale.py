@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import upload
 
 PART = 2**14
@@ -33,19 +33,21 @@ def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool,
     if not sum(tensor.numel() for tensor in tensors) or not (write or any(counted)):
         return torch.zeros_like(factor)
     device = factor.device
-    tables = _tables(tuple(tensor.numel() for tensor in tensors), counted, device)
+    tables = _create_launch_tables(tuple(tensor.numel() for tensor in tensors), counted, device)
     pointers = [tensor.data_ptr() for tensor in tensors]
     addresses = upload(torch.tensor(pointers), device)  # gradients have new addresses in each step
     aligned = all(pointer % 16 == 0 for pointer in pointers)
     programs = len(tables[0])
     squares = factor.new_empty(programs) if any(counted) else None
     arguments = tensors[0], addresses, *tables, factor.float(), squares
-    _kernel[(programs,)](*arguments, PART=PART, BLOCK=BLOCK, ALIGNED=aligned, WRITE=write)
+    _scale_kernel[(programs,)](*arguments, PART=PART, BLOCK=BLOCK, ALIGNED=aligned, WRITE=write)
     return torch.zeros_like(factor) if squares is None else squares.sum()
 
 
 @lru_cache(maxsize=16)
-def _tables(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.device) -> tuple[Tensor, ...]:
+def _create_launch_tables(
+    sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.device
+) -> tuple[Tensor, ...]:
     """
     Return tensor numbers by program (programs,), and by tensor the first program, the size, and the `counted` flag.
     """
@@ -56,9 +58,9 @@ def _tables(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.dev
 
 
 # fmt: off
-@lean
+@cache_launches
 @triton.jit
-def _kernel(
+def _scale_kernel(
     like, addresses, owners, starts, sizes, counted, factor, squares,
     PART: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, WRITE: tl.constexpr,
 ):
@@ -76,15 +78,15 @@ def _kernel(
         element = start + block + tl.arange(0, BLOCK)
         # With a mask of unknown length, each load would be of two bytes.
         if start + block + BLOCK <= size:
-            total += _scale(base + element, None, scale, squares is not None, WRITE)
+            total += _scale_block(base + element, None, scale, squares is not None, WRITE)
         else:
-            total += _scale(base + element, element < size, scale, squares is not None, WRITE)
+            total += _scale_block(base + element, element < size, scale, squares is not None, WRITE)
     if squares is not None:
         tl.store(squares + program, tl.where(tl.load(counted + owner), total, 0.0))
 
 
 @triton.jit
-def _scale(pointers, mask, scale, squared: tl.constexpr, WRITE: tl.constexpr):
+def _scale_block(pointers, mask, scale, squared: tl.constexpr, WRITE: tl.constexpr):
     """Scale a block, in place if WRITE, and return the products' sum of squares if `squared`, else 0."""
     product = (tl.load(pointers, mask=mask).to(tl.float32) * scale).to(pointers.dtype.element_ty)
     if WRITE:

@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.stochastic_copy import PER_DRAW
-from drawloom.kernels.triton.launch import lean
-from drawloom.kernels.triton.primitives import cdiv, halves, philox, round_stochastically
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import cdiv, philox, round_stochastically, split_into_16bit_halves
 
 BLOCK = 1024
 
@@ -26,31 +26,31 @@ def stochastic_copy_triton(target: Tensor, source: Tensor, key: int, counter: in
     _copy(target, source, key, counter, first)
 
 
-def _no_result(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
+def _fake_copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
     pass
 
 
 @register_kernel(
     "stochastic_copy(Tensor(a!) target, Tensor source, int key, int counter, int first) -> ()",
-    fake=_no_result,
-    flops=no_flops,
-    scratch=no_scratch,
+    fake=_fake_copy,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
     if not source.numel():
         return
     dense = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     count = source.numel()
-    _kernel[(cdiv(count, BLOCK),)](
+    _stochastic_copy_kernel[(cdiv(count, BLOCK),)](
         dense, source.contiguous(), key, counter, first, count, BLOCK=BLOCK, PER_DRAW=PER_DRAW, enable_fp_fusion=True
     )
     if dense is not target:
         target.copy_(dense)
 
 
-@lean
+@cache_launches
 @triton.jit(do_not_specialize=["key", "counter", "first"])
-def _kernel(target, source, key, counter, first, count, BLOCK: tl.constexpr, PER_DRAW: tl.constexpr):
+def _stochastic_copy_kernel(target, source, key, counter, first, count, BLOCK: tl.constexpr, PER_DRAW: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     draw = (first + start) // PER_DRAW + tl.arange(0, BLOCK // PER_DRAW)
     a, b, c, d = philox(key, draw, counter)
@@ -58,4 +58,4 @@ def _kernel(target, source, key, counter, first, count, BLOCK: tl.constexpr, PER
     noise = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 2)
     element = start + tl.arange(0, BLOCK)
     values = tl.load(source + element, mask=element < count, other=0.0)
-    tl.store(target + element, round_stochastically(values, halves(noise)), mask=element < count)
+    tl.store(target + element, round_stochastically(values, split_into_16bit_halves(noise)), mask=element < count)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv
 
 BLOCK = 4096
@@ -14,12 +14,14 @@ def sum_parts_triton(own: Tensor, others: Tensor, out: Tensor) -> None:
     """Compute sum_parts_eager: own (n,), others (rows, n) with contiguous rows, out (n,), with one 16-bit dtype."""
     rows, size = others.shape
     if size:
-        _kernel[(cdiv(size, BLOCK),)](own, others, others.stride(0), out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
+        _sum_parts_kernel[(cdiv(size, BLOCK),)](
+            own, others, others.stride(0), out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4
+        )
 
 
-@lean
+@cache_launches
 @triton.jit
-def _kernel(own, others, stride, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_parts_kernel(own, others, stride, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(own + element, mask=element < size, other=0.0).to(tl.float32)
     for _ in range(ROWS):

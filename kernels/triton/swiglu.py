@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.gate_kernels import SILU, Gate, launch_backward, launch_forward
 from drawloom.kernels.triton.primitives import check_floats
@@ -20,14 +20,14 @@ def swiglu_triton(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tens
     return result
 
 
-def swiglu_halves_triton(both: Tensor, scale: Tensor | None = None) -> Tensor:
+def swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
     """
-    Compute swiglu_halves_eager for float32, bfloat16 and float16: both (..., 2 * width), scale (...,).
+    Compute swiglu_halves_eager for float32, bfloat16 and float16: gate_and_up (..., 2 * width), scale (...,).
 
-    Returns (..., width); the gradient of `both` is one tensor, without a concatenation.
+    Returns (..., width); the gradient of `gate_and_up` is one tensor, without a concatenation.
     """
-    check_floats("swiglu_halves_triton", both)
-    result: Tensor = _SwiGluHalves.apply(both, scale)  # type: ignore[no-untyped-call]
+    check_floats("swiglu_halves_triton", gate_and_up)
+    result: Tensor = _SwiGluHalves.apply(gate_and_up, scale)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -51,10 +51,10 @@ class _SwiGluHalves(Function):
     """SwiGLU of two halves of a tensor, which it saves."""
 
     @staticmethod
-    def forward(ctx: Any, both: Tensor, scale: Tensor | None) -> Tensor:
-        """Return (..., width) in the dtype of both (..., 2 * width); scale is (...)."""
-        ctx.save_for_backward(both, scale)
-        gate, up = both.chunk(2, -1)
+    def forward(ctx: Any, gate_and_up: Tensor, scale: Tensor | None) -> Tensor:
+        """Return (..., width) in the dtype of gate_and_up (..., 2 * width); scale is (...)."""
+        ctx.save_for_backward(gate_and_up, scale)
+        gate, up = gate_and_up.chunk(2, -1)
         return _forward(gate, up, scale)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -71,8 +71,8 @@ def _allocate_forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
 @register_kernel(
     "swiglu(Tensor gate, Tensor up, Tensor? scale) -> Tensor",
     fake=_allocate_forward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
     result = _allocate_forward(gate, up, scale)
@@ -88,8 +88,8 @@ def _allocate_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | N
 @register_kernel(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up, Tensor? scale) -> (Tensor, Tensor, Tensor)",
     fake=_allocate_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     results = _allocate_backward(grad, gate, up, scale)
@@ -97,20 +97,20 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> t
     return results
 
 
-def _allocate_halves_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _allocate_halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the gradients of both halves in one tensor, and of the scale (empty without a scale)."""
-    return both.new_empty(both.shape), _allocate_scale(grad, scale)
+    return gate_and_up.new_empty(gate_and_up.shape), _allocate_scale(grad, scale)
 
 
 @register_kernel(
-    "swiglu_halves_backward(Tensor grad, Tensor both, Tensor? scale) -> (Tensor, Tensor)",
+    "swiglu_halves_backward(Tensor grad, Tensor gate_and_up, Tensor? scale) -> (Tensor, Tensor)",
     fake=_allocate_halves_backward,
-    flops=no_flops,
-    scratch=no_scratch,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
 )
-def _halves_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    grad_both, grad_scale = _allocate_halves_backward(grad, both, scale)
-    launch_backward(SWIGLU, (grad, *both.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
+def _halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    grad_both, grad_scale = _allocate_halves_backward(grad, gate_and_up, scale)
+    launch_backward(SWIGLU, (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
     return grad_both, grad_scale
 
 

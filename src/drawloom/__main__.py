@@ -28,14 +28,14 @@ def main() -> int:
         from drawloom.components.distributed.parent import watch_parent
 
         watch_parent(parent)
-    from drawloom.components.distributed.cpu_threads import let_waiting_threads_sleep
+    from drawloom.components.distributed.cpu_threads import shorten_thread_spinning
 
-    let_waiting_threads_sleep(os.environ, os.getloadavg()[0])
+    shorten_thread_spinning(os.environ, os.getloadavg()[0])
     try:
-        from drawloom.components.distributed.torchrun import rank_console
+        from drawloom.components.distributed.torchrun import create_rank_console
         from drawloom.graph.cli.main import main as command_line
 
-        code = command_line(console=rank_console())
+        code = command_line(console=create_rank_console())
         _end_with_threads(code)
         return code
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ by `parallel` and `sequential`.
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.builder import DecoderBuilder, fill_with_initial_weights
 from drawloom.components.model.decoder.config import DecoderConfig, LayerTypesConfig
-from drawloom.components.model.decoder.hugging_face import Family, decoder_mapper
+from drawloom.components.model.decoder.hugging_face import Family, create_decoder_mapper
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear, LinearHead, RMSNorm
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, concatenate, identity, rename, stack, transpose, unstack
@@ -28,7 +28,7 @@ __all__ = [
     "RMSNorm",
     "chunk",
     "concatenate",
-    "decoder_mapper",
+    "create_decoder_mapper",
     "derive_seed",
     "fill_normal",
     "fill_with_initial_weights",

@@ -10,7 +10,7 @@ from drawloom.components.ports.adapters import (
     Fill as Fill,
     LowRank as LowRank,
     ThawingAdapter as ThawingAdapter,
-    thaws_weights as thaws_weights,
+    trains_base_weights as trains_base_weights,
 )
 from drawloom.components.ports.cache import (
     KeyValueCache as KeyValueCache,
@@ -46,10 +46,10 @@ from drawloom.components.ports.data import (
     UnpairedAnswers as UnpairedAnswers,
     ValidationData as ValidationData,
     WritesBatches as WritesBatches,
-    batch_types as batch_types,
+    find_batch_types as find_batch_types,
     has_pairs as has_pairs,
     is_unpaired as is_unpaired,
-    target_bytes as target_bytes,
+    count_target_bytes as count_target_bytes,
     token_batch as token_batch,
 )
 from drawloom.components.ports.distributed import (
@@ -81,7 +81,7 @@ from drawloom.components.ports.experts import (
     ObserveRouting as ObserveRouting,
     PeerExchange as PeerExchange,
     Peers as Peers,
-    routers_of as routers_of,
+    find_routers as find_routers,
     supports_expert_parallel as supports_expert_parallel,
 )
 from drawloom.components.ports.flops import (
@@ -108,10 +108,11 @@ from drawloom.components.ports.memory import (
 from drawloom.components.ports.model import (
     HasCostKey as HasCostKey,
     KeepsConfig as KeepsConfig,
+    Float8Layer as Float8Layer,
     LinearLayer as LinearLayer,
     QuantizableLayer as QuantizableLayer,
     stored_formats as stored_formats,
-    known_module as known_module,
+    build_known_module as build_known_module,
     BatchContext as BatchContext,
     BatchInvariantKernels as BatchInvariantKernels,
     BufferOwner as BufferOwner,
@@ -125,6 +126,7 @@ from drawloom.components.ports.model import (
     Kernels as Kernels,
     LanguageModel as LanguageModel,
     JointLayers as JointLayers,
+    RoundsInput as RoundsInput,
     KnownModule as KnownModule,
     LayerRange as LayerRange,
     Model as Model,
@@ -169,8 +171,8 @@ from drawloom.components.ports.pipeline import (
     TrainableLoss as TrainableLoss,
     chooses_recompute as chooses_recompute,
     embeds_on_every_rank as embeds_on_every_rank,
-    module_of as module_of,
-    state_of_batches as state_of_batches,
+    find_loss_module as find_loss_module,
+    make_state_of_batches as make_state_of_batches,
     sum_losses as sum_losses,
 )
 from drawloom.components.ports.program import (
@@ -183,7 +185,7 @@ from drawloom.components.ports.program import (
     RankProgram as RankProgram,
     ShardOp as ShardOp,
     TransferOp as TransferOp,
-    flat as flat,
+    iterate_actions as iterate_actions,
     group_overlaps as group_overlaps,
 )
 from drawloom.components.ports.recurrence import (
@@ -242,7 +244,7 @@ from drawloom.components.ports.run import (
     Value as Value,
     check_cadence as check_cadence,
     defers_scaling as defers_scaling,
-    due as due,
+    is_due as is_due,
     event_kinds as event_kinds,
 )
 from drawloom.components.ports.slices import (
@@ -253,7 +255,7 @@ from drawloom.components.ports.slices import (
     TensorSlice as TensorSlice,
     gather_shares as gather_shares,
     is_dtensor as is_dtensor,
-    rank_shares as rank_shares,
+    divide_into_shares as divide_into_shares,
 )
 from drawloom.components.ports.stages import (
     LoadedStages as LoadedStages,
@@ -275,8 +277,8 @@ from drawloom.components.ports.stages import (
     TrainableStages as TrainableStages,
     Transform as Transform,
     fuses_backward as fuses_backward,
-    gradient_of as gradient_of,
-    with_averages as with_averages,
+    gradient_or_zeros as gradient_or_zeros,
+    use_averages_if_any as use_averages_if_any,
 )
 from drawloom.components.ports.staging import (
     Stager as Stager,
@@ -291,8 +293,8 @@ from drawloom.components.ports.tracking import (
     DistributionTracker as DistributionTracker,
     Histogram as Histogram,
     PropertyTracker as PropertyTracker,
-    by_context as by_context,
-    flat_properties as flat_properties,
+    split_by_context as split_by_context,
+    flatten_properties as flatten_properties,
 )
 from drawloom.components.ports.weights import (
     Convert as Convert,

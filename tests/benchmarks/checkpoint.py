@@ -20,7 +20,7 @@ from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.staging.overlapped import Overlapped
 from drawloom.components.ports.run import Step
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from support.checkpoints import StateNode, checkpointer
 from support.dcp import begin_save
 
@@ -90,7 +90,7 @@ def _raw(folder: Path, state: dict[str, Any], *, digest: bool) -> tuple[float, f
     thread.start()
     file = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT)
     for tensor in state.values():
-        data = bytes_of(tensor)
+        data = view_bytes(tensor)
         for start in range(0, len(data), CHUNK):
             if digest:
                 pieces.put(data[start : start + CHUNK])

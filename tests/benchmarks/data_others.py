@@ -23,7 +23,7 @@ from pathlib import Path
 import attrs
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from drawloom.components.data.standard_library import source_files
+from drawloom.components.data.standard_library import list_source_files
 from drawloom.components.data.store.store import Store
 
 PEERS = Path(os.environ.get("PEERS", "/nowhere"))
@@ -53,7 +53,7 @@ def main() -> None:
 
 def write_corpus(folder: Path) -> Path:
     """Write a JSONL file of MEGABYTES, and return its path."""
-    texts = [Path(file.path).read_text("utf-8", "replace") for file in source_files()]
+    texts = [Path(file.path).read_text("utf-8", "replace") for file in list_source_files()]
     path, size = folder / "corpus" / "texts.jsonl", 0
     path.parent.mkdir()
     with path.open("w", encoding="utf-8") as file:
@@ -72,7 +72,9 @@ def train_tokenizer(folder: Path) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=32_000, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator((Path(file.path).read_text("utf-8", "replace") for file in source_files()), trainer)
+    tokenizer.train_from_iterator(
+        (Path(file.path).read_text("utf-8", "replace") for file in list_source_files()), trainer
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 

@@ -45,7 +45,7 @@ def print_packings(lengths: np.ndarray) -> None:
     for kind in (BestFit, FirstFit, Padded, Concatenated):
         rows = kind(tokens=nothing, job=nothing, length=LENGTH)
         start = time.process_time()
-        report(kind.__name__, rows.index_of(lengths, order), time.process_time() - start)
+        report(kind.__name__, rows.build_row_index(lengths, order), time.process_time() - start)
 
 
 def report(name: str, index: RowIndex, seconds: float) -> None:
@@ -61,7 +61,7 @@ def read_store(count: int) -> None:
         folder, random = Path(temporary), np.random.default_rng(0)
         with ShardWriter(folder, 0, np.dtype("<u2"), weighted=False) as writer:
             for length in draw_lengths(count):
-                writer.add(random.integers(2**16, size=length, dtype=np.uint16), "drawn", 0)
+                writer.append_document(random.integers(2**16, size=length, dtype=np.uint16), "drawn", 0)
         shard = TokenShard.open_complete(ShardFiles(folder, 0), np.dtype("<u2"), weighted=False)
         index = {"format": FORMAT, "dtype": "uint16", "weighted": False, "vocab_size": 2**16, "eos_id": 0}
         index |= {"tokenizer": "", "fingerprint": "", "shards": [[shard.documents, shard.tokens, shard.digest]]}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.components.weights.mapper_ops import identity
 from drawloom.components.weights.save import write_safetensors
 
@@ -53,7 +53,7 @@ def measure(folder: Path) -> None:
     model, mapper = module(), identity(*names())
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, began = status("VmRSS"), time.perf_counter()
-    load_folder(folder, model, mapper)
+    fill_module_from_folder(folder, model, mapper)
     size = sum(parameter.nbytes for parameter in model.parameters())
     seconds = time.perf_counter() - began
     print(json.dumps({"size": size, "peak": status("VmHWM") - before, "seconds": seconds}))

@@ -20,10 +20,10 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from drawloom.components.pipeline.program.list_scheduling import peak_activations
+from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
 from drawloom.components.pipeline.program.timing import CostTable
-from drawloom.components.pipeline.program.timing import time as time_program
-from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
+from drawloom.components.pipeline.program.timing import compute_timing as time_program
+from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published_schedules
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
 
@@ -89,7 +89,7 @@ class Cell:
         pending = [share * size for size in sizes]
         kept = self._fractions("kept", 1.0, program, sizes)
         kept_activations = [part * size for part, size in zip(kept, pending, strict=True)]
-        return max(peak_activations(program, kept_activations, pending)) <= self.memory + 1e-9
+        return max(compute_peak_activations(program, kept_activations, pending)) <= self.memory + 1e-9
 
     def _fractions(self, quantity: str, default: float, program: Program, sizes: Sequence[int]) -> list[float]:
         policies = zip(program.recompute or NOTHING * program.stages, sizes, strict=True)
@@ -101,7 +101,7 @@ class Cell:
 
     def best_published(self, names: set[str] | None = None) -> tuple[float, str]:
         """Return the makespan and name of the shortest published program that fits, or infinity."""
-        schedules = [schedule for stages in (1, 2) for schedule in list_published(stages)]
+        schedules = [schedule for stages in (1, 2) for schedule in list_published_schedules(stages)]
         programs = [
             (type(schedule).__name__, schedule.program(self.ranks, self.microbatches)) for schedule in schedules
         ]

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.model import BatchContext, LayerRange, TokenContext
-from drawloom.components.ports.pipeline import state_of_batches
-from drawloom.components.ports.program import flat
+from drawloom.components.ports.pipeline import make_state_of_batches
+from drawloom.components.ports.program import iterate_actions
 from drawloom.components.ports.stages import Stage
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
@@ -113,7 +113,7 @@ class World:
     indices = PerDimension(pipeline=RANK)
     context_group = pipeline_group = SimpleNamespace(size=1)
 
-    def links(self, edges: Any) -> dict[int, AtOnce]:
+    def open_channels(self, edges: Any) -> dict[int, AtOnce]:
         return {peer: AtOnce() for peer in range(RANKS)}
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
@@ -122,7 +122,7 @@ class World:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Tensor:
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Tensor:
         return self.between
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:
@@ -155,10 +155,10 @@ def measure_drawloom(name: str) -> tuple[int, float, float]:
     executor.open()
     row = torch.zeros(16, 32)
     batches = [TokenBatch(row, row, row, row, row.float())] * MICROBATCHES
-    actions = len([*flat(lower(schedule.program(RANKS, MICROBATCHES), RANK))])
-    executor.train(state_of_batches(batches))
+    actions = len([*iterate_actions(lower_to_rank_program(schedule.program(RANKS, MICROBATCHES), RANK))])
+    executor.train(make_state_of_batches(batches))
     with _autograd_timed(clock):
-        return actions, *clock.measure(lambda: executor.train(state_of_batches(batches)), actions)
+        return actions, *clock.measure(lambda: executor.train(make_state_of_batches(batches)), actions)
 
 
 class _autograd_timed:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from drawloom.components.pipeline.program.lowering import lower, program_for
+from drawloom.components.pipeline.program.lowering import build_program_for_lowering, lower_to_rank_program
 from drawloom.components.ports.pipeline import PartialSchedule
-from drawloom.components.ports.program import flat
+from drawloom.components.ports.program import iterate_actions
 from support.schedules import NAMES, schedule
 from support.torch_schedules import make_schedule
 
@@ -40,7 +40,13 @@ def time_build(build: Callable[[], int]) -> tuple[int, float]:
 def build_drawloom(name: str, ranks: int, microbatches: int) -> int:
     """Build a middle rank's program, and return its number of actions and messages."""
     rank = ranks // 2
-    return len([*flat(lower(program_for(schedule(name), rank, ranks, microbatches), rank))])
+    return len(
+        [
+            *iterate_actions(
+                lower_to_rank_program(build_program_for_lowering(schedule(name), rank, ranks, microbatches), rank)
+            )
+        ]
+    )
 
 
 def build_torch(name: str, ranks: int, microbatches: int) -> int:

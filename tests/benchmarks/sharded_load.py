@@ -17,7 +17,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.model import LayerRange
@@ -54,7 +54,7 @@ def write(folder: Path) -> int:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(0.02)
-    write_folder(folder, built, OneStage(module), max_shard=2**28)
+    write_hugging_face_folder(folder, built, OneStage(module), max_shard=2**28)
     return sum(parameter.nbytes for parameter in module.parameters())
 
 

@@ -26,7 +26,7 @@ from drawloom.components.pipeline.split_backward.split_backward import SplitBack
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from support.qwen3 import cpu_kernels
 
 SIZES = [(128, 2, 64), (128, 8, 64), (256, 4, 64)]
@@ -82,7 +82,7 @@ class TorchKernels:
         cache: KeyValueCache | None = None,
         whole_rows: bool = False,
     ) -> Tensor:
-        return causal_document_mask(documents)
+        return create_causal_document_mask(documents)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *_options: Any) -> Tensor:
         return attention_eager(q, k, v, mask)

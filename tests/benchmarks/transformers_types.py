@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.fallback.attention import register
-from drawloom.components.model.fallback.checks import self_check
+from drawloom.components.model.fallback.attention import register_attention
+from drawloom.components.model.fallback.checks import run_self_check
 from drawloom.components.model.fallback.errors import SelfCheckError
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers_types.md"
@@ -71,7 +71,7 @@ def causal_types() -> list[str]:
 def verdict_of(model_type: str) -> Verdict:
     """Run the self-check for a type's default config."""
     try:
-        fault = self_check(default_config(model_type)).no_stages
+        fault = run_self_check(default_config(model_type)).no_stages
     except SelfCheckError as error:
         return Verdict(error.check, error.reason)
     except Exception as error:
@@ -95,7 +95,7 @@ def default_config(model_type: str) -> Any:
 
 def scan(types: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
     """Yield every type's verdict, from a forked process."""
-    register()  # before forks: it imports transformers
+    register_attention()  # before forks: it imports transformers
     context = multiprocessing.get_context("fork")
     for model_type in types:
         receiver, sender = context.Pipe(duplex=False)

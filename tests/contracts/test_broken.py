@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.contracts.model import layers_that_keep_shapes_do
+from drawloom.components.contracts.model import layers_keep_shape_and_dtype_if_declared
 from drawloom.components.ports.distributed import ReplicaLimit
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.pipeline import Predictor
@@ -130,7 +130,7 @@ class ForgetsSteps:
     def wait_until_staged(self) -> None:
         """Do nothing."""
 
-    def hold(self, step: Step) -> None:
+    def keep_in_memory(self, step: Step) -> None:
         """Do nothing."""
 
 
@@ -208,7 +208,7 @@ def test_a_layer_that_changes_the_dtype_breaks_its_models_word() -> None:
     """A model may not say that its layers keep shapes where one does not."""
     implementation: Any = SaysThatItKeepsShapes()
     with pytest.raises(BrokenContractError, match=r"layer 1 gives torch.float64 \(2, 5, 8\), and takes torch.float32"):
-        layers_that_keep_shapes_do(implementation)
+        layers_keep_shape_and_dtype_if_declared(implementation)
 
 
 class Counter:

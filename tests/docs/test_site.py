@@ -13,7 +13,7 @@ import pytest
 
 import drawloom
 from drawloom.components.ports.run import EventKind
-from drawloom.graph.cli.main import command_names
+from drawloom.graph.cli.main import list_command_names
 from drawloom.graph.project import Project
 from generate.catalogue import specs
 from generate.results import results_page
@@ -76,9 +76,9 @@ def test_no_page_fetches_anything(site: Path) -> None:
 def test_every_command_has_an_example() -> None:
     """Every command has a heading and a block, which `tests/docs/test_blocks.py` runs."""
     page = ROOT / "docs" / "commands.md"
-    assert re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE) == command_names(Project.of("drawloom"))
+    assert re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE) == list_command_names(Project.of("drawloom"))
     lines = [line.split() for block in blocks(page) for line in block.text.splitlines() if line.startswith("$ ")]
-    assert {words[2] for words in lines} == set(command_names(Project.of("drawloom")))
+    assert {words[2] for words in lines} == set(list_command_names(Project.of("drawloom")))
 
 
 def test_the_page_for_agents_names_commands_and_is_short() -> None:
@@ -86,13 +86,13 @@ def test_the_page_for_agents_names_commands_and_is_short() -> None:
     text = (ROOT / "AGENTS.md").read_text("utf-8")
     named = {name for names in re.findall(r"`drawloom ([a-z|-]+)", text) for name in names.split("|")}
     assert len(text.splitlines()) <= 50 and len(named) > 10
-    assert named <= set(command_names(Project.of("drawloom")))
+    assert named <= set(list_command_names(Project.of("drawloom")))
 
 
 def test_every_field_of_every_result_is_documented() -> None:
     """Every command has a section, and every row has a description."""
     page = results_page()
-    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == command_names(Project.of("drawloom"))
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == list_command_names(Project.of("drawloom"))
     rows = [line for line in page.splitlines() if line.startswith("| `") and not line.endswith("field | type | |")]
     assert len(rows) > 150 and [row for row in rows if row.endswith("|  |")] == []
 
@@ -111,12 +111,12 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
     [
         (("Loss", "loss"), "StageRunner._compute_loss"),
         (("Phase", "run_phase"), "Trainer._run_step"),
-        (("Metric", "update"), "measure"),
-        (("Tracker", "track"), "_track"),
-        (("DistributionTracker", "track_distributions"), "_track"),
+        (("Metric", "update"), "sum_metrics_over_ranks"),
+        (("Tracker", "track"), "_send_measurements"),
+        (("DistributionTracker", "track_distributions"), "_send_measurements"),
         (("Kernels", "rms_norm"), "RMSNorm.forward"),
         (("Executor", "evaluate"), "_measure_loss"),
-        (("Group", "sum"), "Evaluate._measure"),
+        (("Group", "sum"), "Evaluate._measure_loss_per_token"),
         (("MemoryUser", "memory_bytes"), "memory_by_kind"),
     ],
 )

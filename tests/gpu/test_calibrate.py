@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.distributed.device_model import model_of_gpu
+from drawloom.components.distributed.device_model import find_gpu_model
 from drawloom.components.planning import calibrate
-from drawloom.components.planning.calibrate import at_hand
+from drawloom.components.planning.calibrate import load_local_device_model
 
 pytestmark = [pytest.mark.gpu]
 GPU = torch.device("cuda")
@@ -22,7 +22,7 @@ def test_slow_first_calls_do_not_change_the_calibration(tmp_path: Path, monkeypa
     The limits around the device table are wide, since sizes are small and other processes may use the GPU.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    loaded, attention = list[bool](), calibrate._make_attention
+    loaded, attention = list[bool](), calibrate._make_attention_pass
 
     def load_slowly(device: torch.device, *sizes: Any) -> object:
         run = attention(device, *sizes)
@@ -35,9 +35,9 @@ def test_slow_first_calls_do_not_change_the_calibration(tmp_path: Path, monkeypa
 
         return slow
 
-    monkeypatch.setattr(calibrate, "_make_attention", load_slowly)
-    calibrate.calibrate(GPU, seconds=0.2)
-    measured, known = at_hand(), model_of_gpu(torch.cuda.get_device_name())
+    monkeypatch.setattr(calibrate, "_make_attention_pass", load_slowly)
+    calibrate.measure_and_save_calibration(GPU, seconds=0.2)
+    measured, known = load_local_device_model(), find_gpu_model(torch.cuda.get_device_name())
     assert loaded
     assert 0.1 < measured.reached.attention < 2
     if known is not None:

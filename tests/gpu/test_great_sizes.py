@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
+from drawloom.kernels.adamw import AdamwEager, ParamState, compute_step_scalars
 from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.rope import rope_eager
@@ -91,11 +91,11 @@ def test_stochastic_rounding_is_right_beyond_32_bits() -> None:
     del large_source
     kept = [torch.zeros(count, **GPU) for _ in "ms"]
     AdamwTriton([ParamState(result, kept[0], kept[1], 0.1, 9)]).step(
-        [torch.ones(count, **GPU)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
+        [torch.ones(count, **GPU)], compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
     )
     small = [torch.zeros(tail, **GPU) for _ in "ms"]
     AdamwEager([ParamState(expected, small[0], small[1], 0.1, 9, count - tail)]).step(
-        [torch.ones(tail, **GPU)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
+        [torch.ones(tail, **GPU)], compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
     )
     assert torch.equal(result[-tail:], expected)
     assert torch.equal(kept[1][-tail:], small[1])

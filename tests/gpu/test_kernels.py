@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import ParamState, step_scalars
+from drawloom.kernels.adamw import ParamState, compute_step_scalars
 from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
 from drawloom.kernels.moe import moe_routes_eager
@@ -79,7 +79,7 @@ def make_calls() -> dict[str, Callable[[], Any]]:
     expert_indices = torch.randint(-1, 4, (64, 2), device="cuda")
     kept = [torch.zeros(256, **GPU) for _ in "wms"]
     (_, launch), *_ = AdamwTriton([ParamState(kept[0], kept[1], kept[2], 0.1, 1)])._launches
-    scalars = step_scalars(1e-3, (0.9, 0.95), 1e-8, 1)
+    scalars = compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1)
     nearest, noisy = launch.on_device(scalars, None), launch.on_device(scalars, 1)
     ones, copy = torch.ones(256, **GPU), torch.zeros(64, 256, **GPU)
 

@@ -44,7 +44,7 @@ def test_batches_are_correct_although_memory_is_reused() -> None:
     uploads, square = Uploads(GPU), torch.randn(4096, 4096, device=GPU)
     batches, sums = [rows(8) for _ in range(20)], []
     for batch in batches:
-        uploaded = uploads.start(batch)
+        uploaded = uploads.start_upload(batch)
         square = (square @ square).clamp(-1, 1)
         sums.append(sum(tensor.double().sum() for tensor in uploaded.tensors()))
         del uploaded
@@ -55,13 +55,13 @@ def test_batches_are_correct_although_memory_is_reused() -> None:
 def test_host_does_not_wait_for_copies() -> None:
     """Copies of a batch start without waiting, and finish before a long computation on the device ends."""
     uploads, square = Uploads(GPU), torch.randn(8192, 8192, device=GPU)
-    uploads.start(rows(8))
+    uploads.start_upload(rows(8))
     busy: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     with record_waits() as messages:
         for _ in range(50):
             square = (square @ square).clamp(-1, 1)
         busy.record()
-        uploaded = uploads.start(rows(8))
+        uploaded = uploads.start_upload(rows(8))
     uploads._stream.synchronize()
     assert not busy.query(), "the copies waited for the products"
     assert not messages and uploaded.tokens.is_cuda
@@ -91,7 +91,7 @@ def test_gpu_is_not_idle_between_steps() -> None:
 
     def step() -> None:
         nonlocal square
-        uploaded = uploads.start(rows(4))
+        uploaded = uploads.start_upload(rows(4))
         square = square + uploaded.weights.sum() * 1e-9
         for _ in range(10):
             square = (square @ square).clamp(-1, 1)

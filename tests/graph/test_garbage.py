@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from drawloom.graph.garbage import pause_collection
+from drawloom.graph.garbage import pause_garbage_collection
 
 
 @pytest.fixture(params=[True, False], ids=["on", "off"])
@@ -19,8 +19,8 @@ def was_on(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 def test_a_pause_restores_collection(was_on: bool) -> None:
     """Collection is off inside, also after an inner pause, and restored afterwards, also after an error."""
-    with pytest.raises(KeyError), pause_collection():
-        with pause_collection():
+    with pytest.raises(KeyError), pause_garbage_collection():
+        with pause_garbage_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()
         raise KeyError
@@ -30,7 +30,7 @@ def test_a_pause_restores_collection(was_on: bool) -> None:
 def test_a_decorated_function_pauses_collection_at_every_call(was_on: bool) -> None:
     """A decorated function pauses collection in any number of nested calls."""
 
-    @pause_collection()
+    @pause_garbage_collection()
     def is_off(depth: int) -> bool:
         return not gc.isenabled() and (depth == 0 or is_off(depth - 1))
 

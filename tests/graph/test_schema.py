@@ -13,14 +13,14 @@ from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.layers import Table
 from drawloom.graph.registry.spec import read_spec
-from drawloom.graph.schema import recipe_schema, setting_schema
-from drawloom.graph.types.structure import Values
+from drawloom.graph.schema import make_setting_schema, recipe_schema
+from drawloom.graph.types.structure import ValueConverter
 from support.golden import FAULTY
 from support.made_up import SETTINGS
 from support.shop.components.stores.varied import Varied
 
 SPEC = read_spec("stores.varied", Varied)
-VALIDATORS = {name: Draft7Validator(setting_schema(f.type, f.check)) for name, f in SPEC.fields.items()}
+VALIDATORS = {name: Draft7Validator(make_setting_schema(f.type, f.check)) for name, f in SPEC.fields.items()}
 WRITTEN = st.one_of(*SETTINGS.values())
 
 
@@ -45,7 +45,7 @@ def test_a_value_refused_by_the_schema_is_an_invalid_setting(name: str, value: A
     field = SPEC.fields[name]
     if not VALIDATORS[name].is_valid(as_json(value)):
         written_as_reference = isinstance(value, str) and value[:1] in ("@", "$")
-        assert written_as_reference or Values().structure(value, field.type, field.check)[1]
+        assert written_as_reference or ValueConverter().structure(value, field.type, field.check)[1]
 
 
 def test_bounds_are_part_of_the_schema() -> None:

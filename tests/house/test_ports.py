@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 
 from drawloom.graph import lifecycle
-from drawloom.graph.testing.misspellings import capabilities
-from drawloom.graph.types.port_match import find_members
+from drawloom.graph.testing.misspellings import find_capability_protocols
+from drawloom.graph.types.port_match import list_protocol_members
 from house.test_floors import ROOT, SOURCES
 
 LIBRARY_ATTRIBUTES = {
@@ -16,7 +16,7 @@ LIBRARY_ATTRIBUTES = {
 
 LIFECYCLE = {
     name for cls in vars(lifecycle).values() if isinstance(cls, type) and hasattr(cls, "_is_protocol")
-    for name in find_members(cls)
+    for name in list_protocol_members(cls)
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_listed_exceptions_are_still_needed() -> None:
 def test_optional_protocols_are_used() -> None:
     """Some source file tests for every Protocol of an optional member; otherwise the member would have no effect."""
     texts = [path.read_text("utf-8") for path in SOURCES]
-    names = [cls.__name__ for cls in capabilities("drawloom.components.ports")]
+    names = [cls.__name__ for cls in find_capability_protocols("drawloom.components.ports")]
     asked = [name for name in names if any(f", {name})" in text or f", {name}]" in text for text in texts)]
     assert sorted(names) == sorted(asked)
 

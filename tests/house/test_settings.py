@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, trainers
 
-from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.graph.problems import Problem, RecipeError, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.registry.registry import Registry
@@ -69,7 +69,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jinja").write_text(("{{ strftime_now('%Y') }}" if name == "other" else "") + CHATML, "utf-8")
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
-        (folder / f"{name}.csv").write_text(write_csv(schedule.program(4, 8)))
+        (folder / f"{name}.csv").write_text(format_program_csv(schedule.program(4, 8)))
         families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe"), (SPARSE_SIZES, "dots1", "_dots1")]
         families += [(GROUPED_SIZES, family, f"_{family}") for family in GROUPED_FAMILIES]
         families += [(SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, "gpt_oss", "_gpt_oss")]

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, join_master, split_master, step_scalars
+from drawloom.kernels.adamw import (
+    ALL,
+    AdamwEager,
+    ParamState,
+    compute_step_scalars,
+    join_bfloat16_and_remainder,
+    split_into_bfloat16_and_remainder,
+)
 from drawloom.kernels.scale import scale
 
 
@@ -39,7 +46,7 @@ def test_float32_steps_equal_torch_adamw(stochastic: bool, amsgrad: bool, maximi
         for weight, gradient in zip(theirs, gradients, strict=True):
             weight.grad = gradient.clone()
         optimizer.step()
-        stepper.step(gradients, step_scalars(0.01, (0.8, 0.9), 1e-6, step), step if stochastic else None)
+        stepper.step(gradients, compute_step_scalars(0.01, (0.8, 0.9), 1e-6, step), step if stochastic else None)
     for our_state, their_weight in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our_state.weight, their_weight.detach(), rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(our_state.exp_avg, optimizer.state[their_weight]["exp_avg"], rtol=1e-5, atol=1e-7)
@@ -55,9 +62,9 @@ def test_float32_steps_equal_torch_adamw(stochastic: bool, amsgrad: bool, maximi
 def test_scalars_of_many_weights_equal_single_ones() -> None:
     """Step counts per weight give one row of scalars per weight, bitwise equal to single counts."""
     counts = [1, 2, 1000, 2**24 + 1]
-    rows = step_scalars(1e-3, (0.9, 0.95), 1e-8, torch.tensor(counts))
+    rows = compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, torch.tensor(counts))
     for row, count in zip(rows, counts, strict=True):
-        assert torch.equal(row, step_scalars(1e-3, (0.9, 0.95), 1e-8, count))
+        assert torch.equal(row, compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, count))
     expected = [1e-3, 0.1, 0.05, 1e-3 / (1 - 0.9**2), (1 - 0.95**2) ** -0.5, 1e-8]
     torch.testing.assert_close(rows[1], torch.tensor(expected), rtol=1e-7, atol=0)
 
@@ -69,7 +76,7 @@ def test_small_steps_add_up(kept: torch.dtype) -> None:
     one, gradient = make_state(weight, kept), torch.ones(20_000, dtype=torch.bfloat16)
     stepper = AdamwEager([one])
     for step in range(1, 21):
-        stepper.step([gradient], step_scalars(1e-4, (0.9, 0.95), 1e-8, step), counter=step)
+        stepper.step([gradient], compute_step_scalars(1e-4, (0.9, 0.95), 1e-8, step), counter=step)
     # The gradient is constant, so each of 20 steps is by lr, a fortieth of the spacing of bfloat16 below 1.
     assert weight.float().mean().item() == pytest.approx(1 - 20e-4, abs=1e-4)
     assert weight.min() < weight.max()
@@ -82,7 +89,7 @@ def test_noise_depends_on_key_counter_and_index() -> None:
         weight = torch.linspace(1, 2, 1000).bfloat16()[part].clone()
         mean, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
         one = ParamState(weight, mean, exp_avg_sq, 0.1, key, part.start or 0)
-        AdamwEager([one]).step([torch.ones_like(weight)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
+        AdamwEager([one]).step([torch.ones_like(weight)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
         return weight
 
     assert torch.equal(step_once(1, 1), step_once(1, 1))
@@ -112,7 +119,7 @@ def test_a_box_is_rounded_like_within_the_whole(part: tuple[slice, slice], colum
         kept = weight.bfloat16(), torch.zeros_like(weight).bfloat16(), torch.zeros_like(weight).bfloat16()
         one = ParamState(kept[0], kept[1], kept[2], 0.1, 7, first=first, width=width, stride=stride)
         for step in (1, 2):
-            AdamwEager([one]).step([gradient], step_scalars(1e-2, (0.9, 0.95), 1e-8, step), step)
+            AdamwEager([one]).step([gradient], compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, step), step)
         return [*kept]
 
     whole = step_twice(weight, gradient)
@@ -135,7 +142,7 @@ def test_strided_weights_equal_contiguous_ones() -> None:
     view.copy_(copy)
     for weight in (copy, view):
         one = ParamState(weight, torch.zeros(3, 4), torch.zeros(3, 4), 0.0, 1)
-        AdamwEager([one]).step([torch.ones(3, 4)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+        AdamwEager([one]).step([torch.ones(3, 4)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
     assert torch.equal(copy, view)
 
 
@@ -143,7 +150,7 @@ def test_nan_gradient_stays_visible() -> None:
     """A NaN gradient leaves NaN in the weight and its state."""
     one = make_state(torch.ones(4).bfloat16(), torch.bfloat16)
     gradient = torch.tensor([1.0, float("nan"), 1.0, 1.0])
-    AdamwEager([one]).step([gradient], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+    AdamwEager([one]).step([gradient], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
     for tensor in (one.weight, one.exp_avg, one.exp_avg_sq):
         assert tensor.isnan().tolist() == [False, True, False, False]
 
@@ -160,7 +167,7 @@ def test_factors_have_the_bits_of_gradients_scaled_in_place(dtype: torch.dtype) 
         if in_place:
             for factor in factors.double():
                 scale([grad], factor)
-        numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
+        numbers = compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
         AdamwEager([state]).step([grad], numbers, factors=None if in_place else factors)
         results.append(state.tensors)
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
@@ -173,13 +180,15 @@ def test_every_master_is_split_exactly() -> None:
     for high in (0x0000, 0x3F80, 0xBF81, 0x7F7E, 0x0001):
         master = (low | high << 16 if high < 0x8000 else low | high - 2**16 << 16).view(torch.float32)
         for numbers in (master, specials):
-            weight, remainder = split_master(numbers)
-            assert torch.equal(join_master(weight, remainder).view(torch.int32), numbers.view(torch.int32))
+            weight, remainder = split_into_bfloat16_and_remainder(numbers)
+            assert torch.equal(
+                join_bfloat16_and_remainder(weight, remainder).view(torch.int32), numbers.view(torch.int32)
+            )
             finite = numbers[numbers.isfinite()].double()
             errors = [(half[numbers.isfinite()].double() - finite).abs() for half in (weight, numbers.bfloat16())]
             assert torch.equal(*errors)  # the nearest, except for the side of a tie
     nan = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    assert split_master(nan)[0].isnan().all()
+    assert split_into_bfloat16_and_remainder(nan)[0].isnan().all()
 
 
 @pytest.mark.parametrize("noise", [None, 5])
@@ -189,9 +198,9 @@ def test_masters_with_remainders_train_like_float32_weights(noise: int | None) -
     wide = make_state(start.float(), weight_decay=0.1)
     narrow = replace(make_state(start.clone(), weight_decay=0.1), remainder=torch.zeros(1000, dtype=torch.int16))
     for step in range(1, 6):
-        grads, scalars = [torch.randn(1000) * 1e-3], step_scalars(1e-3, (0.9, 0.95), 1e-8, step)
+        grads, scalars = [torch.randn(1000) * 1e-3], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, step)
         for param in (wide, narrow):
             AdamwEager([param]).step(grads, scalars, noise)
     assert narrow.remainder is not None
-    assert torch.equal(join_master(narrow.weight, narrow.remainder), wide.weight)
+    assert torch.equal(join_bfloat16_and_remainder(narrow.weight, narrow.remainder), wide.weight)
     assert not torch.equal(narrow.weight, start)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from support.seeding import seeds
 
@@ -64,7 +64,8 @@ def test_each_token_sees_its_document_up_to_itself(
     """For any packing, ratio of heads and window, the result equals a loop over tokens."""
     q, k, v, document_ids = random_case(rows, length, kv_heads * group, kv_heads, torch.float64)
     torch.testing.assert_close(
-        attention_eager(q, k, v, causal_document_mask(document_ids, window)), by_token(q, k, v, document_ids, window)
+        attention_eager(q, k, v, create_causal_document_mask(document_ids, window)),
+        by_token(q, k, v, document_ids, window),
     )
 
 
@@ -75,7 +76,7 @@ def test_gradients_match_finite_differences(heads: int, kv_heads: int) -> None:
     for x in qkv:
         x.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda q, k, v: attention_eager(q, k, v, causal_document_mask(document_ids)), tuple(qkv)
+        lambda q, k, v: attention_eager(q, k, v, create_causal_document_mask(document_ids)), tuple(qkv)
     )
 
 
@@ -84,7 +85,7 @@ def test_empty_inputs_give_empty_results() -> None:
     for rows, length in ((0, 4), (2, 0)):
         q, k, v, document_ids = random_case(rows, length, 2, 1, torch.float32)
         q.requires_grad_()
-        actual = attention_eager(q, k, v, causal_document_mask(document_ids))
+        actual = attention_eager(q, k, v, create_causal_document_mask(document_ids))
         assert actual.shape == q.shape
         assert torch.autograd.grad(actual.sum(), q)[0].shape == q.shape
 
@@ -93,7 +94,7 @@ def test_empty_inputs_give_empty_results() -> None:
 def test_half_precision_agrees_with_float64(dtype: torch.dtype) -> None:
     """Half precision keeps its dtype and agrees with float64 up to rounding."""
     q, k, v, document_ids = random_case(2, 12, 4, 2, dtype)
-    actual = attention_eager(q, k, v, causal_document_mask(document_ids))
+    actual = attention_eager(q, k, v, create_causal_document_mask(document_ids))
     assert actual.dtype == dtype
     exact = by_token(q.double(), k.double(), v.double(), document_ids)
     torch.testing.assert_close(actual.double(), exact, atol=4 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)
@@ -102,8 +103,8 @@ def test_half_precision_agrees_with_float64(dtype: torch.dtype) -> None:
 def test_strided_inputs_give_the_same_result() -> None:
     """Views with a non-contiguous last dimension give the same results as copies."""
     q, k, v, document_ids = random_case(2, 6, 4, 2, torch.float64)
-    actual = attention_eager(restride(q), restride(k), restride(v), causal_document_mask(restride(document_ids)))
-    torch.testing.assert_close(actual, attention_eager(q, k, v, causal_document_mask(document_ids)))
+    actual = attention_eager(restride(q), restride(k), restride(v), create_causal_document_mask(restride(document_ids)))
+    torch.testing.assert_close(actual, attention_eager(q, k, v, create_causal_document_mask(document_ids)))
 
 
 def test_only_equality_of_document_ids_counts() -> None:
@@ -111,7 +112,8 @@ def test_only_equality_of_document_ids_counts() -> None:
     q, k, v, _ = random_case(1, 6, 2, 2, torch.float64)
     plain, odd = torch.tensor([[0, 0, 1, 1, 1, 2]]), torch.tensor([[7, 7, -3, -3, -3, 0]])
     torch.testing.assert_close(
-        attention_eager(q, k, v, causal_document_mask(plain)), attention_eager(q, k, v, causal_document_mask(odd))
+        attention_eager(q, k, v, create_causal_document_mask(plain)),
+        attention_eager(q, k, v, create_causal_document_mask(odd)),
     )
 
 
@@ -141,7 +143,7 @@ def test_options_and_sinks_change_every_score(
     v, options = torch.randn(2, 7, kv_heads, v_dim, dtype=torch.float64), AttentionOptions(scale, softcap)
     sinks = torch.randn(kv_heads * group, dtype=torch.float64) if has_sinks else None
     torch.testing.assert_close(
-        attention_eager(q, k, v, causal_document_mask(document_ids, window), options, sinks),
+        attention_eager(q, k, v, create_causal_document_mask(document_ids, window), options, sinks),
         by_token(q, k, v, document_ids, window, options, sinks),
     )
 
@@ -150,7 +152,7 @@ def test_gradients_with_options_match_finite_differences() -> None:
     """Gradients of q, k, v and sinks equal finite differences, with a scale, a softcap and narrow values."""
     q, k, _, document_ids = random_case(2, 5, 4, 2, torch.float64)
     v, sinks = torch.randn(2, 5, 2, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    mask, options = causal_document_mask(document_ids), AttentionOptions(0.7, 0.9)
+    mask, options = create_causal_document_mask(document_ids), AttentionOptions(0.7, 0.9)
     inputs = tuple(x.requires_grad_() for x in (q, k, v, sinks))
     assert torch.autograd.gradcheck(lambda q, k, v, sinks: attention_eager(q, k, v, mask, options, sinks), inputs)
 

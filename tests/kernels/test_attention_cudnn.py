@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels
@@ -21,7 +21,10 @@ def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> Non
         torch.randn(2, 300, count, head_dim, device=DEVICE, dtype=dtype, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)
     )
-    actual, expected = CUDNN.attend(q, k, v, WHOLE_ROWS), attention_eager(q, k, v, causal_document_mask(documents))
+    actual, expected = (
+        CUDNN.attend(q, k, v, WHOLE_ROWS),
+        attention_eager(q, k, v, create_causal_document_mask(documents)),
+    )
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
     seed = torch.randn_like(actual)
     grads = (torch.autograd.grad(output, (q, k, v), seed) for output in (actual, expected))
@@ -32,7 +35,7 @@ def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> Non
 def test_packed_rows_and_windows_use_flex_attention() -> None:
     """The mask is flex_attention's unless each row is one document and there is no window."""
     kernels = cpu_kernels()
-    kernels._functions["attention"] = CUDNN
+    kernels._functions_by_operation["attention"] = CUDNN
     documents = torch.tensor([[0] * 30 + [1] * 34, [0] * 64], device=DEVICE)
     assert kernels.attention_mask(documents[1:], whole_rows=True) is WHOLE_ROWS
     for ids, window, whole in ((documents, None, False), (documents[1:], 5, True)):
@@ -40,7 +43,7 @@ def test_packed_rows_and_windows_use_flex_attention() -> None:
         q = torch.randn(len(ids), 64, 2, 16, device=DEVICE)
         with torch.no_grad():
             actual = CUDNN.attend(q, q, q, mask)
-        expected = attention_eager(q, q, q, causal_document_mask(ids, window))
+        expected = attention_eager(q, q, q, create_causal_document_mask(ids, window))
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 

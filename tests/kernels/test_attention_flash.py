@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import attention_eager, causal_document_mask
-from drawloom.kernels.attention_flash import attention_flash, document_offsets
+from drawloom.kernels.attention import attention_eager, create_causal_document_mask
+from drawloom.kernels.attention_flash import attention_flash, compute_document_offsets
 
 
 def test_documents_begin_where_ids_or_rows_change() -> None:
     """A document begins where the id changes or a row begins; the last offset is the number of tokens."""
     document_ids = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 3]])
-    assert document_offsets(document_ids).offsets.tolist() == [0, 2, 4, 5, 7, 8]
-    assert document_offsets(document_ids).offsets.dtype == torch.int32
-    assert document_offsets(document_ids[:0]).offsets.tolist() == [0]
+    assert compute_document_offsets(document_ids).offsets.tolist() == [0, 2, 4, 5, 7, 8]
+    assert compute_document_offsets(document_ids).offsets.dtype == torch.int32
+    assert compute_document_offsets(document_ids[:0]).offsets.tolist() == [0]
 
 
 @pytest.mark.gpu
@@ -26,8 +26,8 @@ def test_varlen_attention_equals_eager(kv_heads: int) -> None:
             torch.randn(2, 300, kv_heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv"
         )
         actual, expected = (
-            attention_flash(q, k, v, document_offsets(document_ids)),
-            attention_eager(q, k, v, causal_document_mask(document_ids)),
+            attention_flash(q, k, v, compute_document_offsets(document_ids)),
+            attention_eager(q, k, v, create_causal_document_mask(document_ids)),
         )
         torch.testing.assert_close(actual, expected, atol=0.02, rtol=0.02)
         grads = torch.autograd.grad(actual.sum(), (q, k, v))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import EAGER, AttentionImplementation, attention_eager, causal_document_mask
+from drawloom.kernels.attention import EAGER, AttentionImplementation, attention_eager, create_causal_document_mask
 from drawloom.kernels.attention_cudnn import CUDNN
 from drawloom.kernels.attention_flash import VARLEN
-from drawloom.kernels.attention_flex import FLEX, _dense_mask, attention_flex, block_mask
+from drawloom.kernels.attention_flex import FLEX, _convert_to_dense_mask, attention_flex, block_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -22,7 +22,7 @@ def test_flex_attention_equals_eager(length: int, kv_heads: int, heads: int, oft
     with torch.no_grad():
         actual = attention_flex(q, k, v, block_mask(document_ids))
     torch.testing.assert_close(
-        actual, attention_eager(q, k, v, causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
+        actual, attention_eager(q, k, v, create_causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
     )
 
 
@@ -35,7 +35,7 @@ def test_options_and_sinks_equal_eager(softcap: float | None, has_sinks: bool) -
     options, sinks = AttentionOptions(0.7, softcap), torch.randn(4) if has_sinks else None
     with torch.no_grad():
         actual = attention_flex(q, k, v, block_mask(document_ids, 20), options, sinks)
-    expected = attention_eager(q, k, v, causal_document_mask(document_ids, 20), options, sinks)
+    expected = attention_eager(q, k, v, create_causal_document_mask(document_ids, 20), options, sinks)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -46,7 +46,7 @@ def test_document_ids_can_be_in_any_order() -> None:
     with torch.no_grad():
         actual = attention_flex(q, k, v, block_mask(document_ids))
     torch.testing.assert_close(
-        actual, attention_eager(q, k, v, causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
+        actual, attention_eager(q, k, v, create_causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
     )
 
 
@@ -80,8 +80,8 @@ def test_block_mask_equals_the_dense_mask(window: int | None, monkeypatch: pytes
     """By token and by block, the block mask allows the same keys as the eager implementation's mask."""
     monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
     document_ids = (torch.rand(2, 304) < 0.02).cumsum(1)
-    mask, dense = block_mask(document_ids, window), causal_document_mask(document_ids, window)
-    assert torch.equal(_dense_mask(mask), dense)
+    mask, dense = block_mask(document_ids, window), create_causal_document_mask(document_ids, window)
+    assert torch.equal(_convert_to_dense_mask(mask), dense)
     blocks = dense.view(2, 19, 16, 19, 16).transpose(2, 3)
     assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
     for row, query in ((row, query) for row in range(2) for query in range(19)):
@@ -99,7 +99,7 @@ def test_heads_too_small_for_torch_are_computed() -> None:
     q, k, v = (torch.randn(2, 300, 4, 8, device="cuda", requires_grad=True) for _ in "qkv")
     actual, expected = (
         attention_flex(q, k, v, block_mask(document_ids)),
-        attention_eager(q, k, v, causal_document_mask(document_ids)),
+        attention_eager(q, k, v, create_causal_document_mask(document_ids)),
     )
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
@@ -113,7 +113,7 @@ def test_compiled_gradients_equal_eager(kv_heads: int) -> None:
     k, v = (torch.randn(2, 300, kv_heads, 64, device="cuda", requires_grad=True) for _ in "kv")
     actual, expected = (
         attention_flex(q, k, v, block_mask(document_ids)),
-        attention_eager(q, k, v, causal_document_mask(document_ids)),
+        attention_eager(q, k, v, create_causal_document_mask(document_ids)),
     )
     torch.testing.assert_close(actual, expected, atol=0.01, rtol=0.01)
     grads = torch.autograd.grad(actual.sum(), (q, k, v))
@@ -126,10 +126,10 @@ def test_some_queries_get_their_rows_of_the_mask(window: int | None, monkeypatch
     monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
     document_ids = (torch.rand(2, 128) < 0.03).cumsum(1)
     queries = torch.cat([torch.arange(24), torch.arange(104, 128)])
-    dense = causal_document_mask(document_ids, window)[:, :, queries]
-    assert torch.equal(causal_document_mask(document_ids, window, queries), dense)
+    dense = create_causal_document_mask(document_ids, window)[:, :, queries]
+    assert torch.equal(create_causal_document_mask(document_ids, window, queries), dense)
     mask = block_mask(document_ids, window, queries)
-    assert torch.equal(_dense_mask(mask), dense)
+    assert torch.equal(_convert_to_dense_mask(mask), dense)
     q, k, v = (torch.randn(2, 128, 2, 8) for _ in "qkv")
     with torch.no_grad():
         actual = attention_flex(q[:, queries], k, v, mask)

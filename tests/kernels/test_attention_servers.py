@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.attention import Attend, attention_eager, causal_document_mask
-from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS, choose_whole_rows_server
-from drawloom.kernels.attention_flash import attention_flash, document_offsets, why_not_flash
+from drawloom.kernels.attention import Attend, attention_eager, create_causal_document_mask
+from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS, choose_whole_rows_implementation
+from drawloom.kernels.attention_flash import attention_flash, compute_document_offsets, why_not_flash
 from drawloom.kernels.attention_flex import FLEX, block_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
@@ -75,7 +75,7 @@ def test_rows_of_one_document_go_where_the_table_says(case: str, monkeypatch: py
     for has_cudnn in (True, False):
         uses_cudnn = has_cudnn and width <= 192
         monkeypatch.setattr(f"{module}.can_use_cudnn_attention", lambda params, used=uses_cudnn: used)
-        server = choose_whole_rows_server(q, k, v, options, torch.zeros(4) if has_sinks else None)  # type: ignore[arg-type]
+        server = choose_whole_rows_implementation(q, k, v, options, torch.zeros(4) if has_sinks else None)  # type: ignore[arg-type]
         names = {"cudnn": "cuDNN", "torch": "torch's own choice"}
         assert names.get(server, server) == (first if uses_cudnn else then or first)
 
@@ -120,7 +120,7 @@ def test_servers_equal_attention_over_all_scores(case: str, deterministic: bool)
         (FLEX.attend, block_mask(packed, 40), packed),
     ]
     if read_table()[case][2] != "–":
-        runs += [(attention_flash, None, whole), (attention_flash, document_offsets(packed, 40), packed)]
+        runs += [(attention_flash, None, whole), (attention_flash, compute_document_offsets(packed, 40), packed)]
     torch.use_deterministic_algorithms(deterministic, warn_only=False)
     try:
         results = []
@@ -131,7 +131,7 @@ def test_servers_equal_attention_over_all_scores(case: str, deterministic: bool)
         torch.use_deterministic_algorithms(False)
     for (mixed, grads), (_, _, documents) in zip(results, runs, strict=True):
         wide = [x.detach().float().requires_grad_() for x in learned]
-        mask = causal_document_mask(documents, None if documents is whole else 40)
+        mask = create_causal_document_mask(documents, None if documents is whole else 40)
         exact = attention_eager(wide[0], wide[1], wide[2], mask, options, wide[3] if sinks is not None else None)
         torch.testing.assert_close(mixed.float(), exact, atol=0.03, rtol=0.03)
         for grad, expected in zip(grads, torch.autograd.grad(exact, wide, seed.float()), strict=True):

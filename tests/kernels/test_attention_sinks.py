@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.attention import attention_eager, causal_mask
+from drawloom.kernels.attention import attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import AttentionOptions
 from drawloom.kernels.attention_sinks import Statistics, attend_with_statistics
 
@@ -38,7 +38,7 @@ def test_given_statistics_make_gradients_exact(has_sinks: bool, scale: float | N
     q, k, v = (torch.randn(2, 11, 3, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
     sinks = torch.tensor([-3.0, 0.5, 20.0], dtype=torch.float64, requires_grad=True) if has_sinks else None
     actual = attend_with_statistics(CpuFlash(scale), q, k, v, sinks)
-    mask = causal_mask(11, 11, None, q.device)
+    mask = create_causal_mask(11, 11, None, q.device)
     expected = attention_eager(q, k, v, mask, AttentionOptions(scale), sinks)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     inputs = [x for x in (q, k, v, sinks) if x is not None]

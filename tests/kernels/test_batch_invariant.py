@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.kernels.attention import attention_eager, causal_document_mask, causal_mask
+from drawloom.kernels.attention import attention_eager, create_causal_document_mask, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.batch_invariant import BLOCK, attend_in_blocks, with_more_rows
 from support.qwen3 import cpu_kernels
@@ -33,11 +33,11 @@ def test_attention_in_blocks_is_attention(name: str) -> None:
     """Results and gradients are those of plain attention, in rows of several documents, in float64."""
     *qkv, sinks = random_case(2, 2 * BLOCK + 7, name, torch.float64)
     *_, window, options, _ = CASES[name]
-    mask = causal_document_mask(torch.arange(2 * BLOCK + 7).expand(2, -1) // 25, window)
+    mask = create_causal_document_mask(torch.arange(2 * BLOCK + 7).expand(2, -1) // 25, window)
     inputs = [x.double().requires_grad_() for x in (*qkv, sinks) if x is not None]
     outputs = []
     for attend in (attend_in_blocks, attention_eager):
-        mixed = attend(*inputs[:3], mask, options, *inputs[3:])
+        mixed = attend(inputs[0], inputs[1], inputs[2], mask, options, None if sinks is None else inputs[3])
         outputs.append((mixed, *torch.autograd.grad(mixed.sin().sum(), inputs)))
     for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -51,10 +51,10 @@ def test_attention_has_the_same_bits_in_every_part(name: str, dtype: torch.dtype
     q, k, v, sinks = random_case(3, length, name, dtype)
     *_, window, options, _ = CASES[name]
     attend = partial(attend_in_blocks, options=options, sinks=sinks)
-    whole = attend(q, k, v, causal_mask(length, length, window, q.device).expand(3, -1, -1, -1))
+    whole = attend(q, k, v, create_causal_mask(length, length, window, q.device).expand(3, -1, -1, -1))
     for end in range(1, length + 1):
         for first, rows in ((end - 1, slice(None)), (0, slice(1)), (end // 2, slice(1, 3))):
-            mask = causal_mask(end - first, end, window, q.device)
+            mask = create_causal_mask(end - first, end, window, q.device)
             part = attend(q[rows, first:end], k[rows, :end], v[rows, :end], mask)
             assert part.equal(whole[rows, first:end]), (end, first)
 

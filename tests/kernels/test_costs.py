@@ -14,12 +14,12 @@ import drawloom.kernels
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.kernels.costs import (
     bind_arguments,
+    compute_operation_costs,
     has_costs,
     moves_data,
-    no_flops,
-    no_scratch,
-    operation_costs,
     register_costs,
+    return_zero_flops,
+    return_zero_scratch_bytes,
 )
 from drawloom.kernels.operation import register_kernel
 
@@ -55,7 +55,7 @@ def product(schema_of_arguments: str, *, leading: tuple[Any, ...] = ()) -> Any:
     )(lambda *arguments: arguments[-2] @ arguments[-1])
     operator = getattr(torch.ops.drawloom, name).default
     arguments = *leading, torch.empty(3, 4, device=META), torch.empty(4, 5, device=META)
-    return operation_costs(operator, arguments, {}, operator(*arguments))
+    return compute_operation_costs(operator, arguments, {}, operator(*arguments))
 
 
 def test_an_argument_in_front_does_not_change_costs() -> None:
@@ -69,8 +69,10 @@ def test_an_argument_in_front_does_not_change_costs() -> None:
 def test_a_cost_function_of_an_unknown_argument_is_an_error() -> None:
     """A renamed argument fails when the module is imported, and not in a plan."""
     with pytest.raises(TypeError, match=r"does not have the arguments \['queries'\]"):
-        register_costs(torch.ops.drawloom.attention, flops=lambda queries: 0.0, scratch=no_scratch)
-    register = register_kernel("test_unknown(Tensor a) -> Tensor", fake=torch.empty_like, flops=no_flops, scratch=len)
+        register_costs(torch.ops.drawloom.attention, flops=lambda queries: 0.0, scratch=return_zero_scratch_bytes)
+    register = register_kernel(
+        "test_unknown(Tensor a) -> Tensor", fake=torch.empty_like, flops=return_zero_flops, scratch=len
+    )
     with pytest.raises(TypeError, match="does not have the arguments"):
         register(torch.clone)
 
@@ -90,16 +92,16 @@ def test_torch_products_have_the_flops_that_torch_counts(wide: bool) -> None:
     kwargs: dict[str, Any] = {"out": result} if wide else {}
     operator: Any = torch.ops.aten.addmm.dtype_out if wide else torch.ops.aten.addmm.default
     arguments = (result, a, b, torch.float32) if wide else (result, a, b)
-    assert operation_costs(operator, arguments, kwargs, result).flops == 2 * 3 * 4 * 5
-    assert operation_costs(torch.ops.aten.mm.default, (a, b), {}, result).flops == 2 * 3 * 4 * 5
-    assert operation_costs(torch.ops.aten.add.Tensor, (result, result), {}, result).flops == 0
+    assert compute_operation_costs(operator, arguments, kwargs, result).flops == 2 * 3 * 4 * 5
+    assert compute_operation_costs(torch.ops.aten.mm.default, (a, b), {}, result).flops == 2 * 3 * 4 * 5
+    assert compute_operation_costs(torch.ops.aten.add.Tensor, (result, result), {}, result).flops == 0
 
 
 def test_grouped_products_of_torch_count_their_rows() -> None:
     """Every row of a grouped product, which torch does not count, is multiplied by one matrix."""
     x, weight = torch.empty(6, 4, device=META), torch.empty(3, 4, 5, device=META)
     offsets = torch.empty(3, device=META, dtype=torch.int32)
-    costs = operation_costs(torch.ops.aten._grouped_mm.default, (x, weight, offsets), {}, torch.empty(6, 5))
+    costs = compute_operation_costs(torch.ops.aten._grouped_mm.default, (x, weight, offsets), {}, torch.empty(6, 5))
     assert costs.flops == 2 * 6 * 4 * 5
 
 
@@ -124,12 +126,14 @@ def test_attention_costs_count_all_pairs() -> None:
     q = torch.empty(2, 8, 4, 16, device=META, dtype=torch.bfloat16)
     k = v = torch.empty(2, 8, 2, 16, device=META, dtype=torch.bfloat16)
     pairs = 2 * 4 * 8 * 8
-    forward = operation_costs(torch.ops.drawloom.attention.default, (q, k, v), {}, None)
-    backward = operation_costs(torch.ops.drawloom.attention_backward.default, (q, q, k, v), {}, None)
+    forward = compute_operation_costs(torch.ops.drawloom.attention.default, (q, k, v), {}, None)
+    backward = compute_operation_costs(torch.ops.drawloom.attention_backward.default, (q, q, k, v), {}, None)
     assert (forward.flops, forward.scratch, forward.is_attention) == (2 * 2 * 16 * pairs, 0, True)
     narrow = torch.empty(2, 8, 2, 4, device=META, dtype=torch.bfloat16)
-    narrow_forward = operation_costs(torch.ops.drawloom.attention.default, (q, k, narrow), {}, None)
-    narrow_backward = operation_costs(torch.ops.drawloom.attention_backward.default, (q, q, k, narrow), {}, None)
+    narrow_forward = compute_operation_costs(torch.ops.drawloom.attention.default, (q, k, narrow), {}, None)
+    narrow_backward = compute_operation_costs(
+        torch.ops.drawloom.attention_backward.default, (q, q, k, narrow), {}, None
+    )
     assert (narrow_forward.flops, narrow_backward.flops) == (2 * (16 + 4) * pairs, 2 * (3 * 16 + 2 * 4) * pairs)
     sums, repeated = 4 * q.numel(), 2 * q.nbytes
     assert (backward.flops, backward.scratch) == (5 * 2 * 16 * pairs, sums + repeated)
@@ -146,14 +150,14 @@ def test_cross_entropy_costs_count_the_gradients_that_are_needed(needs_hidden: b
     """Both backward passes have a product for the logits and one for each gradient; chunks bound their memory."""
     hidden, weight, targets = logits(torch.bfloat16)
     products = 1 + needs_hidden + needs_weight
-    whole = operation_costs(
+    whole = compute_operation_costs(
         torch.ops.drawloom.linear_cross_entropy.default,
         (hidden, weight, targets, targets, -100, needs_hidden, needs_weight, 1000),
         {},
         None,
     )
     assert (whole.flops, whole.scratch) == (2 * 256 * 512 * 64 * products, 2 * 1000)
-    cut = operation_costs(
+    cut = compute_operation_costs(
         torch.ops.drawloom.cut_cross_entropy_backward.default,
         (hidden, weight, targets, targets, targets, None, 0.0, 128, 256, 1000, needs_hidden, needs_weight),
         {},
@@ -167,9 +171,12 @@ def test_logits_that_are_written_and_dropped_are_scratch_memory() -> None:
     hidden, weight, targets = logits(torch.bfloat16)
     operator = torch.ops.drawloom.linear_cross_entropy_grad_logits.default
     scratch = [
-        operation_costs(operator, (hidden, weight, targets, -100, needed), {}, None).scratch for needed in (0, 1)
+        compute_operation_costs(operator, (hidden, weight, targets, -100, needed), {}, None).scratch
+        for needed in (0, 1)
     ]
     assert scratch == [2 * 256 * 512, 0]
     for dtype, expected in ((torch.bfloat16, 0), (torch.float32, 4 * 1000)):
         inputs = *logits(dtype), 128, 256, 1000
-        assert operation_costs(torch.ops.drawloom.cut_cross_entropy.default, inputs, {}, None).scratch == expected
+        assert (
+            compute_operation_costs(torch.ops.drawloom.cut_cross_entropy.default, inputs, {}, None).scratch == expected
+        )

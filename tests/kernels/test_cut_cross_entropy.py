@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, order_of_vocab
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
 from drawloom.kernels.deferred_grads import Deferral
 from support.cross_entropy import exact_losses
 
@@ -56,7 +56,7 @@ def test_words_are_ordered_by_mean_logit() -> None:
     """Words are in the order of their mean logits over the tokens."""
     hidden, weight, _ = case(40)
     means = (hidden @ weight.T).mean(0)
-    assert (means[order_of_vocab(hidden, weight)].diff() >= 0).all()
+    assert (means[sort_vocabulary_by_mean_logit(hidden, weight)].diff() >= 0).all()
 
 
 def test_the_filter_skips_small_gradients() -> None:
@@ -118,8 +118,8 @@ def test_weight_gradient_can_be_deferred() -> None:
     with deferral.defer():
         actual = torch.autograd.grad(losses.sum(), (hidden, weight), allow_unused=True)
     assert actual[1] is None
-    (later,) = deferral.take()
-    torch.testing.assert_close((actual[0], later.compute()), expected)
+    (later,) = deferral.take_queued_gradients()
+    torch.testing.assert_close((actual[0], later.compute_sum()), expected)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=range(3))
@@ -141,7 +141,7 @@ def test_gradients_flow_through_losses_and_lse(cut: LogitCut, deferred: bool) ->
     with deferral.defer():
         grads = torch.autograd.grad(actual, (hidden, weight), (grad_losses, grad_lse), allow_unused=True)
     assert grads[1] is None
-    torch.testing.assert_close((grads[0], deferral.take()[0].compute()), expected)
+    torch.testing.assert_close((grads[0], deferral.take_queued_gradients()[0].compute_sum()), expected)
 
 
 def test_the_filter_keeps_gradients_of_lse() -> None:

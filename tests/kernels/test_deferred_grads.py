@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drawloom.kernels import deferred_grads
 from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
-from drawloom.kernels.deferred_grads import Accumulation, ChangedInPlaceError, Deferral, weight_gradient_of
+from drawloom.kernels.deferred_grads import Accumulation, ChangedInPlaceError, Deferral, get_weight_gradient_function
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
@@ -25,9 +25,9 @@ def double(grad: Tensor) -> Tensor:
 
 
 def test_outside_a_recording_gradients_are_computed_at_once() -> None:
-    """Without a recording, `weight_gradient_of` returns a function that computes."""
+    """Without a recording, `get_weight_gradient_function` returns a function that computes."""
     grad = torch.randn(3)
-    actual = weight_gradient_of(weight())(double, grad)
+    actual = get_weight_gradient_function(weight())(double, grad)
     assert actual is not None
     assert torch.equal(actual, 2 * grad)
 
@@ -36,28 +36,28 @@ def test_gradients_are_deferred_only_within_defer() -> None:
     """Within `defer` gradients are queued; before and after it, and for excepted weights, they are computed."""
     deferral, one, other = Deferral(), weight(), weight()
     with deferral:
-        ask_one, ask_other = weight_gradient_of(one), weight_gradient_of(other)
+        ask_one, ask_other = get_weight_gradient_function(one), get_weight_gradient_function(other)
     grad = torch.randn(3)
     assert ask_one(double, grad) is not None
     with deferral.defer(except_for=[other]):
         assert ask_one(double, grad) is None
         assert ask_other(double, grad) is not None
     assert ask_one(double, grad) is not None
-    [left] = deferral.take()
-    assert left.weight is one and torch.equal(left.compute(), 2 * grad)  # type: ignore[arg-type]
-    assert deferral.take() == []
+    [left] = deferral.take_queued_gradients()
+    assert left.weight is one and torch.equal(left.compute_sum(), 2 * grad)  # type: ignore[arg-type]
+    assert deferral.take_queued_gradients() == []
 
 
 def test_summands_are_added_in_their_order() -> None:
     """A weight that is used several times has one queue, whose sum is bitwise equal to autograd's."""
     deferral, one = Deferral(), weight()
     with deferral:
-        uses = [weight_gradient_of(one) for _ in range(3)]
+        uses = [get_weight_gradient_function(one) for _ in range(3)]
     grads = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
     with deferral.defer():
         assert [ask(double, grad) for ask, grad in zip(uses, grads, strict=True)] == [None] * 3
-    (deferred,) = deferral.take()
-    total = deferred.compute()
+    (deferred,) = deferral.take_queued_gradients()
+    total = deferred.compute_sum()
     assert total is not None and total.equal(2 * grads[0] + 2 * grads[1] + 2 * grads[2])
     assert not deferred
 
@@ -69,8 +69,8 @@ def test_only_trainable_leaves_are_deferred() -> None:
     with deferral:
         for undeferred in (weight() * 2, frozen):
             with deferral.defer():
-                assert weight_gradient_of(undeferred)(double, torch.randn(3)) is not None
-    assert deferral.take() == []
+                assert get_weight_gradient_function(undeferred)(double, torch.randn(3)) is not None
+    assert deferral.take_queued_gradients() == []
 
 
 def test_recordings_nest_and_end() -> None:
@@ -79,10 +79,10 @@ def test_recordings_nest_and_end() -> None:
     asked = []
     with outer:
         with suppress(ArithmeticError), inner:
-            asked.append(weight_gradient_of(one))
+            asked.append(get_weight_gradient_function(one))
             raise ArithmeticError
-        asked.append(weight_gradient_of(one))
-    asked.append(weight_gradient_of(one))
+        asked.append(get_weight_gradient_function(one))
+    asked.append(get_weight_gradient_function(one))
     grad = torch.randn(3)
     with outer.defer():
         assert [ask(double, grad) is None for ask in asked] == [False, True, False]
@@ -94,7 +94,7 @@ def test_deferring_ends_after_a_failure() -> None:
     """After a backward pass fails within `defer`, gradients are computed at once again."""
     deferral, one = Deferral(), weight()
     with deferral:
-        ask = weight_gradient_of(one)
+        ask = get_weight_gradient_function(one)
     with suppress(ArithmeticError), deferral.defer():
         raise ArithmeticError
     assert ask(double, torch.randn(3)) is not None
@@ -105,29 +105,29 @@ def test_changing_a_queued_tensor_in_place_is_an_error(changed: int) -> None:
     """Changing a queued tensor, or a view of its storage, raises an error that names the tensor."""
     deferral, one = Deferral(), weight()
     with deferral:
-        ask = weight_gradient_of(one)
+        ask = get_weight_gradient_function(one)
     tensors = torch.randn(3), torch.randn(2, 3)
     with deferral.defer():
         ask(lambda a, b: a * b.sum(0), tensors[0].view(3, 1).view(3), tensors[1].detach())
     tensors[changed].mul_(2)
-    (deferred,) = deferral.take()
+    (deferred,) = deferral.take_queued_gradients()
     shape = [r"\(3,\)", r"\(2, 3\)"][changed]
     with pytest.raises(ChangedInPlaceError, match=rf"a tensor float32 {shape} was .* a weight float32 \(3,\)"):
-        deferred.compute()
+        deferred.compute_sum()
 
 
 def test_computed_summands_are_added() -> None:
     """A summand that autograd computed is queued unchanged; None queues nothing."""
     deferral, one = Deferral(), weight()
     part = torch.randn(3)
-    deferred = deferral.grad_for(one)
-    deferred.add(None)
-    assert deferral.take() == []
-    deferred = deferral.grad_for(one)
-    deferred.add(part)
-    deferred.queue(double, part)
-    (deferred,) = deferral.take()
-    total: Any = deferred.compute()
+    deferred = deferral.gradient_function_for(one)
+    deferred.queue_computed_summand(None)
+    assert deferral.take_queued_gradients() == []
+    deferred = deferral.gradient_function_for(one)
+    deferred.queue_computed_summand(part)
+    deferred.queue_summand(double, part)
+    (deferred,) = deferral.take_queued_gradients()
+    total: Any = deferred.compute_sum()
     assert torch.equal(total, part + 2 * part)
 
 

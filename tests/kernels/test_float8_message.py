@@ -30,10 +30,10 @@ def test_messages_bring_rounded_weights_and_take_half_the_bytes() -> None:
             if not width:
                 assert torch.equal(received, weight)
                 continue
-            rounded = EAGER.quantize(weight, False)
+            rounded = EAGER.quantize_rows(weight, False)
             expected = rounded.data.float() * rounded.scale[:, None]
             is_finite = expected.isfinite().all(1)
             assert torch.equal(received.float()[is_finite], expected[is_finite])
             assert not received[~is_finite].isfinite().any()
-            again = EAGER.quantize(received, False)
+            again = EAGER.quantize_rows(received, False)
             assert torch.equal((again.data.float() * again.scale[:, None])[is_finite], expected[is_finite])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.gated_delta import delta_rule_eager
-from drawloom.kernels.recurrence import RecurrentDocuments, recurrent_documents
+from drawloom.kernels.recurrence import RecurrentDocuments, number_recurrent_documents
 from support.recurrences import Inputs, delta_rule_by_token, draw_recurrence, replace_tokens, requiring_grad
 from support.seeding import seeds
 
@@ -23,7 +23,7 @@ LAYOUTS = {
 
 def documents_of(lengths: list[list[int]]) -> RecurrentDocuments:
     ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    return recurrent_documents(torch.stack(ids))
+    return number_recurrent_documents(torch.stack(ids))
 
 
 @pytest.mark.parametrize("has_state", [False, True])
@@ -96,14 +96,14 @@ def test_empty_rows_give_empty_results() -> None:
     """Without rows or tokens the result is empty, and the state stays zero."""
     for rows, length in ((0, 4), (2, 0)):
         inputs = draw_recurrence(length, rows=rows)
-        documents = recurrent_documents(torch.zeros(rows, length, dtype=torch.int64))
+        documents = number_recurrent_documents(torch.zeros(rows, length, dtype=torch.int64))
         mixed, state = delta_rule_eager(*inputs, documents)
         assert mixed.shape == (rows, length, 4, 5) and not bool(state.any())
 
 
 def test_runs_of_ids_are_numbered() -> None:
     """An id that comes again after another one begins a new document."""
-    documents = recurrent_documents(torch.tensor([[4, 4, 9, 4, 4], [0, 1, 1, 1, 7]]))
+    documents = number_recurrent_documents(torch.tensor([[4, 4, 9, 4, 4], [0, 1, 1, 1, 7]]))
     assert documents.ids.tolist() == [[0, 0, 1, 2, 2], [0, 1, 1, 1, 2]]
     assert documents.before.tolist() == [-1, -1]
 

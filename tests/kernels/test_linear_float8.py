@@ -15,7 +15,7 @@ from drawloom.kernels.deferred_grads import Accumulation, Deferral
 from drawloom.kernels.float8 import E4M3, EAGER, EagerFloat8, Float8Rows
 from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.linear_float8 import KeptWeights, linear_float8, linears_float8, mlp_float8
-from drawloom.kernels.recompute import Selective, cheap, rerun
+from drawloom.kernels.recompute import Selective, call_recomputable, call_with_recomputation
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.swiglu import swiglu_eager
 
@@ -131,9 +131,9 @@ class CountedFloat8(EagerFloat8):
     def __init__(self) -> None:
         self.shapes: list[torch.Size] = []
 
-    def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
+    def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
         self.shapes.append(x.shape)
-        return super().quantize(x, transposed)
+        return super().quantize_rows(x, transposed)
 
 
 def test_layers_of_one_tensor_round_it_once() -> None:
@@ -160,7 +160,7 @@ def test_kept_weights_have_the_bits_of_weights_rounded_in_every_pass(layer: Call
             with torch.no_grad():
                 weight.mul_(0.7) if update == "counted" else weight.data.mul_(0.7)
         for operation in operations if update == "silent" else ():
-            operation.round()
+            operation.round_again()
         x, addresses = draw(TOKENS, INPUTS), [operation.rows.data.data_ptr() for operation in operations]
         y = layer(x, *plain)
         grad = torch.randn_like(y)
@@ -266,8 +266,8 @@ def test_deferred_gradients_equal_undeferred_ones(layer: Callable[..., Tensor]) 
                     y = layer(x, *weights)
                 with deferral.defer():
                     torch.autograd.backward(y.square().sum())
-                for deferred in deferral.take():
-                    part = deferred.compute()
+                for deferred in deferral.take_queued_gradients():
+                    part = deferred.compute_sum()
                     assert part is not None
                     weight = deferred.weight
                     weight.grad = part.float() if weight.grad is None else weight.grad + part.float()
@@ -290,8 +290,8 @@ def test_recomputed_layers_have_the_bits_of_kept_ones(policy: str) -> None:
     network = [draw(96, INPUTS), draw(96, INPUTS), draw(INPUTS, 96, scale=0.2)]
 
     def layer(x: Tensor) -> Tensor:
-        inner = mlp_float8(EAGER, cheap(rms_norm_eager, x, norm, 1e-6), *network)
-        return linear_float8_eager(cheap(rms_norm_eager, inner, norm, 1e-6), weight)
+        inner = mlp_float8(EAGER, call_recomputable(rms_norm_eager, x, norm, 1e-6), *network)
+        return linear_float8_eager(call_recomputable(rms_norm_eager, inner, norm, 1e-6), weight)
 
     leaves = x, norm, weight, *network
     expected = torch.autograd.grad(layer(x), leaves, grad)
@@ -299,7 +299,7 @@ def test_recomputed_layers_have_the_bits_of_kept_ones(policy: str) -> None:
         with Selective():
             y = layer(x)
     else:
-        y = rerun(layer, x)
+        y = call_with_recomputation(layer, x)
     for left, right in zip(torch.autograd.grad(y, leaves, grad), expected, strict=True):
         assert torch.equal(left, right)
 
@@ -323,7 +323,7 @@ def test_products_have_the_layouts_that_gpus_multiply(tokens: int) -> None:
 
 def test_other_dtypes_and_widths_are_refused() -> None:
     """Operands in float32, and widths that tensor cores can't multiply, are errors instead of other numbers."""
-    with pytest.raises(TypeError, match="round bfloat16"):
+    with pytest.raises(TypeError, match="need bfloat16"):
         linear_float8_eager(torch.ones(4, 16), torch.ones(16, 16))
     with pytest.raises(ValueError, match="not divisible by 16"):
         linear_float8_eager(draw(4, 24), draw(16, 24))

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.recompute import Selective, cheap, rerun
+from drawloom.kernels.recompute import Selective, call_recomputable, call_with_recomputation
 from support.kernels import DEVICE
 from support.qwen3 import kernels_on
 
@@ -62,7 +62,7 @@ def test_a_rerun_call_has_the_same_bits_and_keeps_its_arguments() -> None:
     """Gradients and later random numbers are the same as without recomputation, also with dropout."""
     x, up, down = leaves = tensors((64, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH))
     outputs = []
-    for run in (lambda: mlp(x, up, down, 0.5), lambda: rerun(mlp, x, up, down, drop=0.5)):
+    for run in (lambda: mlp(x, up, down, 0.5), lambda: call_with_recomputation(mlp, x, up, down, drop=0.5)):
         torch.manual_seed(2)
         output = run()
         after = torch.rand(3)  # random numbers after the forward pass, and after the backward pass, are the same, too
@@ -76,14 +76,14 @@ def test_a_rerun_call_keeps_only_its_result() -> None:
     x, up, down = tensors((256, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH))
     assert count_kept_bytes(lambda: mlp(x, up, down)) > 8 * x.nbytes
     # The state of the generator takes 5 KB.
-    assert x.nbytes <= count_kept_bytes(lambda: rerun(mlp, x, up, down)) < 1.5 * x.nbytes
+    assert x.nbytes <= count_kept_bytes(lambda: call_with_recomputation(mlp, x, up, down)) < 1.5 * x.nbytes
 
 
 def test_a_rerun_uses_the_autocast_of_the_forward_pass() -> None:
     """A call within autocast is rerun within it, although the backward pass runs outside."""
     x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
     actual = []
-    for run in (lambda f, *given: f(*given), rerun):
+    for run in (lambda f, *given: f(*given), call_with_recomputation):
         with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             output = run(lambda x, weight: torch.tanh(x @ weight).float(), x, weight)
         actual.append(grads_of(output, [x, weight]))
@@ -94,7 +94,7 @@ def test_an_argument_changed_in_place_is_an_error() -> None:
     """Recomputing from changed values would give wrong gradients in silence, so it is refused."""
     x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
     inputs = x * 2
-    output = rerun(lambda x: torch.tanh(x @ weight), inputs)
+    output = call_with_recomputation(lambda x: torch.tanh(x @ weight), inputs)
     inputs.detach().add_(1)
     with pytest.raises(RuntimeError, match="changed in place after the forward pass"):
         output.sum().backward()
@@ -113,8 +113,8 @@ def test_a_rerun_that_saves_other_tensors_is_an_error(change: str) -> None:
             return x.exp().sin()
         return x.view(6, 4).exp() if change == "shape" else x.exp()
 
-    output = rerun(changing, x)
-    with pytest.raises(RuntimeError, match="must do the same each time"):
+    output = call_with_recomputation(changing, x)
+    with pytest.raises(RuntimeError, match="must do the same in both passes"):
         output.sum().backward()
 
 
@@ -130,7 +130,7 @@ def test_nothing_outlives_the_backward_pass() -> None:
 
     gc.disable()
     try:
-        output = rerun(forward_with_reference, x * 1)
+        output = call_with_recomputation(forward_with_reference, x * 1)
         output.sum().backward()
         del output
         assert len(seen) == 2 and [reference() for reference in seen] == [None, None]
@@ -153,7 +153,7 @@ def test_results_of_cheap_operations_are_recomputed_once() -> None:
         return square_of(x)
 
     def run() -> Tensor:
-        squares = cheap(square_and_count, x)
+        squares = call_recomputable(square_and_count, x)
         output: Tensor = (
             (squares @ weight).sum() + linear_eager(squares, weight).sin() + squares.flatten(0, 1).t().sin().sum()
         )
@@ -174,7 +174,7 @@ def test_a_result_that_is_changed_in_place_is_kept() -> None:
     x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
 
     def run() -> Tensor:
-        squares: Tensor = cheap(square_of, x)
+        squares: Tensor = call_recomputable(square_of, x)
         squares.add_(1)
         return squares @ weight
 
@@ -188,7 +188,7 @@ def test_a_reused_address_is_not_the_old_result() -> None:
     """A tensor at the address of a freed result is kept."""
     (x,) = tensors((64, WIDTH))
     with Selective():
-        first = cheap(square_of, x)
+        first = call_recomputable(square_of, x)
         address = first.data_ptr()
         del first
         actual = []
@@ -246,7 +246,7 @@ def test_a_recomputed_layer_has_the_same_bits(choice: Any, dtype: torch.dtype) -
     actual = [output, *grads_of(output, [x, *weights])]
     for policy in (Selective, None):
         if policy is None:
-            again = rerun(block, kernels, x * 1, w, shared)
+            again = call_with_recomputation(block, kernels, x * 1, w, shared)
         else:
             with policy():
                 again = run()
@@ -271,7 +271,7 @@ def test_a_compiled_call_can_be_rerun() -> None:
     compiled: Any = torch.compile(layer, backend="aot_eager")
     (x,) = tensors((4, WIDTH))
     expected = grads_of(compiled(x), [x, *layer.parameters()])
-    assert same(grads_of(rerun(compiled, x), [x, *layer.parameters()]), expected)
+    assert same(grads_of(call_with_recomputation(compiled, x), [x, *layer.parameters()]), expected)
     with Selective():
         output = compiled(x)
     assert same(grads_of(output, [x, *layer.parameters()]), expected)

@@ -11,10 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
-from drawloom.components.stages.checks import fault_of_policy, notes_of_policy
+from drawloom.components.stages.checks import describe_recompute_fault, describe_recompute_policy
 from drawloom.kernels import recompute_policy
-from drawloom.kernels.recompute import rerun
-from drawloom.kernels.recompute_policy import make_recomputable, recomputing
+from drawloom.kernels.recompute import call_with_recomputation
+from drawloom.kernels.recompute_policy import apply_recompute_policy, make_recomputable
 from support import pipelines
 from support.pipelines import Recomputing, schedule
 from support.processes import run_ranks
@@ -79,9 +79,9 @@ def test_stages_recompute_as_their_program_says(
 
     def rerun_and_count(forward: Any, *arguments: Any, **keywords: Any) -> Any:
         ran.append(forward)
-        return rerun(forward, *arguments, **keywords)
+        return call_with_recomputation(forward, *arguments, **keywords)
 
-    monkeypatch.setattr(recompute_policy, "rerun", rerun_and_count)
+    monkeypatch.setattr(recompute_policy, "call_with_recomputation", rerun_and_count)
     pipelines.steps([(Recomputing(schedule("zero_bubble_v"), policies), 3, False, False, "plain")], layers=4)
     assert len(ran) == 3 * blocks
 
@@ -157,7 +157,7 @@ def losses_of(model: Any, policy: Recompute) -> tuple[Any, Any]:
         return head.token_losses(hidden, tokens, None)[0]
 
     def losses() -> Tensor:
-        with recomputing(policy):
+        with apply_recompute_policy(policy):
             return module(tokens, shared, finish)  # type: ignore[no-any-return]
 
     return module, losses
@@ -200,8 +200,11 @@ def test_evaluation_is_not_wrapped() -> None:
 
 def test_policies_are_explained() -> None:
     """`explain` names the tensors that are kept and the operations that run again; `check` refuses 0 blocks."""
-    assert list(notes_of_policy("none")) == []
-    assert "norms, gates and rotations run again" in next(notes_of_policy("selective"))
-    assert "of each block only the input is kept" in next(notes_of_policy("blocks"))
-    assert "of one of 3 blocks" in next(notes_of_policy(3))
-    assert fault_of_policy(0) == "0 is not above 0" and fault_of_policy(1) is fault_of_policy("blocks") is None
+    assert list(describe_recompute_policy("none")) == []
+    assert "norms, gates and rotations run again" in next(describe_recompute_policy("selective"))
+    assert "of each block only the input is kept" in next(describe_recompute_policy("blocks"))
+    assert "of one of 3 blocks" in next(describe_recompute_policy(3))
+    assert (
+        describe_recompute_fault(0) == "0 is not above 0"
+        and describe_recompute_fault(1) is describe_recompute_fault("blocks") is None
+    )

@@ -15,8 +15,8 @@ from drawloom.kernels.rope_frequencies import (
     NtkScaling,
     Scaling,
     YarnScaling,
-    attention_scaling,
     rope_angles,
+    rope_attention_factor,
     rope_frequencies,
 )
 
@@ -50,7 +50,7 @@ def test_yarn_equals_transformers(channels: int, base: float, factor: float, len
         "yarn", channels, base, factor=factor, original_max_position_embeddings=length
     )
     torch.testing.assert_close(actual, expected, rtol=2e-6, atol=0)
-    assert attention_scaling(YarnScaling(factor, length)) == pytest.approx(attention)
+    assert rope_attention_factor(YarnScaling(factor, length)) == pytest.approx(attention)
 
 
 def test_yarn_settings_equal_transformers() -> None:
@@ -61,7 +61,7 @@ def test_yarn_settings_equal_transformers() -> None:
         "yarn", 64, 1e4, factor=4.0, original_max_position_embeddings=4096, **own
     )
     torch.testing.assert_close(rope_frequencies(64, 1e4, yarn), expected, rtol=2e-6, atol=0)
-    assert attention_scaling(yarn) == attention
+    assert rope_attention_factor(yarn) == attention
 
 
 @settings(max_examples=20)
@@ -70,7 +70,7 @@ def test_linear_scaling_equals_transformers(channels: int, base: float, factor: 
     """Linear scaling equals transformers'."""
     expected, attention = transformers_frequencies("linear", channels, base, factor=factor)
     torch.testing.assert_close(rope_frequencies(channels, base, LinearScaling(factor)), expected, rtol=2e-6, atol=0)
-    assert attention_scaling(LinearScaling(factor)) == attention
+    assert rope_attention_factor(LinearScaling(factor)) == attention
 
 
 @settings(max_examples=20)
@@ -80,7 +80,7 @@ def test_ntk_equals_dynamic_scaling_at_a_length(channels: int, base: float, fact
     expected, attention = transformers_frequencies("dynamic", channels, base, length, factor=factor)
     actual = rope_frequencies(channels, base, NtkScaling(factor * length / 32768 - factor + 1))
     torch.testing.assert_close(actual, expected, rtol=4e-6, atol=0)
-    assert attention_scaling(NtkScaling(factor)) == attention
+    assert rope_attention_factor(NtkScaling(factor)) == attention
 
 
 @settings(max_examples=20)
@@ -108,7 +108,7 @@ def test_llama3_equals_transformers(
     expected, attention = transformers_frequencies("llama3", channels, base, factor=factor, **names)
     scaling = Llama3Scaling(factor, length, low, high)
     torch.testing.assert_close(rope_frequencies(channels, base, scaling), expected, rtol=2e-6, atol=0)
-    assert attention_scaling(scaling) == attention
+    assert rope_attention_factor(scaling) == attention
 
 
 def test_ntk_slows_the_slowest_pair_by_the_factor() -> None:
@@ -125,6 +125,6 @@ def test_angles_are_positions_times_frequencies(scaling: Scaling) -> None:
     cos, sin = rope_angles(positions, 8, 1e4, scaling)
     assert cos.shape == sin.shape == (2, 5, 4)
     assert cos.dtype == torch.float32
-    frequency, sharpening = rope_frequencies(8, 1e4, scaling)[1].item(), attention_scaling(scaling)
+    frequency, sharpening = rope_frequencies(8, 1e4, scaling)[1].item(), rope_attention_factor(scaling)
     assert cos[1, 2, 1].item() == pytest.approx(sharpening * math.cos(900 * frequency), abs=1e-4)
     assert sin[1, 1, 1].item() == pytest.approx(sharpening * math.sin(3 * frequency), abs=1e-4)

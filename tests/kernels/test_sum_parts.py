@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drawloom.kernels.sum_parts import sum_parts_eager
-from drawloom.kernels.triton.sum_parts import BLOCK, _kernel, sum_parts_triton
+from drawloom.kernels.triton.sum_parts import BLOCK, _sum_parts_kernel, sum_parts_triton
 from support.kernels import DEVICE
 
 
@@ -39,5 +39,5 @@ def test_rows_beyond_32_bits_are_read(tmp_path: Path) -> None:
     for row in range(rows):
         parts[row * size :][:BLOCK] = 2.0**row
     own = torch.full_like(out, 8.0)
-    _kernel[(1,)](own, parts, size, out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
+    _sum_parts_kernel[(1,)](own, parts, size, out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)
     assert torch.equal(out, torch.full_like(out, 15.0))

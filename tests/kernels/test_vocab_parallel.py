@@ -10,7 +10,7 @@ from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.ports.model import VocabularyPart
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
-from drawloom.kernels.vocab_parallel import local_targets
+from drawloom.kernels.vocab_parallel import find_local_target_rows
 from support.kernels import DEVICE
 from support.processes import run_ranks
 
@@ -22,8 +22,8 @@ def test_targets_become_local_rows() -> None:
     """Targets on this rank become local rows; targets on other ranks and ignored ones become -1."""
     targets = torch.tensor([4, 5, 9, 10, -100])
     part = VocabularyPart(5, None)  # type: ignore[arg-type]
-    assert local_targets(targets, 5, -100, part).tolist() == [-1, 0, 4, -1, -1]
-    assert local_targets(targets, 20, -100, None).tolist() == [4, 5, 9, 10, -1]
+    assert find_local_target_rows(targets, 5, -100, part).tolist() == [-1, 0, 4, -1, -1]
+    assert find_local_target_rows(targets, 20, -100, None).tolist() == [4, 5, 9, 10, -1]
 
 
 def numbers() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -25,7 +25,7 @@ def weights(*shape: int, seed: int = 0) -> Tensor:
 
 def test_nf4_has_the_bits_of_bitsandbytes() -> None:
     """Codes, the first in a byte's upper half, and scales equal those by bitsandbytes."""
-    codes, scales = NF4.split(NF4.quantize(weights(48, 320)))
+    codes, scales = NF4.unpack_storage(NF4.quantize(weights(48, 320)))
     digest = hashlib.sha256(codes.numpy().tobytes() + scales.numpy().tobytes()).hexdigest()
     assert digest == BITSANDBYTES
 
@@ -47,7 +47,7 @@ def test_nf4_takes_the_nearest_value() -> None:
 def test_float8_has_one_scale_for_a_tile() -> None:
     """Every 128 x 128 tile, and the last smaller one, has the scale max / 448 and the nearest e4m3 numbers."""
     weight = weights(200, 256)
-    codes, scales = FLOAT8.split(FLOAT8.quantize(weight))
+    codes, scales = FLOAT8.unpack_storage(FLOAT8.quantize(weight))
     for rows in (slice(0, 128), slice(128, 200)):
         for number, columns in enumerate((slice(0, 128), slice(128, 256))):
             tile = weight[rows, columns].float()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.reader import load_node_state
 from support.runs import drawloom, rows, take_back, write_corpus
 
 PLUGIN = Path(__file__).parent / "tempered"
@@ -48,9 +48,9 @@ def losses(run: Path) -> list[float]:
 def test_parameter_of_the_loss_is_saved_but_not_exported(run_folder: Path) -> None:
     """The checkpoint has the trained parameter under `loss` with its moments; the export has only the model."""
     checkpoint = run_folder / "runs/one/checkpoints/step-4"
-    state = load_node(checkpoint, "stages")
+    state = load_node_state(checkpoint, "stages")
     assert state["loss.log"].shape == (1,) and state["loss.log"].item() != 0
-    assert load_node(checkpoint, "optimizer")["loss.log"]["exp_avg"].abs() > 0
+    assert load_node_state(checkpoint, "optimizer")["loss.log"]["exp_avg"].abs() > 0
     with safe_open(run_folder / "runs/one/export/model.safetensors", "pt") as export:
         names = set(export.keys())
     assert names == {name for name in state if not name.startswith("loss.")}
@@ -70,7 +70,9 @@ def test_resumed_run_is_bitwise_equal(run_folder: Path, installed: dict[str, str
     take_back(run_folder / "runs/again", 2)
     launch(installed, run_folder, 1, "run.name=again", *CHECKPOINTS)
     assert losses(run_folder / "runs/again") == losses(run_folder / "runs/one")
-    ours, theirs = (load_node(run_folder / "runs" / name / "checkpoints/step-4", "stages") for name in ("again", "one"))
+    ours, theirs = (
+        load_node_state(run_folder / "runs" / name / "checkpoints/step-4", "stages") for name in ("again", "one")
+    )
     assert ours["loss.log"].equal(theirs["loss.log"])
 
 

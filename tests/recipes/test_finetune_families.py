@@ -10,7 +10,7 @@ import torch
 from benchmarks.transformers_types import default_config
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.fallback.build import build_model
-from drawloom.components.model.fallback.shrink import shrink
+from drawloom.components.model.fallback.shrink import shrink_config
 from support.chat import tokenizer_folder
 from support.runs import drawloom
 
@@ -29,7 +29,7 @@ def folder_of(model_type: str, folder: Path) -> Path:
     """Write a small random model in transformers, with a tokenizer, and return its folder."""
     torch.manual_seed(0)
     tokenizer_folder(folder)
-    config = shrink(default_config(model_type))
+    config = shrink_config(default_config(model_type))
     values = config.to_dict()
     dropout = {key: 0.0 for key in values if key.endswith(("dropout", "pdrop"))}
     ids = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
@@ -102,9 +102,9 @@ def test_types_of_transformers_are_fine_tuned(recipe: str, model_type: str, tmp_
 @pytest.mark.parametrize("model_type", [*FAMILIES, *FALLBACKS])
 def test_every_family_is_fine_tuned(recipe: str, model_type: str, tmp_path: Path) -> None:
     """A folder of every family, by every recipe."""
-    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kinds: Any = CONFIG_MAPPING
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type not in kinds or (recipe != "finetune" and FALLBACKS.get(model_type) == ""):
-        pytest.skip("transformers has no such type, or LoRA no layer of it")
+        pytest.skip("transformers has no such language model, or LoRA no layer of it")
     assert_fine_tuned(recipe, model_type, tmp_path)

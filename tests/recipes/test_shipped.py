@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.model import LayerRange
 from drawloom.graph.project import Project, Recipe
@@ -63,7 +63,7 @@ def test_recipes_of_known_models_have_their_sizes(recipe: str, tmp_path: Path) -
 @pytest.mark.parametrize(("recipe", "ranks"), NAMED_GPUS.items())
 def test_recipes_of_known_models_fit_the_gpus_that_they_name(recipe: str, ranks: int) -> None:
     """The plan fits on the number of 80 GB GPUs that the recipe names."""
-    planned = plan(Recipe.load(recipe, "vars.data=store", "vars.tokenizer=folder"), device_model("h100"), ranks)
+    planned = plan(Recipe.load(recipe, "vars.data=store", "vars.tokenizer=folder"), find_device_model("h100"), ranks)
     assert planned.fits, max(planned.peak_memory_bytes)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.reader import load_node_state
 from support.runs import drawloom, series, take_back, write_corpus
 
 LORA = """
@@ -80,7 +80,7 @@ def test_only_trained_parameters_are_saved_and_changed(folder: Path) -> None:
     """Checkpoints have weights and moments of adapters and fully tuned modules only; the base does not change."""
     checkpoint = folder / "runs/one/checkpoints/step-6"
     for node in ("stages", "optimizer"):
-        names = load_node(checkpoint, node).keys() - {"frozen"}
+        names = load_node_state(checkpoint, node).keys() - {"frozen"}
         assert all("lora_" in name or name == "model.norm.weight" for name in names) and len(names) == 31
     config = json.loads((folder / "runs/one/export/config.json").read_text("utf-8"))
     assert config["tie_word_embeddings"] is False, "the head would change with the embedding"
@@ -126,7 +126,7 @@ def test_a_frozen_rank_and_narrow_weights_train_and_resume(folder: Path) -> None
     text = train(folder, "narrow", *words, ranks=2)
     assert series(folder / "runs/narrow", *LEARNED) == whole
     assert "merged the adapters into the weights: rounding loses" in text
-    saved = load_node(folder / "runs/narrow/checkpoints/step-6", "stages")
+    saved = load_node_state(folder / "runs/narrow/checkpoints/step-6", "stages")
     assert {saved[name].dtype for name in saved.keys() - {"frozen"}} == {torch.float32}
     for file in (folder / "runs/narrow/export").glob("*.safetensors"):
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
@@ -174,7 +174,7 @@ def test_new_tokens_are_trained_alone(folder: Path) -> None:
     train(folder, "new", *alone, recipe="new.toml")
     train(folder, "new_pipeline", *alone, "mesh.pipeline=2", ranks=2, recipe="new.toml")
     assert_close(folder / "runs/new_pipeline", folder / "runs/new", 1e-5)
-    saved = load_node(folder / "runs/new/checkpoints/step-6", "stages")
+    saved = load_node_state(folder / "runs/new/checkpoints/step-6", "stages")
     assert saved.keys() == {"frozen", "model.embed_tokens.new_tokens"}
     base = load_file(folder / "runs/tiny/export/model.safetensors")
     for run in ("new", "new_pipeline"):

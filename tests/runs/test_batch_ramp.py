@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.checkpoint.reader import load_node
-from drawloom.components.checkpoint.state_hashes import state_hashes
+from drawloom.components.checkpoint.reader import load_node_state
+from drawloom.components.checkpoint.state_hashes import hash_states
 from support.runs import drawloom, rows, series, take_back, write_corpus
 
 RAMP = "batch.ramp=[{size=2,until_step=2},{size=6,until_tokens=500}]"
@@ -49,7 +49,7 @@ def test_a_run_resumes_bit_exactly_in_the_middle_of_a_ramp(folder: Path) -> None
     assert outcome.code == 0 and "step 3/8" in outcome.text, outcome.text
     assert series(resumed, *LEARNED) == series(straight, *LEARNED)
     for node in ("stages", "optimizer"):
-        ours, theirs = (state_hashes(load_node(run / "checkpoints/step-8", node)) for run in (straight, resumed))
+        ours, theirs = (hash_states(load_node_state(run / "checkpoints/step-8", node)) for run in (straight, resumed))
         assert ours == theirs and len(ours) > 10
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.storage.step_log import encode_line, read_steps
+from drawloom.components.storage.step_log import encode_row, read_steps
 from support.runs import drawloom, write_corpus
 from support.stores import damage
 
@@ -89,7 +89,7 @@ def test_the_audit_names_a_planted_fault(folder: Path, change: Callable[[list[An
     before = path.read_bytes()
     rows = read_lines(path)
     change(rows)
-    path.write_bytes(b"".join(map(encode_line, rows)))
+    path.write_bytes(b"".join(map(encode_row, rows)))
     [outcome] = drawloom(folder, "data", "audit", "runs/tiny")
     path.write_bytes(before)
     assert outcome.code == 1 and all(word in outcome.text for word in words), outcome.text

@@ -18,10 +18,10 @@ STOCHASTIC = '[optimizer]\nuse = "optim.stochastic_adamw"\nlr = 0.01\n'
 def _record_forecast(folder: Path, words: Sequence[str]) -> Outcome:
     """Run a command, and write its forecast of the first checkpoint's size into the file `forecast`."""
 
-    def record(checkpoints: Path, expected: int, likely: int) -> None:
-        (folder / "forecast").write_text(json.dumps(expected), "utf-8")
+    def record(checkpoints: Path, expected_bytes: int, likely_bytes: int) -> None:
+        (folder / "forecast").write_text(json.dumps(expected_bytes), "utf-8")
 
-    io_errors._check_disk = record
+    io_errors._check_free_bytes = record
     return command(folder, words, None)
 
 

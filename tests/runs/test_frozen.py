@@ -26,14 +26,14 @@ LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 def _run_frozen(folder: Path, arguments: Sequence[str], frozen: int) -> Outcome:
     """Run on one rank, with all parameters of pipeline rank `frozen` frozen."""
-    store = DataParallel.store
+    store = DataParallel.create_store
 
     def freeze(data_parallel: DataParallel, modules: Sequence[nn.Module], sharded: Sequence[Any]) -> Any:
         for module in modules if data_parallel.mesh.indices.pipeline == frozen else ():
             module.requires_grad_(False)
         return store(data_parallel, modules, sharded)
 
-    put(DataParallel, "store", freeze)
+    put(DataParallel, "create_store", freeze)
     return command(folder, arguments, None)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import drawloom
-from drawloom.components.checkpoint.reader import load_node, newest
-from drawloom.components.storage.strict_json import checksum
+from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
+from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
 from support.audit import Audit, places
@@ -138,7 +138,7 @@ def _update_digests(checkpoint: Path, **changes: Any) -> None:
         content["files"][name] = {"size": len(data), "blocks": [hashlib.sha256(data).hexdigest()]}
     content |= changes
     del content["digest"]
-    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": checksum(content)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": hash_canonical(content)}))
 
 
 def _write(name: str, data: bytes) -> Callable[[Path], None]:
@@ -230,7 +230,7 @@ def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
     (folder / "secret").write_text("secret")
     save_steps(folder / "good", 1)
     with contextlib.suppress(UserError):  # imports the modules that are imported late
-        newest(folder / "good")
+        find_newest_valid_checkpoint(folder / "good")
     audit, ends = Audit([]), list[tuple[str, float]]()
     audit.install()
     for number, hostile in enumerate(CHECKPOINTS):
@@ -243,7 +243,7 @@ def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
         for node in (StateNode(), LocalNode(), ShardedNode({}, names=["weight"])):
             errors.append(_refusal(partial(_restore, run, node)))
         with contextlib.suppress(UserError):  # reads only the files that it needs
-            load_node(checkpoint, "memory")
+            load_node_state(checkpoint, "memory")
         audit.on = False
         ends.append((" | ".join(errors), time.monotonic() - began))
     return audit.found, ends

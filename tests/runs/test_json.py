@@ -13,7 +13,7 @@ import attrs
 import jsonschema
 import pytest
 
-from drawloom.graph.cli.main import command_names, main, read_result_schema
+from drawloom.graph.cli.main import list_command_names, main, read_result_schema
 from drawloom.graph.project import Project
 from support.processes import run_ranks
 from support.run_folders import write_run
@@ -98,7 +98,7 @@ def check_answers(folder: Path, commands: dict[str, tuple[list[str], int]]) -> d
 def test_every_command_prints_json_of_its_schema(folder: Path) -> None:
     """One JSON text alone is on stdout, also after a failure, and the schema admits no other key."""
     printed = check_answers(folder, COMMANDS)
-    assert {*COMMANDS, *SLOW, *SERVERS} >= set(command_names(Project.of("drawloom")))
+    assert {*COMMANDS, *SLOW, *SERVERS} >= set(list_command_names(Project.of("drawloom")))
     assert [problem["code"] for problem in printed["check"]["problems"]] == ["DL302"]
     assert printed["run"]["outcome"]["run"] == {"folder": RUN}
     assert printed["run"]["outcome"]["trainer"] == {"step": 4, "steps": 4, "stop_reason": ""}

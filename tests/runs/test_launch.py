@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
+from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
 from support.blocks import blocks
 from support.runs import SOURCE, rows, write_corpus
 
@@ -158,7 +158,7 @@ def _assert_stopped(folder: Path, process: "subprocess.Popen[bytes]") -> None:
     printed = (folder / "printed").read_text("utf-8")
     left = [pid for pid in processes if _is_running(pid)]
     assert not left, printed
-    saved = [step_of(path) for path in list_checkpoints(folder / "runs/tiny/checkpoints")]
+    saved = [step_of_checkpoint(path) for path in list_checkpoints(folder / "runs/tiny/checkpoints")]
     assert saved == [rows(folder / "runs/tiny")[-1]["step"]]
     assert printed.count("stopped by SIGTERM") == 1 and "Traceback (most recent call last)" not in printed
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.reader import load_node_state
 from support.runs import deterministic_rows, drawloom, rows, series, take_back, write_corpus
 
 GOES_BACK = """
@@ -40,13 +40,13 @@ def test_a_run_goes_back_past_the_rows_of_spikes(tmp_path: Path) -> None:
     assert "the run goes back, time 2 of 9" in (run / "report.html").read_text("utf-8")
     audited = drawloom(tmp_path, "data", "audit", "runs/tiny")[0]
     assert audited.code == 0, audited.text
-    whole, last = deterministic_rows(run), load_node(run / "checkpoints/step-30", "loss_spikes")
+    whole, last = deterministic_rows(run), load_node_state(run / "checkpoints/step-30", "loss_spikes")
     take_back(run, 16)
     again = drawloom(tmp_path, "run", *words)[0]
     assert again.code == 0 and "the run goes back, time 1 of 9" in again.text, again.text
-    assert deterministic_rows(run) == whole and load_node(run / "checkpoints/step-30", "loss_spikes") == last
+    assert deterministic_rows(run) == whole and load_node_state(run / "checkpoints/step-30", "loss_spikes") == last
     two = drawloom(tmp_path, "run", *words, "run.name=other", "mesh.data_replicate=2", ranks=2)
     assert [outcome.code for outcome in two] == [0, 0], two
     losses = [[loss for (loss,) in series(folder, "loss")] for folder in (run, other)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert load_node(other / "checkpoints/step-30", "loss_spikes")["times"] == last["times"] >= 2
+    assert load_node_state(other / "checkpoints/step-30", "loss_spikes")["times"] == last["times"] >= 2

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.checkpoint.reader import load_node
-from drawloom.components.checkpoint.state_hashes import state_hashes
+from drawloom.components.checkpoint.reader import load_node_state
+from drawloom.components.checkpoint.state_hashes import hash_states
 from drawloom.graph.registry.registry import Registry
 from support.runs import drawloom, series, take_back, write_corpus
 
@@ -127,8 +127,8 @@ def test_a_run_without_tied_weights_resumes_bit_exactly_on_another_layout(folder
     runs = run_on_layouts(folder, "to-and-fro", (1, 2, 1), *words), folder / "runs/straight"
     assert series(runs[0], *LEARNED) == series(runs[1], *LEARNED)
     for node in ("stages", "optimizer"):
-        states = [load_node(run / "checkpoints/step-6", node) for run in runs]
-        ours, theirs = (state_hashes(dict(sorted(state.items()))) for state in states)
+        states = [load_node_state(run / "checkpoints/step-6", node) for run in runs]
+        ours, theirs = (hash_states(dict(sorted(state.items()))) for state in states)
         assert ours == theirs and len(ours) > 30
 
 
@@ -156,7 +156,9 @@ def test_circular_runs_continue_in_other_recipes_and_their_own_bit_exactly(folde
     assert_same(folder / "runs/one", run)
     resume(4, 2, words)
     assert_same(folder / "runs/one", run)
-    names = [load_node(folder / "runs" / name / "checkpoints/step-6", "stages").keys() for name in ("one", "round")]
+    names = [
+        load_node_state(folder / "runs" / name / "checkpoints/step-6", "stages").keys() for name in ("one", "round")
+    ]
     assert names[0] == names[1]
 
 

@@ -119,8 +119,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint(folder: Path, number: int, code
 
 KILLED_IN: dict[str, tuple[Any, str]] = {
     "evaluation": (ProgramExecutor, "evaluate"),
-    "export": (hf_writer, "_write_config"),
-    "sample": (Sampler, "_sample_id"),
+    "export": (hf_writer, "_write_config_with_dtype"),
+    "sample": (Sampler, "_sample_next_id"),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
+from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
 from drawloom.components.data.loader import Loader
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.sampling.sample import Sample
@@ -56,7 +56,11 @@ def _run_stuck(folder: Path, arguments: Sequence[str], where: str, times: Sequen
         _delay(ForwardBackward, "run_phase", ENDLESS_SECONDS if number else 0, lambda _, step: step.index == 6, send)
     else:
         _delay(
-            commit, "write_rank", ENDLESS_SECONDS if number else 0, lambda temp, *_: temp.name == ".tmp-step-6", send
+            commit,
+            "write_files_of_rank",
+            ENDLESS_SECONDS if number else 0,
+            lambda temp, *_: temp.name == ".tmp-step-6",
+            send,
         )
     return command(folder, arguments, None)
 
@@ -74,7 +78,7 @@ def test_a_run_that_does_not_stop_in_time_is_killed(
     assert {*caught.value.failures.values()} == {"died with exit code 130"}
     assert time.monotonic() - began < 15
     saved = list_checkpoints(folder / "runs/tiny/checkpoints")
-    assert [step_of(path) for path in saved] == [3] and all(map(is_valid, saved))
+    assert [step_of_checkpoint(path) for path in saved] == [3] and all(map(is_valid, saved))
 
 
 def _run_with_stuck_component(folder: Path, arguments: Sequence[str], stage: str) -> Outcome:
@@ -190,7 +194,7 @@ def test_a_signal_ends_a_long_sample_at_once(folder: Path) -> None:
 def _run_with_slow_save(folder: Path, arguments: Sequence[str], seconds: float) -> Outcome:
     """Run on one rank; rank 1 writes checkpoints slowly."""
     slow = os.environ["RANK"] == "1"
-    _delay(commit, "write_rank", seconds, lambda temp, *_: slow and temp.name == ".tmp-step-2", lambda: None)
+    _delay(commit, "write_files_of_rank", seconds, lambda temp, *_: slow and temp.name == ".tmp-step-2", lambda: None)
     return command(folder, arguments, None)
 
 
@@ -201,7 +205,7 @@ def test_a_slow_save_of_one_rank_is_not_a_failure(folder: Path, staging: str) ->
     words = (*TWO, *limits, "trainer.steps=3", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
     outcomes = run_ranks(_run_with_slow_save, 2, folder, words, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
-    assert [step_of(path) for path in list_checkpoints(folder / "runs/tiny/checkpoints")] == [2, 3]
+    assert [step_of_checkpoint(path) for path in list_checkpoints(folder / "runs/tiny/checkpoints")] == [2, 3]
     assert len(rows(folder / "runs/tiny")) == 3
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
-from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.checkpoint.staging.copy_plan import Pool
-from drawloom.components.checkpoint.state_hashes import state_hashes
+from drawloom.components.checkpoint.state_hashes import hash_states
 from drawloom.components.listeners import profiler
 from drawloom.components.phases.report import Report
 from drawloom.components.ports.run import Step, Value
@@ -44,8 +44,8 @@ TINY = ("run", "tiny.toml", "trainer.on_finish=[]")
 
 def _hash_state(run: Path, step: int) -> dict[str, str]:
     """Return the hashes of weights and moments."""
-    states = {node: load_node(run / f"checkpoints/step-{step}", node) for node in ("stages", "optimizer")}
-    return state_hashes({node: dict(sorted(state.items())) for node, state in states.items()})
+    states = {node: load_node_state(run / f"checkpoints/step-{step}", node) for node in ("stages", "optimizer")}
+    return hash_states({node: dict(sorted(state.items())) for node, state in states.items()})
 
 
 def _run_with_faults(folder: Path, arguments: Sequence[str]) -> Outcome:
@@ -149,7 +149,7 @@ def _run_with_little_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
         calls[0] += 1
         return allocate(self, size if calls[0] == 1 else 2**60)
 
-    put(Pool, "_allocate", allocate_too_much)
+    put(Pool, "_allocate_targets", allocate_too_much)
     put(Pool, "_release", lambda _self, _buffer: None)  # or the second copy would take the memory of the first
     return command(folder, arguments, None)
 
@@ -160,7 +160,7 @@ def test_no_memory_for_a_copy_ends_the_run_with_its_cause(folder: Path) -> None:
     assert outcome.code == 1 and "bytes for a copy of the state" in outcome.text
     assert "Traceback" not in outcome.text
     saved = list_checkpoints(folder / "runs/tiny/checkpoints")
-    assert [step_of(path) for path in saved] == [4] and all(map(is_valid, saved))
+    assert [step_of_checkpoint(path) for path in saved] == [4] and all(map(is_valid, saved))
 
 
 def _run_without_shared_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
@@ -386,12 +386,12 @@ def test_a_diverged_run_stops_and_keeps_a_finite_checkpoint(folder: Path, norm: 
     outcome = drawloom(folder, *TINY, *words)[0]
     assert outcome.code == 1 and "6 steps in a row were skipped, at last step 7: " in outcome.text
     assert [row.get("skipped", False) for row in rows(folder / "runs/tiny")] == [False, *[True] * 6]
-    saved = [step_of(path) for path in list_checkpoints(folder / "runs/tiny/checkpoints")]
+    saved = [step_of_checkpoint(path) for path in list_checkpoints(folder / "runs/tiny/checkpoints")]
     assert saved == [1, 5, 6, 7]  # the newest with a finite loss, the one that was evaluated, and the newest two
     for path in list_checkpoints(folder / "runs/tiny/checkpoints"):
         values = json.loads((path / "manifest.json").read_text())["values"]
-        assert (values["loss"] is not None) == (step_of(path) == 1)
-        weights = load_node(path, "stages").values()
+        assert (values["loss"] is not None) == (step_of_checkpoint(path) == 1)
+        weights = load_node_state(path, "stages").values()
         assert all(bool(torch.isfinite(weight).all()) for weight in weights if isinstance(weight, torch.Tensor))
 
 
@@ -403,7 +403,7 @@ def test_a_run_that_learns_nothing_ends_in_words(folder: Path, norm: str) -> Non
     assert outcome.code == 1 and "training has diverged: since step 2 the loss was above 16." in outcome.text
     run = folder / "runs/tiny"
     assert len(rows(run)) in (10, 11) and not (run / "export").exists() and not (run / "sample.txt").exists()
-    assert max(step_of(path) for path in list_checkpoints(run / "checkpoints")) < 11
+    assert max(step_of_checkpoint(path) for path in list_checkpoints(run / "checkpoints")) < 11
 
 
 def test_a_port_in_use_is_an_error(folder: Path) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from drawloom.components.report.run_table import read_rows
+from drawloom.components.report.run_table import read_run_rows
 from support.runs import deterministic_rows, drawloom
 
 SWEEP = ["sweep", "tiny.toml", "trainer.steps=8", "optimizer.lr=1e-3,3e-4"]
@@ -27,11 +27,11 @@ def test_a_sweep_is_resumed_as_a_whole(folder: Path) -> None:
     sweep.send_signal(signal.SIGTERM)
     assert "the sweep is stopped; the same command resumes it" in sweep.communicate(timeout=100)[1]
     assert sweep.returncode == 128 + signal.SIGTERM
-    assert [row.run for row in read_rows(runs)] == ["lr=0.001"]
+    assert [row.run for row in read_run_rows(runs)] == ["lr=0.001"]
     dry = drawloom(folder, *SWEEP, "--dry-run")[0]
     assert "lr=0.001  stopped" in dry.text and "lr=0.0003  new" in dry.text, dry.text
     assert drawloom(folder, *SWEEP)[0].code == 0
-    assert [(row.run, row.state, row.step) for row in read_rows(runs)] == [
+    assert [(row.run, row.state, row.step) for row in read_run_rows(runs)] == [
         ("lr=0.0003", "finished", 8),
         ("lr=0.001", "finished", 8),
     ]
@@ -57,7 +57,7 @@ def test_a_failed_run_does_not_end_the_sweep(folder: Path) -> None:
     outcome = drawloom(folder, *words)[0]
     assert "lr=2.0 has finished" in outcome.text and "lr=1.0 ended with code" in outcome.text
     assert outcome.code == 1 and "failed: lr=1.0; the same command tries them again" in outcome.text, outcome.text
-    assert [(row.run, row.state) for row in read_rows(folder / "fails")] == [("lr=2.0", "finished")]
+    assert [(row.run, row.state) for row in read_run_rows(folder / "fails")] == [("lr=2.0", "finished")]
 
 
 def test_runs_that_do_not_fit_are_refused_before_the_first(folder: Path) -> None:

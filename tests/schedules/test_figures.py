@@ -5,9 +5,9 @@ from typing import Any, get_args
 
 import pytest
 
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.pipeline.simulation.contention import Channels, run_events
+from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
 from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
 from support.schedules import schedule
 
@@ -67,10 +67,12 @@ def test_figures_equal_other_implementations(
     """With costs of 1 for F, I and W, figures equal the programs of torch, d9d and zero-bubble."""
     program = schedule(name, **settings).program(*size)
     run = simulate(program, Costs())
-    assert (run.makespan, run.ideal, run.span) == (makespan, ideal, span)
-    assert run.bubble == pytest.approx(1 - ideal / makespan) and run.span_bubble == pytest.approx(1 - ideal / span)
+    assert (run.makespan, run.ideal_makespan, run.longest_rank_span) == (makespan, ideal, span)
+    assert run.bubble_fraction == pytest.approx(1 - ideal / makespan) and run.span_bubble_fraction == pytest.approx(
+        1 - ideal / span
+    )
     assert (max(run.peak_activations), max(run.peak_live_weights)) == (live, weights)
-    assert late is None or simulate(program, LATE).bubble == pytest.approx(late, abs=6e-4)
+    assert late is None or simulate(program, LATE).bubble_fraction == pytest.approx(late, abs=6e-4)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +92,9 @@ def test_receives_are_posted_in_time(name: str, settings: dict[str, Any], one_st
     They cost little more if a rank's messages share one channel. (torch's order: 523, 297, 274, 224 and 334.)
     """
     program = schedule(name, **settings).program(8, 32)
-    lines = [lower(program, rank) for rank in range(8)]
+    lines = [lower_to_rank_program(program, rank) for rank in range(8)]
     ends = {
-        channels: max(event.end for event in run_events(lines, LATE, channels).values())
+        channels: max(event.end for event in simulate_events(lines, LATE, channels).values())
         for channels in get_args(Channels)
     }
     assert ends["direction"] == ends["free"] == simulate(program, LATE).makespan
@@ -121,7 +123,7 @@ def test_makespans_of_single_stages_follow_their_formulas() -> None:
     for p, m, run in [*simulate_sizes("gpipe"), *simulate_sizes("one_f_one_b")]:
         assert run.makespan == 3 * (m + p - 1)
     for p, m, run in simulate_sizes("zero_bubble_h2", least=2):
-        assert (run.makespan, run.span) == (3 * m + p - 1, 3 * m)
+        assert (run.makespan, run.longest_rank_span) == (3 * m + p - 1, 3 * m)
 
 
 def test_makespans_of_v_schedules_follow_their_formulas() -> None:
@@ -133,7 +135,7 @@ def test_makespans_of_v_schedules_follow_their_formulas() -> None:
     for p, m, run in simulate_sizes("v_min", least=2):
         assert p < 2 or run.makespan == 6 * m + 4 * p - 5 + (p % 3 == 0)
     for _, m, run in simulate_sizes("zero_bubble_v", least=2):
-        assert run.span == 6 * m
+        assert run.longest_rank_span == 6 * m
 
 
 def test_bubbles_of_other_costs_follow_their_formulas() -> None:

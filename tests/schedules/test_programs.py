@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.program.builders import forward_only
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.builders import build_forward_only_program
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.pipeline.program.validity import violations
-from drawloom.components.pipeline.simulation.contention import Channels, run_events
+from drawloom.components.pipeline.program.validity import find_violations
+from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Program, RankProgram
@@ -31,7 +31,7 @@ def programs(draw: st.DrawFn, most_ranks: int = 5) -> Program:
 
 def lower_all(program: Program) -> list[RankProgram]:
     """Return the lowered programs of all ranks."""
-    return [lower(program, rank) for rank in range(program.ranks)]
+    return [lower_to_rank_program(program, rank) for rank in range(program.ranks)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,7 +43,7 @@ def test_every_stage_runs_every_microbatch_once_and_in_order(name: str) -> None:
             assert program.stage_to_rank == variant.stage_to_rank(ranks)
             assert Counter(program.stage_to_rank) == dict.fromkeys(range(ranks), program.stages // ranks)
             assert program.microbatches == microbatches
-            assert violations(program) == []
+            assert find_violations(program) == []
             work = Counter(
                 (a.stage, a.microbatch, str(a.op)) for r in range(ranks) for a in parts(program.rank_program(r))
             )
@@ -56,7 +56,7 @@ def test_every_stage_runs_every_microbatch_once_and_in_order(name: str) -> None:
 def test_evaluation_runs_only_forwards() -> None:
     """With the stages of any schedule, an evaluation runs one forward per stage and microbatch, and no other op."""
     for variant, ranks in product(variants("looped_bfs"), RANKS):
-        program = forward_only(variant.stage_to_rank(ranks), 7)
+        program = build_forward_only_program(variant.stage_to_rank(ranks), 7)
         assert [a.op for r in range(ranks) for a in parts(program.rank_program(r))] == ["F"] * program.stages * 7
         assert simulate(program, Costs()).peak_activations == [0] * ranks
 
@@ -65,8 +65,8 @@ def test_evaluation_runs_only_forwards() -> None:
 def test_evaluation_needs_no_order_of_stages(ranks: int, data: st.DataObject, microbatches: int) -> None:
     """For any assignment of stages to ranks, forward programs are valid and finish with blocking sends."""
     stages = data.draw(st.permutations([*range(ranks)] * data.draw(st.integers(1, 3))))
-    program = forward_only(stages, microbatches)
-    assert violations(program) == []
+    program = build_forward_only_program(stages, microbatches)
+    assert find_violations(program) == []
     rendezvous(lower_all(program))
 
 
@@ -76,9 +76,9 @@ def test_times_equal_a_fixed_point_iteration(
 ) -> None:
     """For any costs there is no deadlock, and end times equal a plain fixed-point iteration."""
     costs = Costs(forward, inputs, weights, comm=message)
-    run, end_times = simulate(program, costs), ends(program, costs.length, message)
+    run, end_times = simulate(program, costs), ends(program, costs.get_duration, message)
     for rank in range(program.ranks):
-        for bar in run.bars(rank):
+        for bar in run.iterate_bars(rank):
             action = bar.action.stage, bar.action.op, bar.action.microbatch
             assert bar.end == pytest.approx(end_times[action], rel=1e-9)
 
@@ -93,7 +93,7 @@ def test_slower_messages_never_make_a_step_shorter(program: Program, message: fl
 def test_blocking_sends_do_not_deadlock(program: Program, message: float, forward: float) -> None:
     """Programs finish if sends block until their receive, and every send meets its own receive."""
     costs = Costs(forward, comm=message)
-    rendezvous([lower(program, rank, costs) for rank in range(program.ranks)])
+    rendezvous([lower_to_rank_program(program, rank, costs) for rank in range(program.ranks)])
 
 
 @given(program=programs())
@@ -130,7 +130,9 @@ def test_sends_follow_producers_and_receives_precede_consumers(program: Program)
 def test_contention_does_not_deadlock(program: Program, channels: Channels, message: float) -> None:
     """Programs finish with any sharing of channels, no earlier than without contention."""
     costs = Costs(comm=message)
-    events = run_events([lower(program, rank, costs) for rank in range(program.ranks)], costs, channels)
+    events = simulate_events(
+        [lower_to_rank_program(program, rank, costs) for rank in range(program.ranks)], costs, channels
+    )
     free = simulate(program, costs).makespan
     assert max(event.end for event in events.values()) >= free - 1e-9
 

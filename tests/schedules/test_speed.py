@@ -4,8 +4,8 @@ import cProfile
 
 import pytest
 
-from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.ports.program import flat
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
+from drawloom.components.ports.program import iterate_actions
 from support.schedules import schedule
 
 
@@ -15,8 +15,8 @@ def _count_calls_and_actions(name: str, microbatches: int) -> tuple[int, int]:
     Calls are counted instead of seconds, which depend on other processes.
     """
     profile = cProfile.Profile()
-    line = profile.runcall(lambda: lower(schedule(name).program(256, microbatches), 100))
-    return sum(entry.callcount for entry in profile.getstats()), len([*flat(line)])
+    line = profile.runcall(lambda: lower_to_rank_program(schedule(name).program(256, microbatches), 100))
+    return sum(entry.callcount for entry in profile.getstats()), len([*iterate_actions(line)])
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zero_bubble_v", "dual_pipe_v"])

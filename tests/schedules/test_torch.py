@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from drawloom.components.pipeline.program.notation import read_csv, write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv, parse_program_csv
 from support.schedules import schedule, texts
 from support.torch_schedules import lower, order
 
@@ -60,9 +60,9 @@ def test_gpipe_backwards_start_from_the_newest() -> None:
 def test_torch_reads_our_csv(name: str) -> None:
     """torch reads our CSV, validates it, and lowers it."""
     program = schedule(name).program(4, 8)
-    table, owners = lower(write_csv(program), 4, 2, 8)
+    table, owners = lower(format_program_csv(program), 4, 2, 8)
     assert owners == program.stage_to_rank
-    back = read_csv(table)
+    back = parse_program_csv(table)
     assert [texts(back.rank_program(rank)) for rank in range(4)] == [
         texts(program.rank_program(rank)) for rank in range(4)
     ]

@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 )
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError, verify
-from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.checkpoint.manifest import CorruptCheckpointError, verify_checkpoint
+from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
@@ -74,9 +74,9 @@ def test_every_corruption_of_every_file_is_detected(
             path.write_bytes(good)
             corrupt(path, moments)
         with pytest.raises(CorruptCheckpointError, match=path.name):
-            verify(checkpoint)
+            verify_checkpoint(checkpoint)
         path.write_bytes(good)
-    verify(checkpoint)
+    verify_checkpoint(checkpoint)
 
 
 class Folder(RuleBasedStateMachine):
@@ -188,9 +188,9 @@ def _expire_or_read(folder: Path, seconds: float) -> int:
         if node is not None:
             memory.state = {"weight": torch.full((100_000,), float(times))}
             node.save(Step(times, 10**9))
-        elif (path := newest(folder)) is not None:
+        elif (path := find_newest_valid_checkpoint(folder)) is not None:
             try:
-                weight = load_node(path, "memory")["weight"]
+                weight = load_node_state(path, "memory")["weight"]
             except UserError:
                 if path.exists():
                     raise
@@ -251,5 +251,5 @@ def test_files_of_another_run_are_detected(tmp_path: Path) -> None:
         good = (ours / name).read_bytes()
         shutil.copy(theirs / name, ours / name)
         with pytest.raises(CorruptCheckpointError, match=r"rank-0\.safetensors has a checksum mismatch"):
-            verify(ours)
+            verify_checkpoint(ours)
         (ours / name).write_bytes(good)

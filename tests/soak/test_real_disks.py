@@ -60,8 +60,8 @@ if is_possible():
             node.save(Step(6, 99))
             fresh = StateNode()
             again = checkpointer(disk, {"memory": fresh})
-            assert set(fresh.state) == set() and again._load_newest() is not None
-            checkpoint = again._load_newest()
+            assert set(fresh.state) == set() and again._read_newest_valid() is not None
+            checkpoint = again._read_newest_valid()
             assert checkpoint is not None and checkpoint.manifest.step == 6
             assert set(checkpoint.states["memory"]["weight"].tolist()) == {6.0}
 

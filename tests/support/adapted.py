@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.adapters import Adapter, Fill
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
-from drawloom.components.weights.adapted import fill_adapters, inject
+from drawloom.components.weights.adapted import fill_adapters, inject_adapters
 from support.qwen3 import whole
 
 
@@ -45,7 +45,7 @@ def adapt(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
     torch.manual_seed(0)
     module = whole(model)
     before: dict[str, Any] = dict(module.named_parameters())
-    inject(adapters, module)
+    inject_adapters(adapters, module)
     fill_adapters(module, torch.device("cpu"), fill_from_seed(0))
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -145,7 +145,7 @@ def calls() -> dict[str, Callable[[int], object]]:
             torch.empty(1, size, 4, 32), angles[:, :size], angles[:, :size], False, False
         ),
         "moe_routes": lambda size: moe_routes._routes(torch.zeros(size, 8, dtype=torch.int64), 16),
-        "moe_permute": lambda size: moe_permute._spread(
+        "moe_permute": lambda size: moe_permute._copy_tokens_to_rows(
             torch.empty(size, 64), None, torch.empty(size, 8), torch.zeros(size, 8, dtype=torch.int32),
             torch.zeros(16, dtype=torch.int32), 7 * size, False,
         ),
@@ -156,7 +156,7 @@ def calls() -> dict[str, Callable[[int], object]]:
         "causal_conv": lambda size: causal_conv._forward(
             torch.empty(1, size, 64), torch.empty(64, 4), torch.zeros(1, size, dtype=torch.int32)
         ),
-        "grouped_gemm": lambda size: grouped_gemm._rows(
+        "grouped_gemm": lambda size: grouped_gemm._multiply_rows_by_expert(
             torch.empty(size, 64), torch.empty(4, 64, 32), torch.zeros(4, dtype=torch.int32)
         ),
     }  # fmt: skip

@@ -86,7 +86,7 @@ class SingleRankProcesses:
     rank = local_rank = node_rank = 0
     world_size = local_world_size = node_count = 1
 
-    def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
+    def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
         """Return a group of one rank."""
         return SingleProcess()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError, verify
+from drawloom.components.checkpoint.manifest import CorruptCheckpointError, verify_checkpoint
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.graph import UserError
 from support.checkpoints import restore_step, save_steps
@@ -104,7 +104,7 @@ def remains(folder: Path, committed: int) -> Remains:
 def is_valid(checkpoint: Path) -> bool:
     """Whether every byte is as committed."""
     try:
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     except CorruptCheckpointError:
         return False
     return True

@@ -10,7 +10,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.decoder.experts import Experts
-from drawloom.components.parallel.expert import split_experts, use_dispatcher
+from drawloom.components.parallel.expert import set_dispatcher, split_experts
 from drawloom.components.ports.experts import Dispatcher
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels, sparse
@@ -32,7 +32,7 @@ def experts_of(**changes: Any) -> Experts:
     """Build a layer's experts in float64 on the meta device."""
     model = sparse(num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=5, **changes)
     with torch.device("meta"):
-        spec: Any = model.architecture.mlp_of(0)
+        spec: Any = model.architecture.mlp_spec_of(0)
         return Experts(WIDTH, spec, model.kernels).double()
 
 
@@ -82,7 +82,7 @@ def _run_choices(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor
         results = []
         for chosen in CHOICES.values():
             module = experts_of()
-            use_dispatcher(module, brings)
+            set_dispatcher(module, brings)
             splits = split_experts(module, mesh.expert_group)
             module.to_empty(device="cpu")
             for name, split in splits.items():

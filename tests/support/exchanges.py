@@ -15,7 +15,7 @@ class Exchange:
     """Places of the tokens of both threads, and the exchanged tensors."""
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
-        self.places = first, second
+        self.token_indices = first, second
         self.barrier = Barrier(2)
         self.parts: list[Tensor] = [torch.empty(0)] * 2
 
@@ -25,14 +25,14 @@ class ThreadPart:
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange, self.rank = exchange, rank
-        self.places = exchange.places[rank]
+        self.token_indices = exchange.token_indices[rank]
 
     @property
-    def pieces(self) -> tuple[int, ...]:
+    def piece_indices(self) -> tuple[int, ...]:
         return self.rank, 3 - self.rank
 
     def gather(self, part: Tensor) -> Tensor:
-        return torch.cat(self._swap(part), 1)[:, torch.cat(self.exchange.places).argsort()]
+        return torch.cat(self._swap(part), 1)[:, torch.cat(self.exchange.token_indices).argsort()]
 
     def gather_pieces(self, own: Tensor) -> Tensor:
         ends, middle = self._swap(own)

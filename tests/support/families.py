@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.components.weights.load import load_folder, persistent_tensors
+from drawloom.components.weights.load import fill_module_from_folder, persistent_tensors
 from support.adapted import OneStage, adapt, lora
 from support.qwen3 import (
     SIZES,
@@ -78,7 +78,7 @@ def assert_generated_as_whole_texts(model: DecoderBuilder, length: int = 11) -> 
             positions = torch.arange(length).expand(2, -1)[:, part]
             shared = TokenContext(positions, torch.zeros_like(positions), cache=cache)
             parts.append(logits_of(module, tokens[:, part], shared))
-            cache.advance(positions.shape[1])
+            cache.end_pass(positions.shape[1])
         torch.testing.assert_close(torch.cat(parts, 1), logits_of(module, tokens, one_document(2, length)), **CLOSE)
 
 
@@ -94,7 +94,10 @@ def assert_operations_equal_the_count_of_torch(model: DecoderBuilder, experts: f
     with sdpa_kernel(SDPBackend.MATH), counter:
         logits_of(module, tokens, one_document(2, 11)).sum().backward()
     flops = model.forward_flops()
-    assert flops.of_training(22, dict.fromkeys(flops.per_pair, 2 * 11 * 11)) == counter.get_total_flops() + 3 * experts
+    assert (
+        flops.count_training_flops(22, dict.fromkeys(flops.per_pair, 2 * 11 * 11))
+        == counter.get_total_flops() + 3 * experts
+    )
 
 
 def assert_all_projections_are_adapted(model: DecoderBuilder) -> None:
@@ -118,8 +121,8 @@ def assert_files_go_both_ways(model: DecoderBuilder, folder: Path) -> None:
     read = type(model)(kernels=cpu_kernels(), config=folder / "theirs")
     assert read.architecture == model.architecture, json.loads((folder / "theirs/config.json").read_text())
     again = read.build(LayerRange(0, read.num_hidden_layers, embedding=True, head=True))
-    load_folder(folder / "theirs", again, read.hugging_face_mapper().inverse())
-    write_folder(folder / "ours", read, OneStage(again))
+    fill_module_from_folder(folder / "theirs", again, read.hugging_face_mapper().inverse())
+    write_hugging_face_folder(folder / "ours", read, OneStage(again))
     loaded = kinds.from_pretrained(folder / "ours", attn_implementation="eager")
     tokens = torch.randint(model.vocab_size, (2, 11))
     logits = logits_of(module, tokens, one_document(2, 11))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from drawloom.graph.cli.main import main, split_words
+from drawloom.graph.cli.main import main, split_off_overrides
 from drawloom.graph.inspect.changes import resolve
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
@@ -34,7 +34,7 @@ def run_check(recipe: Path) -> str:
 
 def resolve_recipe(recipe: Path) -> str:
     """Return the resolved text of a valid recipe."""
-    project, words = project_of(recipe), split_words(_directive(recipe, "arguments").split())[1]
+    project, words = project_of(recipe), split_off_overrides(_directive(recipe, "arguments").split())[1]
     with _beside(recipe):
         graph = project.graph(project.load(recipe.name, words=words))
         if graph.problems:

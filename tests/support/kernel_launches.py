@@ -7,11 +7,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import ParamState, step_scalars
+from drawloom.kernels.adamw import ParamState, compute_step_scalars
+from drawloom.kernels.float8 import E4M3
 from drawloom.kernels.triton import (
     causal_conv,
     cut_cross_entropy,
+    expert_bias,
+    float8,
     gated_delta,
+    grouped_float8,
     grouped_gemm,
     grouped_gemm_blocks,
     linear_cross_entropy,
@@ -39,7 +43,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def launches() -> Iterator[tuple[str, Launch]]:
     """Yield a name and a call for each operation and direction; the call launches the kernels."""
-    for part in (norms, gates, rotations, steps, losses, experts, recurrences, great_numbers):
+    for part in (norms, gates, rotations, steps, losses, experts, casts, recurrences, great_numbers):
         yield from part()
 
 
@@ -106,7 +110,7 @@ def steps() -> Iterator[tuple[str, Launch]]:
             trained = ParamState(empty(4096, dtype=w), empty(4096, dtype=m), empty(4096, dtype=m), 0.1, 1 << 60)
             stepper = AdamwTriton([trained])
             for counter in (1, None):
-                stepper.step([empty(4096, dtype=g)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
+                stepper.step([empty(4096, dtype=g)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
 
         yield f"adamw {of_weight} {of_gradient} {of_means}", step
     for first in (1, 2):
@@ -114,7 +118,7 @@ def steps() -> Iterator[tuple[str, Launch]]:
         def step_of_columns(first: int = first) -> None:
             kept = [empty(4096, dtype=BF16) for _ in "wms"]
             stepper = AdamwTriton([ParamState(kept[0], kept[1], kept[2], 0.1, 1 << 60, first, width=64, stride=128)])
-            stepper.step([empty(4096, dtype=BF16)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+            stepper.step([empty(4096, dtype=BF16)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
 
         yield f"adamw of columns from {first} on", step_of_columns
 
@@ -181,11 +185,14 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
     of_choices = ends[:, None]
     yield (
         "moe_permute of far rows",
-        lambda: moe_permute._spread(rows, rows, None, of_choices, ends, of_choices.numel(), False),
+        lambda: moe_permute._copy_tokens_to_rows(rows, rows, None, of_choices, ends, of_choices.numel(), False),
     )
-    yield "moe_unpermute of far rows", lambda: moe_permute._gather(rows, None, None, of_choices)
-    yield "grouped_gemm of far rows", lambda: grouped_gemm._rows(rows, matrices, ends)
-    yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._matrices(rows, rows, ends)
+    yield "moe_unpermute of far rows", lambda: moe_permute.sum_rows_by_token(rows, None, None, of_choices)
+    yield "grouped_gemm of far rows", lambda: grouped_gemm._multiply_rows_by_expert(rows, matrices, ends)
+    yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._sum_outer_products_by_expert(rows, rows, ends)
+    yield "add_expert_bias of far rows", lambda: expert_bias._add(rows, rows, ends, numbers)
+    yield "expert_bias_sums of far rows", lambda: expert_bias._sum_rows(rows, ends, numbers)
+    yield "expert_bias_products of far rows", lambda: expert_bias._sum_products(rows, rows, ends, numbers)
 
 
 def losses() -> Iterator[tuple[str, Launch]]:
@@ -195,7 +202,7 @@ def losses() -> Iterator[tuple[str, Launch]]:
     for factors in (None, numbers[:4]):
         yield (
             f"linear_cross_entropy{'' if factors is None else ' in chunks'}",
-            lambda f=factors: linear_cross_entropy._cross_entropy(
+            lambda f=factors: linear_cross_entropy._fill_losses_and_lse(
                 logits, targets[:4], numbers[:4], numbers[:4], f, -100, True
             ),
         )
@@ -223,31 +230,90 @@ def experts() -> Iterator[tuple[str, Launch]]:
     x, rows, chances = empty(64, 2048), empty(512, 2048), empty(64, 8, dtype=FLOAT)
     of_choices = expert_indices.to(torch.int32)
     yield "moe_routes", lambda: moe_routes._routes(expert_indices, 128)
-    yield "moe_permute", lambda: moe_permute._spread(x, None, chances, of_choices, ends, of_choices.numel(), False)
-    yield "moe_permute backward", lambda: moe_permute._gather(rows, None, chances.flatten(), of_choices)
-    yield "moe_unpermute", lambda: moe_permute._gather(rows, chances, None, of_choices)
+    yield (
+        "moe_permute",
+        lambda: moe_permute._copy_tokens_to_rows(x, None, chances, of_choices, ends, of_choices.numel(), False),
+    )
+    yield "moe_permute backward", lambda: moe_permute.sum_rows_by_token(rows, None, chances.flatten(), of_choices)
+    yield "moe_unpermute", lambda: moe_permute.sum_rows_by_token(rows, chances, None, of_choices)
     yield (
         "moe_unpermute backward",
-        lambda: moe_permute._spread(x, rows, chances, of_choices, ends, of_choices.numel(), True),
+        lambda: moe_permute._copy_tokens_to_rows(x, rows, chances, of_choices, ends, of_choices.numel(), True),
     )
+    for dtype in (BF16, FLOAT):
+        biased, biases, scale = empty(512, 2880, dtype=dtype), empty(32, 2880, dtype=dtype), empty(512, dtype=FLOAT)
+        for factors in (None, scale):
+            kind = f"{dtype}{'' if factors is None else ' scaled'}"
+            yield (
+                f"add_expert_bias {kind}",
+                lambda x=biased, b=biases, f=factors: expert_bias._add(x, b, ends[:32], f),
+            )
+            yield f"expert_bias_sums {kind}", lambda x=biased, f=factors: expert_bias._sum_rows(x, ends[:32], f)
+        yield (
+            f"expert_bias_products {dtype}",
+            lambda x=biased, b=biases, f=scale: expert_bias._sum_products(x, b, ends[:32], f),
+        )
     for count in (4096, 512):
         a, b, weight = empty(count, 512), empty(count, 256), empty(16, 512, 256)
-        yield f"grouped_gemm {count}", lambda a=a, w=weight: grouped_gemm._rows(a, w, ends[:16])
+        yield f"grouped_gemm {count}", lambda a=a, w=weight: grouped_gemm._multiply_rows_by_expert(a, w, ends[:16])
         yield (
             f"grouped_gemm of inputs {count}",
-            lambda b=b, w=weight: grouped_gemm._rows(b, w.transpose(1, 2), ends[:16]),
+            lambda b=b, w=weight: grouped_gemm._multiply_rows_by_expert(b, w.transpose(1, 2), ends[:16]),
         )
-        yield f"grouped_gemm of weights {count}", lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16])
+        yield (
+            f"grouped_gemm of weights {count}",
+            lambda a=a, b=b: grouped_gemm._sum_outer_products_by_expert(a, b, ends[:16]),
+        )
     a, b, weight = (x.float() for x in (empty(64, 512), empty(64, 256), empty(16, 512, 256)))
     for tf32 in (False, True):
         name = f"grouped_gemm float32{' by TF32' if tf32 else ''}"
-        yield name, _with_tf32(tf32, lambda a=a, w=weight: grouped_gemm._rows(a, w, ends[:16]))
-        yield f"{name} of weights", _with_tf32(tf32, lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16]))
+        yield name, _with_tf32(tf32, lambda a=a, w=weight: grouped_gemm._multiply_rows_by_expert(a, w, ends[:16]))
+        yield (
+            f"{name} of weights",
+            _with_tf32(tf32, lambda a=a, b=b: grouped_gemm._sum_outer_products_by_expert(a, b, ends[:16])),
+        )
     a, b, product = empty(4096, 512), empty(4096, 256), empty(16, 512, 256)
-    few, by_blocks = ends[:16], grouped_gemm_blocks.rows_by_blocks
+    few, by_blocks = ends[:16], grouped_gemm_blocks.multiply_rows_by_tma
     yield "grouped_gemm by blocks", lambda: by_blocks(a, product, few, b)
     yield "grouped_gemm of inputs by blocks", lambda: by_blocks(b, product.transpose(1, 2), few, a)
-    yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.matrices_by_blocks(a, b, few, product)
+    yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.sum_outer_products_by_tma(a, b, few, product)
+
+
+def casts() -> Iterator[tuple[str, Launch]]:
+    for width in (3072, 4096):
+        both, grad, factor = empty(64, 2 * width), empty(64, width), empty(2 * width, dtype=FLOAT)
+        yield f"float8 swiglu {width}", lambda b=both: float8._swiglu(b)
+        yield f"float8 quantize {width}", lambda g=grad: float8._quantize(g)
+        for scale in (None, empty(64, dtype=FLOAT)):
+            name = f"{width}{' by rows' if scale is None else ''}"
+            yield (
+                f"float8 swiglu gradient {name}",
+                lambda g=grad, b=both, f=factor, s=scale: float8._swiglu_gradient(g, b, f, s),
+            )
+            yield (
+                f"float8 gradient {name}",
+                lambda g=grad, f=factor[:width], s=scale: float8._quantize_gradient([g], f, s),
+            )
+    tokens, rows, ends = empty(64, 1024, dtype=E4M3), empty(512, 384, dtype=E4M3), torch.zeros(16, dtype=torch.int32)
+    scale, choices, both = empty(512, dtype=FLOAT), torch.zeros(512, dtype=torch.int32), empty(512, 768)
+    weight, rounded, by_expert = empty(16, 1024, 384), empty(16, 1024, 384, dtype=E4M3), empty(16, dtype=FLOAT)
+    yield "float8 take", lambda: grouped_float8._take(tokens, scale[:64], empty(64, 8, dtype=FLOAT), choices, 8)
+    yield "float8 experts' weights", lambda: grouped_float8._quantize_experts(weight)
+    yield "float8 experts' weights transposed", lambda: grouped_float8._transpose_experts(weight, by_expert)
+    yield "float8 experts' swiglu", lambda: grouped_float8._swiglu(both, scale)
+    yield "float8 experts' swiglu gradient", lambda: grouped_float8._swiglu_gradient(both[:, :384], both, scale)
+    for indices in (None, choices):
+        yield (
+            f"float8 experts' factors {'' if indices is None else 'of tokens'}",
+            lambda i=indices: grouped_float8._factors(rows, scale, tokens, scale, i, 8, ends),
+        )
+    for fast in (True, False):
+        yield (
+            f"float8 experts' products {fast}",
+            lambda f=fast: grouped_float8._multiply_rows(rows, scale, rounded, by_expert, ends, f),
+        )
+    factors = empty(384, 2560, dtype=E4M3), empty(1024, 2560, dtype=E4M3)
+    yield "float8 experts' gradients", lambda: grouped_float8._multiply_groups(*factors, by_expert, ends)
 
 
 def recurrences() -> Iterator[tuple[str, Launch]]:

@@ -18,7 +18,9 @@ OPS: Mapping[str, Any] = {"sum": torch.Tensor.sum, "max": torch.Tensor.amax, "mi
 def combine(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return totals over ranks with different parts."""
     return {
-        name: OPS[accumulator.op](torch.stack([part.get(name, accumulator.identity()).double() for part in parts]), 0)
+        name: OPS[accumulator.op](
+            torch.stack([part.get(name, accumulator.identity_element()).double() for part in parts]), 0
+        )
         for name, accumulator in accumulators.items()
     }
 

@@ -44,15 +44,15 @@ def no_rename() -> None:
         checkpoint.mkdir()
 
     def commit(_temp: Path, checkpoint: Path, manifest: Manifest) -> None:
-        durable_files.write_file(checkpoint / MANIFEST, manifest.write())
-        durable_files.sync(checkpoint)
+        durable_files.create_file_with(checkpoint / MANIFEST, manifest.to_json_bytes())
+        durable_files.flush_to_disk(checkpoint)
 
     def nothing(_checkpoints: Path) -> None:
         return
 
     put(writing, "TEMP", "")
-    put(writing, "begin", begin)
-    put(writing, "commit", commit)
+    put(writing, "begin_temporary_folder", begin)
+    put(writing, "commit_folder", commit)
     put(writing, "_remove_leftovers", nothing)
 
 
@@ -62,7 +62,7 @@ def expire_before_commit() -> None:
 
     def early(protocol: writing.CommitProtocol, checkpoint: Path, snapshot: Snapshot) -> None:
         if protocol.group.rank == 0:
-            writing.discard(sorted(checkpoint.parent.glob("step-*")))
+            writing.remove_checkpoints(sorted(checkpoint.parent.glob("step-*")))
         save(protocol, checkpoint, snapshot)
 
     put(writing.CommitProtocol, "save", early)
@@ -70,7 +70,7 @@ def expire_before_commit() -> None:
 
 def manifest_first() -> None:
     """Rename a checkpoint before its folder is fsynced."""
-    sync = durable_files.sync
+    sync = durable_files.flush_to_disk
 
     def late(path: Path) -> None:
         if not path.name.startswith(writing.TEMP):

@@ -25,10 +25,10 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.symmetric_memory import HostMemory
 from drawloom.components.gradients import synchronize
-from drawloom.components.gradients.norm import exact_norm
+from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
-from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
@@ -55,7 +55,7 @@ def program(use: str, values: Values, _place: Path) -> Any:
     """
     schedule = build(use, **values)
     actions, outer = schedule.program(4, 8), isinstance(schedule, OuterLayersSchedule)
-    return write_csv(actions), actions.recompute, schedule.layers_in_stages(4, 99) if outer else 99
+    return format_program_csv(actions), actions.recompute, schedule.layers_in_stages(4, 99) if outer else 99
 
 
 def model_of(use: str, values: Values, _place: Path) -> Any:
@@ -102,7 +102,7 @@ def choose_kernels(use: str, values: Values, _place: Path) -> Any:
     """Return each operation's implementation, or why it can't run; on a CPU `auto` has reasons to choose eager ones."""
     kernels: AutoKernels = build(use, device=ComputeDevice(kind="cpu"), **values)
     try:
-        return {operation: kernels.chosen(operation) for operation in OPERATIONS}
+        return {operation: kernels.choose_implementation_of(operation) for operation in OPERATIONS}
     except UserError as error:
         return str(error)  # without Triton's interpreter
 
@@ -139,7 +139,7 @@ def filter_of(use: str, values: Values, _place: Path) -> Any:
 
         return record
 
-    with mock.patch("drawloom.components.kernels.auto.load", load):
+    with mock.patch("drawloom.components.kernels.auto.load_implementation", load):
         x = torch.zeros(2, 2)
         build(use, device=ComputeDevice(kind="cpu"), **values).linear_cross_entropy(x, x, x[0].long())
     return calls
@@ -290,7 +290,7 @@ def divide_gradients(use: str, values: Values, _place: Path) -> Any:
     parameters.differentiate(1.0)
     reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
     step = step_of([1.0], [1.0], batches=[])
-    with mock.patch.object(synchronize, "exact_norm", side_effect=exact_norm) as exact:
+    with mock.patch.object(synchronize, "compute_exact_norm", side_effect=compute_exact_norm) as exact:
         build(use, parameters=parameters, mesh=SingleRankMesh(), reduce=reduce, **values).run_phase(step)
     return exact.call_count
 
@@ -420,7 +420,7 @@ def find_caches(use: str, values: Values, folder: Path) -> Any:
 
 def pack_documents(use: str, values: Values, _place: Path) -> Any:
     """Return the tokens of all rows."""
-    documents = TokenArrays.of([np.arange(9), np.arange(5), np.arange(3), np.arange(4)], np.uint16)
+    documents = TokenArrays.concatenate([np.arange(9), np.arange(5), np.arange(3), np.arange(4)], np.uint16)
     corpus = fake(TokenCorpus, documents=lambda split: documents, vocab_size=10, eos_id=0)
     packing = build(use, tokens=corpus, job=fake(RunInfo, **JOB), **values)
     packing.open()
@@ -454,8 +454,9 @@ def _rows() -> Any:
 
 
 def _batching() -> Any:
-    positions = {"positions": lambda step: [[2 * step, 2 * step + 1]], "start": lambda step: 2 * step - 2}
-    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions)
+    positions = {"microbatch_positions": lambda step: [[2 * step, 2 * step + 1]]}
+    first = {"first_position": lambda step: 2 * step - 2}
+    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions, **first)
 
 
 def load_microbatches(use: str, values: Values, _place: Path) -> Any:
@@ -485,7 +486,7 @@ def load_microbatches(use: str, values: Values, _place: Path) -> Any:
 def weights_of_sources(use: str, values: Values, _place: Path) -> Any:
     """Return the weights of two sources; the second has twice the tokens."""
     sources = {
-        name: fake(TokenCorpus, documents=TokenArrays.of([np.arange(size)], np.uint16), vocab_size=10)
+        name: fake(TokenCorpus, documents=TokenArrays.concatenate([np.arange(size)], np.uint16), vocab_size=10)
         for name, size in (("one", 5), ("other", 10))
     }
     mixture = build(use, sources=sources, **values)
@@ -510,7 +511,7 @@ def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
     """Return the positions of two steps on the first of two ranks."""
     mesh = fake(Mesh, sizes=PerDimension(data_shard=2), indices=PerDimension.of_first_rank())
     batching = build(use, mesh=mesh, rows=fake(PackedDataset, length=8), **values)
-    return [batching.positions(step) for step in (1, 2)]
+    return [batching.microbatch_positions(step) for step in (1, 2)]
 
 
 def lr_factors(use: str, values: Values, _place: Path) -> Any:

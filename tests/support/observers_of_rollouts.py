@@ -81,7 +81,7 @@ def judged_loss_of(use: str, values: Values, _place: Path) -> Any:
     changes: Values = {"weights": weights, "labels": labels, "reference": torch.full((3, 5), -2.0)}
     batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1), **changes)
     loss = build(use, **values)
-    batch = loss.with_measured(batch, loss.measure(inputs.hidden.detach(), inputs.head(), batch).detach())
+    batch = loss.with_step_sums(batch, loss.measure_step_sums(inputs.hidden.detach(), inputs.head(), batch).detach())
     total, weight, sums = loss.loss(inputs.hidden, inputs.head(), batch)
     return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
 
@@ -161,7 +161,8 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
     is_training = use == "phases.rollout"
     data = fake_data(batch, is_training)
     rewards = Ordered([Fixed()], ["fixed"]) if is_training else {"fixed": Fixed()}
-    batching = fake(Batching, dp_size=1, start=lambda step: step - 1, positions=lambda step: [[step - 1]])
+    positions = {"first_position": lambda step: step - 1, "microbatch_positions": lambda step: [[step - 1]]}
+    batching = fake(Batching, dp_size=1, **positions)
     edges: Values = {"events": fake(Events)} if is_training else {}
     edges |= {"rollouts": sampler, "tokenizer": Bytes(), "mesh": SingleRankMesh(), "rewards": rewards}
     phase = build(use, data=data, batching=batching, **edges, **values)

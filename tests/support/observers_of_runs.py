@@ -4,6 +4,7 @@ import gc
 import gzip
 import logging
 import os
+import secrets
 import signal
 import time
 from collections import Counter
@@ -16,16 +17,18 @@ from unittest import mock
 import attrs
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
@@ -80,7 +83,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
             for name, kept in stage.named_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
-            layers = linear_layers(stage.module)
+            layers = find_float8_candidates(stage.module)
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
         parameters.append(objects["stages"].memory_bytes()["compute_copies"])
         return parameters
@@ -150,7 +153,7 @@ def planned_gather(use: str, values: Values, folder: Path) -> float:
     """Return the seconds for gathering weights that a plan for two H100s expects."""
     sharded = {"mesh": {"data_shard": 2}, "stages": {"reshard_after_forward": False}, "batch": {"micro_size": 8}}
     recipe = _recipe(folder, precision=dict(values), **sharded)
-    return plan(recipe, device_model("h100"), 2).time.gather
+    return plan(recipe, find_device_model("h100"), 2).time.gather
 
 
 def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
@@ -159,7 +162,7 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
-        objects["stages"].local[0].shards.reduce_next(final=True)
+        objects["stages"].local[0].shards.reduce_in_backward(is_last_in_step=True)
         objects["stages"].hand_over_gradients()
     return group.summed
 
@@ -213,7 +216,7 @@ def export_files(use: str, values: Values, folder: Path) -> Any:
 
 def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
     """Return the mesh sizes over 4 ranks."""
-    world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
+    world = {"rank": 0, "world_size": 4, "make_group": lambda name, rank_sets: SingleProcess()}
     mesh = build(use, processes=fake(Processes, **world), **values)
     mesh.open()
     return mesh.sizes.settings()
@@ -249,13 +252,20 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
     return timeouts
 
 
-def join_by_nccl(use: str, values: Values, _place: Path) -> Any:
-    """Join two processes with NCCL up to their meeting, which ends with a TimeoutError."""
-    node = build(use, device=fake(Device, device=torch.device("cpu"), backend="nccl"), **values)
-    launch = Launch(rank=0, world_size=2)
-    meeting = mock.patch("torch.distributed.init_process_group", side_effect=TimeoutError)
-    with mock.patch.object(joining, "read_launch", lambda: launch), meeting, suppress(TimeoutError):
-        node.open()
+def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
+    """Return the generation and heartbeat timeout of a process that finds a run begun, and is its only member."""
+    store, run, own = HashStore(), secrets.token_hex(8), RunProcess.here()
+    store.set(CURRENT, Generation(run, 0, []).to_json())
+    store.set("admitted/1", Generation(run, 1, [own]).to_json())
+    node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
+    with (
+        mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost")),
+        mock.patch.object(joining, "connect", lambda *_: store),
+        mock.patch.object(joining, "watch_parent"),
+        mock.patch.dict("os.environ"),
+        open_node(node),
+    ):
+        return node.generation, node._monitor.heartbeat_timeout
 
 
 def randomness_of(use: str, values: Values, _place: Path) -> Any:
@@ -358,7 +368,7 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(commit, "begin", fail, create=False), messages("drawloom.checkpoint"):
+    with mock.patch.object(commit, "begin_temporary_folder", fail, create=False), messages("drawloom.checkpoint"):
         try:
             for index in range(1, 9):
                 node.run_phase(Step(index, 9))
@@ -426,7 +436,7 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
         for kind in ("step_started", "saving_started", "saving_ended", "step_ended"):
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
-    with mock.patch.object(guard, "allow") as allow, node.stage_context("open", "corpus"):
+    with mock.patch.object(guard, "set_time_limit") as allow, node.stage_context("open", "corpus"):
         return [call.arguments for call in timed.calls], allow.call_args.args[0]
 
 
@@ -468,21 +478,29 @@ def tracker_calls(use: str, values: Values, folder: Path) -> Any:
         "mlflow": {"folder": fake(RunFolder, folder=folder), "job": fake(RunInfo, **JOB)},
         "trackio": {"job": fake(RunInfo, **JOB)},
     }
-    loaded = mock.patch(f"drawloom.components.trackers.{name}.load_{name}", create=True)
+    loaded = mock.patch(f"drawloom.components.trackers.{name}.import_{name}", create=True)
     with mock.patch.object(background, "Background") as background_class, loaded as load:
         with open_node(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
             tracker.rewind(0)
-            background_class.return_value.put.call_args.args[0]()
+            background_class.return_value.try_to_queue.call_args.args[0]()
         if name == "mlflow":
             client = load.return_value.MlflowClient
             asked = (
                 client.return_value.get_experiment_by_name.call_args.args,
                 client.call_args.args[0].partition("/")[0],
             )
-            return background_class.call_args.args[1], background_class.return_value.close.call_args.args[0], asked
+            return (
+                background_class.call_args.args[1],
+                background_class.return_value.finish_tasks.call_args.args[0],
+                asked,
+            )
         asked = load.return_value.init.call_args
         arguments = {key: value for key, value in asked.kwargs.items() if key not in OWN} if asked else {}
-        return background_class.call_args.args[1], background_class.return_value.close.call_args.args[0], arguments
+        return (
+            background_class.call_args.args[1],
+            background_class.return_value.finish_tasks.call_args.args[0],
+            arguments,
+        )
 
 
 OWN = ("id", "dir", "settings")
@@ -491,10 +509,10 @@ OWN = ("id", "dir", "settings")
 
 def aim_calls(use: str, values: Values, folder: Path) -> Any:
     """Return the queue's size, and the timeout for Aim."""
-    with mock.patch.multiple(aim, load_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
+    with mock.patch.multiple(aim, import_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
         edges = {"folder": fake(RunFolder, folder=folder), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
         with open_node(build(use, **edges, **values)):
             background = doubles["Background"]
             _, location, *options = doubles["AimRun"].call_args.args
-            queue_size, timeout = background.call_args.args[1], background.return_value.run.call_args.args[1]
+            queue_size, timeout = background.call_args.args[1], background.return_value.run_and_wait.call_args.args[1]
             return queue_size, timeout, location.is_remote, options

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from drawloom import Recipe
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning import check
 from drawloom.components.planning.check import PlanCheck
 from drawloom.components.ports.distributed import Processes
@@ -28,10 +28,10 @@ RECIPE = Recipe.load(
 @contextmanager
 def on_a_gpu(memory: int) -> Iterator[None]:
     """Pretend that the machine has a GPU with this many bytes, as fast as a CPU core."""
-    device = attrs.evolve(device_model("cpu"), memory=memory)
+    device = attrs.evolve(find_device_model("cpu"), memory=memory)
     properties = SimpleNamespace(total_memory=memory)
     with (
-        mock.patch.object(check, "at_hand", return_value=device),
+        mock.patch.object(check, "load_local_device_model", return_value=device),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
     ):
         yield

@@ -15,7 +15,7 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import convert, persistent_tensors
+from drawloom.components.weights.load import convert_tensors, persistent_tensors
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -85,7 +85,7 @@ def as_in_transformers(
     mapper = model.hugging_face_mapper()
     renamed = Mapper(tuple(group for group in mapper.groups if set(group.outputs) <= set(names)))
     kept = {name: tensor for name, tensor in tensors.items() if name not in renamed.inputs}
-    return kept | convert(renamed, tensors)
+    return kept | convert_tensors(renamed, tensors)
 
 
 def one_document(rows: int, length: int) -> TokenContext:

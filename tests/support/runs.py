@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.commands.verify_resume import MACHINE_METRICS
-from drawloom.components.distributed.torchrun import rank_console
+from drawloom.components.distributed.torchrun import create_rank_console
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph.cli.main import main
 from support.processes import RanksFailedError, run_ranks
@@ -150,7 +150,7 @@ def _kill_after(path: Path, lines: float) -> None:
 
 def _code(arguments: list[str]) -> int:
     try:
-        return main(arguments, console=rank_console())
+        return main(arguments, console=create_rank_console())
     except SystemExit as end:
         return int(end.code or 0)
 

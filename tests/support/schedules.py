@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from drawloom.components.pipeline.program.lowering import lower
-from drawloom.components.pipeline.program.notation import write_program
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
+from drawloom.components.pipeline.program.notation import format_program
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Action, Overlap, Program, RankProgram
 from drawloom.graph.problems import Problem
@@ -120,7 +120,7 @@ def golden(name: str) -> str:
     text = ""
     for ranks, microbatches in ((4, 8), (2, 5), (3, 2)):
         text += f"# {ranks} ranks, {microbatches} microbatches\n"
-        text += write_program(schedule(name).program(ranks, microbatches)) + "\n"
+        text += format_program(schedule(name).program(ranks, microbatches)) + "\n"
     text += "# 2 ranks, 3 microbatches, with messages\n"
     program = schedule(name).program(2, 3)
-    return text + "".join(f"{rank}: {' '.join(texts(lower(program, rank)))}\n" for rank in range(2))
+    return text + "".join(f"{rank}: {' '.join(texts(lower_to_rank_program(program, rank)))}\n" for rank in range(2))

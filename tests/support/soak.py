@@ -338,14 +338,14 @@ class _Watch:
             (Checkpointer, "restore", "load"),
             (Trainer, "_run_step", "train"),
             (ShardPlan, "take_snapshot", "copy"),
-            (writing, "write_rank", "write"),
-            (writing, "commit", "commit"),
+            (writing, "write_files_of_rank", "write"),
+            (writing, "commit_folder", "commit"),
             (durable_files, "rename", "rename"),
-            (writing, "discard", "rotate"),
+            (writing, "remove_checkpoints", "rotate"),
             (Checkpointer, "close", "end"),
         ):
             put(owner, name, self._record_phase(getattr(owner, name), PHASES.index(phase)))
-        restore, commit, synchronise = Checkpointer.restore, writing.commit, Synchronize.run_phase
+        restore, commit, synchronise = Checkpointer.restore, writing.commit_folder, Synchronize.run_phase
 
         def record_restore(checkpointer: Checkpointer) -> int:
             step = restore(checkpointer)
@@ -366,7 +366,7 @@ class _Watch:
             synchronise(phase, step)
 
         put(Checkpointer, "restore", record_restore)
-        put(writing, "commit", record_commit)
+        put(writing, "commit_folder", record_commit)
         put(Synchronize, "run_phase", noisy)
 
     def _record_phase(self, call: Callable[..., Any], phase: int) -> Callable[..., Any]:

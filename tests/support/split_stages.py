@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.recompute import rerun
+from drawloom.kernels.recompute import call_with_recomputation
 from drawloom.kernels.rms_norm import rms_norm_eager
 
 WIDTH = 6
@@ -122,23 +122,23 @@ def _make_recomputed_twice(p: Parts) -> Stage:
 
 def _rerun(p: Parts) -> Stage:
     def forward(s: Any, x: Tensor) -> Tensor:
-        return s.c(rerun(lambda x: torch.tanh(s.b(F.dropout(torch.tanh(s.a(x))))), x))  # type: ignore[no-any-return]
+        return s.c(call_with_recomputation(lambda x: torch.tanh(s.b(F.dropout(torch.tanh(s.a(x))))), x))  # type: ignore[no-any-return]
 
     return Stage(forward, a=p.linear(), b=p.linear(), c=p.linear())
 
 
 def _rerun_block(p: Parts) -> Stage:
     block = _block(p)
-    block._forward = partial(rerun, block._forward)
+    block._forward = partial(call_with_recomputation, block._forward)
     return block
 
 
 def _rerun_twice(p: Parts) -> Stage:
     def inner(s: Any, x: Tensor) -> Tensor:
         again = checkpoint(lambda x: torch.tanh(s.a(x)), x, use_reentrant=False)
-        return torch.tanh(s.b(rerun(lambda x: torch.tanh(s.a(x)), again)))
+        return torch.tanh(s.b(call_with_recomputation(lambda x: torch.tanh(s.a(x)), again)))
 
-    return Stage(lambda s, x: rerun(inner, s, x), a=p.linear(), b=p.linear())
+    return Stage(lambda s, x: call_with_recomputation(inner, s, x), a=p.linear(), b=p.linear())
 
 
 def _make_offloaded(p: Parts) -> Stage:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.pipeline import Executor, state_of_batches
+from drawloom.components.ports.pipeline import Executor, make_state_of_batches
 from drawloom.components.ports.run import Step
 from drawloom.components.state.host_copy import HostCopy
 from drawloom.components.state.step_state import StepState
@@ -53,14 +53,14 @@ def late(step: Step) -> LateState:
 
 def train(executor: Executor, batches: Iterable[TokenBatch]) -> StepState:
     """Train on microbatches, and return the state with their losses."""
-    state = state_of_batches(batches)
+    state = make_state_of_batches(batches)
     executor.train(state)
     return state
 
 
 def evaluate(executor: Executor, batches: Iterable[TokenBatch]) -> StepState:
     """Evaluate microbatches, and return the state with their losses."""
-    state = state_of_batches(batches)
+    state = make_state_of_batches(batches)
     executor.evaluate(state)
     return state
 

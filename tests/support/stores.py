@@ -16,7 +16,7 @@ import pyarrow.parquet
 
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.sources.documents import Document
-from drawloom.components.data.store.build import build
+from drawloom.components.data.store.build import build_store
 from drawloom.components.data.store.store import Store
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.corpus import Split
@@ -31,7 +31,7 @@ class Texts:
     name: str = "memory"
 
     @property
-    def size(self) -> int:
+    def byte_count(self) -> int:
         return sum(map(len, self.texts))
 
     def documents(self) -> Iterator[Document]:
@@ -50,12 +50,12 @@ class TokensInMemory:
 
     def documents(self, split: Split) -> TokenArrays:
         split_documents = self.train if split == "train" else self.validation
-        return TokenArrays.of([np.array(document, np.int64) for document in split_documents], np.uint32)
+        return TokenArrays.concatenate([np.array(document, np.int64) for document in split_documents], np.uint32)
 
 
 def store_of(folder: Path, parts: Sequence[Sequence[str]]) -> Store:
     """Build a store of bytes, with a shard for each part."""
-    return build(folder, [Texts(tuple(texts), f"part {number}") for number, texts in enumerate(parts)], Bytes())
+    return build_store(folder, [Texts(tuple(texts), f"part {number}") for number, texts in enumerate(parts)], Bytes())
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -80,8 +80,8 @@ class Around:
     part: Texts
 
     @property
-    def size(self) -> int:
-        return self.part.size
+    def byte_count(self) -> int:
+        return self.part.byte_count
 
     def documents(self) -> Iterator[Document]:
         for document in self.part.documents():
@@ -125,18 +125,18 @@ class Blocked(Around):
 
 
 def make_blocked(folder: Path, flag: Path) -> None:
-    build(folder, [Blocked(part, flag) for part in PARTS], Bytes(), workers=2)
+    build_store(folder, [Blocked(part, flag) for part in PARTS], Bytes(), workers=2)
 
 
 def make_slowly(folder: Path) -> None:
-    build(folder, [Slow(part) for part in PARTS], Bytes(), workers=2)
+    build_store(folder, [Slow(part) for part in PARTS], Bytes(), workers=2)
 
 
 @attrs.frozen
 class Deadly:
     """A part that kills the process reading it."""
 
-    size: int = 1
+    byte_count: int = 1
 
     def documents(self) -> Iterator[Document]:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -46,15 +46,15 @@ class DelayedTransfers:
     def allocate(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8)
 
-    def fetch(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+    def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         self.fetched += sum(target.nbytes for target, _ in copies)
         return self._add("fetch", copies, after)
 
-    def store(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+    def copy_to_host(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         self.stored += sum(target.nbytes for target, _ in copies)
         return self._add("store", copies, after)
 
-    def mark(self) -> Ticket:
+    def mark_computation(self) -> Ticket:
         return None  # computation on a CPU has ended
 
     def wait(self, ticket: Ticket) -> None:

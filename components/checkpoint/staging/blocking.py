@@ -33,7 +33,7 @@ class Blocking:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
         for copy in copies:
-            copy.make(non_blocking=True)
+            copy.copy_tensor(non_blocking=True)
         for device in {copy.source.device for copy in copies if copy.source.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return staged

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state.trees import transform_with_path
+from drawloom.components.state.trees import map_leaves_with_path
 from drawloom.graph import UserError
 
 MAX_RANGE_RATIO = 2  # a range is copied as a whole up to this many times the bytes of its tensors
@@ -41,7 +41,7 @@ class Pool:
         self._unused: list[Buffer] = []
         self._lock = threading.RLock()  # reentrant, because a finalizer may run while this thread has the lock
 
-    def tensors(self, sizes: Sequence[int]) -> list[Tensor]:
+    def allocate_tensors(self, sizes: Sequence[int]) -> list[Tensor]:
         """
         Return uninitialized uint8 tensors (size,) in one buffer, with separate storages; sizes are at
         least 1.
@@ -100,7 +100,7 @@ class Copy:
         """The copy's size."""
         return self.target.nbytes
 
-    def make(self, *, non_blocking: bool = False) -> None:
+    def copy_tensor(self, *, non_blocking: bool = False) -> None:
         """Copy the tensor; `non_blocking` only enqueues a copy from a GPU on the current stream."""
         self.target.copy_(self.source, non_blocking=non_blocking)
 
@@ -123,8 +123,8 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
             copies[key] = Copy(tensor, target)
         return copies[key].target
 
-    staged = transform_with_path(lambda path, value: _copy_leaf(path, value, copy_of, type_check), state)
-    return staged, _allocate([*copies.values()], pool)
+    staged = map_leaves_with_path(lambda path, value: _copy_leaf(path, value, copy_of, type_check), state)
+    return staged, _allocate_targets([*copies.values()], pool)
 
 
 def _copy_leaf(path: tuple[Any, ...], value: Any, copy_of: Callable[[Tensor], Tensor], type_check: bool) -> Any:
@@ -184,13 +184,13 @@ class _StorageRange:
         return flat.set_(first.untyped_storage(), self.start, (self.end - self.start,), (1,))
 
 
-def _allocate(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
+def _allocate_targets(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
     """Allocate targets for copies; return the copies to make, with one copy per dense storage range."""
     ranges = list(_merge_ranges([member for member in copies if member.source.numel()]))
     whole = [extent for extent in ranges if extent.is_dense()]
     single = [member for extent in ranges if not extent.is_dense() for member in extent.members]
     sizes = [*(extent.end - extent.start for extent in whole), *(member.bytes for member in single)]
-    memory = pool.tensors(sizes)
+    memory = pool.allocate_tensors(sizes)
     for member, target in zip(single, memory[len(whole) :], strict=True):
         dense = target.view(member.source.dtype).view(member.source.shape)
         member.target.set_(target.untyped_storage(), 0, dense.shape, dense.stride())
@@ -206,7 +206,7 @@ def _merge_ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
     by_storage: dict[Any, list[_StorageRange]] = {}
     for member in copies:
         key = member.source.device, member.source.untyped_storage().data_ptr()
-        by_storage.setdefault(key, []).append(_find_extent(member))
+        by_storage.setdefault(key, []).append(_storage_range_of(member))
     for ranges in by_storage.values():
         last, *others = sorted(ranges, key=lambda extent: (extent.start, extent.end))
         for extent in others:
@@ -218,7 +218,7 @@ def _merge_ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
         yield last
 
 
-def _find_extent(member: Copy) -> _StorageRange:
+def _storage_range_of(member: Copy) -> _StorageRange:
     """Return the bytes in its storage from a tensor's first element to its last, the start rounded down."""
     tensor = member.source
     start = int(tensor.storage_offset()) * tensor.itemsize

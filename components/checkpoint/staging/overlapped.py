@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint.staging.copy_plan import KEPT, Copy, Pool, plan_copies
-from drawloom.components.checkpoint.threads import submit
+from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.graph import component, setting
 
 SMALL = 2**16  # bytes; smaller CPU tensors are copied at once, because counters change before the weights do
@@ -55,7 +55,7 @@ class Overlapped:
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
         events = self._copy_by_streams([copy for copy in copies if copy.source.is_cuda])
         later = [copy for copy in copies if not copy.source.is_cuda and not _copy_if_small(copy)]
-        future = submit("staging", lambda: _finish_copies(staged, copies, later, events))
+        future = submit_in_new_thread("staging", lambda: _finish_copies_in_thread(staged, copies, later, events))
         self._pending = [copy for copy in self._pending if not copy.future.done() or copy.future.exception()]
         self._pending.append(PendingCopy(future, events, on_cpu=bool(later)))
         return future
@@ -86,25 +86,25 @@ class Overlapped:
             with torch.cuda.stream(stream):
                 for copy in copies:
                     if copy.source.device == device:
-                        copy.make(non_blocking=True)
+                        copy.copy_tensor(non_blocking=True)
             events.append(stream.record_event())
         return events
 
 
 def _copy_if_small(copy: Copy) -> bool:
     if copy.bytes <= SMALL:
-        copy.make()
+        copy.copy_tensor()
         return True
     return False
 
 
-def _finish_copies(
+def _finish_copies_in_thread(
     staged: dict[str, Any], copies: list[Copy], later: list[Copy], events: list[torch.cuda.Event]
 ) -> dict[str, Any]:
     """Copy CPU tensors, and wait for the copies from GPUs; runs in a thread."""
     with torch.no_grad():
         for copy in later:
-            copy.make()
+            copy.copy_tensor()
     for event in events:
         while not event.query():  # type: ignore[no-untyped-call]
             time.sleep(0.001)  # event.synchronize() may spin, which would take a core from training

@@ -12,17 +12,17 @@ import attrs
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.chat.template import ChatTemplate, RenderError
 from drawloom.components.data.chat.turns import Message
-from drawloom.components.data.sources.documents import split_of
-from drawloom.components.data.sources.rows import Line, lines_of
-from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.data.sources.documents import choose_split
+from drawloom.components.data.sources.rows import Line, read_object_lines
+from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.corpus import ChatTokenizer, Split
-from drawloom.graph import UserError, between, inherited, setting
+from drawloom.graph import UserError, between, inheritable, setting
 
 log = logging.getLogger("drawloom.data")
 
 
-@inherited
+@inheritable
 class ChatCorpus:
     """Base for corpora from file lines: a chat template renders a line into documents, with a loss weight per token."""
 
@@ -50,15 +50,15 @@ class ChatCorpus:
     @abstractmethod
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
         """
-        Encode a line's documents; `lines` drops documents without a trained token. Raises ValueError for a bad line.
+        Encode a line's documents, trained or not. Raises ValueError for a bad line.
         """
 
     @abstractmethod
-    def nothing_trained_message(self) -> str:
+    def format_nothing_trained_error(self) -> str:
         """Return the error message for a corpus in which no token is trained."""
 
-    def arrange(self, documents: list[Encoded], split: Split) -> list[Encoded]:
-        """Return a split's final documents, given its lines' documents; subclasses may add documents."""
+    def complete_split_documents(self, documents: list[Encoded], split: Split) -> list[Encoded]:
+        """Return a split's documents, given its lines' documents: unchanged here, while subclasses may add some."""
         return documents
 
     def check_machine(self) -> None:
@@ -66,29 +66,30 @@ class ChatCorpus:
         Encode the first line. Raises UserError for a glob without a file, a malformed line, or a missing
         template.
         """
-        with closing(self.lines()) as lines:
+        with closing(self.encode_lines()) as lines:
             next(lines, None)
 
     def open(self) -> None:
         """Render and tokenize all lines. Raises UserError with file and line number for a bad line."""
         self._untrained = self._straddling = 0
         rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
-        for line, kept in self.lines():
+        for line, kept in self.encode_lines():
             self._untrained += not kept
-            rows[split_of(line.key, self.validation_fraction)] += kept
+            rows[choose_split(line.key, self.validation_fraction)] += kept
         if not any(rows.values()):
-            raise UserError(f"paths: {self.nothing_trained_message()}")
+            raise UserError(f"paths: {self.format_nothing_trained_error()}")
         self._splits = {
-            split: self._join_documents(self.arrange(documents, split), split) for split, documents in rows.items()
+            split: self._join_documents(self.complete_split_documents(documents, split), split)
+            for split, documents in rows.items()
         }
         self._log_summary(sum(map(len, rows.values())))
 
-    def lines(self) -> Generator[tuple[Line, list[Encoded]]]:
+    def encode_lines(self) -> Generator[tuple[Line, list[Encoded]]]:
         """Yield every line with its encoded documents, without documents in which no token is trained."""
         # The template starts its process at the first rendering: lines of plain text need none.
         template = ChatTemplate(self._read_template(), self.tokenizer.template_tokens, self.date)
         try:
-            for line in lines_of(self.paths):
+            for line in read_object_lines(self.paths):
                 yield line, [row for row in self._encode_line(line, template) if row.weights[1:].any()]
         finally:
             template.close()
@@ -110,7 +111,7 @@ class ChatCorpus:
     def documents(self, split: Split) -> TokenArrays:
         return self._splits[split]
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         """Return the template file, if there is one."""
         return {} if self.template is None else {"template": [self.template]}
 
@@ -135,7 +136,7 @@ class ChatCorpus:
 
     def _join_documents(self, rows: Sequence[Encoded], split: Split) -> TokenArrays:
         """Concatenate a split's documents. Raises UserError if only some have a reference, or a label."""
-        dtype = id_dtype(self.vocab_size)
+        dtype = choose_id_dtype(self.vocab_size)
         weights = [row.weights for row in rows]
         references = [row.reference for row in rows if row.reference is not None]
         labels = [row.label for row in rows if row.label is not None]
@@ -147,7 +148,9 @@ class ChatCorpus:
             text = f"{len(labels)} of {len(rows)} {self.kind}s have a {self.label}"
             raise UserError(f"paths: {text}; write one for all, or for none")
         name = f"{split} {self.kind}"
-        return TokenArrays.of((row.ids for row in rows), dtype, weights, references or None, labels or None, name)
+        return TokenArrays.concatenate(
+            (row.ids for row in rows), dtype, weights, references or None, labels or None, name
+        )
 
     def _log_summary(self, rows: int) -> None:
         """Log the counts for documents, tokens, dropped lines, and straddling documents."""

@@ -38,7 +38,7 @@ def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequ
     ValueError if a spelled-out control token can't be distinguished from the template's text.
     """
     control = re.compile("|".join(map(re.escape, tokenizer.control_tokens)) or "(?!)")
-    forged = _find_forged_spans(control, rendered, messages, tools)
+    forged = _find_forged_control_spans(control, rendered, messages, tools)
     cuts = {0, len(rendered.text)}
     cuts |= {cut for span in rendered.trained for cut in (span.first, span.last)}
     cuts |= {cut for span in forged for cut in span}
@@ -55,7 +55,7 @@ def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequ
     return Encoded(joined, np.concatenate(weights), not np.array_equal(whole_text_ids, joined))
 
 
-def _find_forged_spans(
+def _find_forged_control_spans(
     control: re.Pattern[str], rendered: Rendered, messages: Sequence[Message], tools: Any
 ) -> list[tuple[int, int]]:
     """

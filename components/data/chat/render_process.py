@@ -21,7 +21,7 @@ MAX_TEXT = 2**24
 """Characters in one rendering."""
 
 
-def environment(date: str | None) -> Any:
+def create_sandboxed_environment(date: str | None) -> Any:
     """Return a sandboxed environment with transformers' globals and filters, and no loader."""
     import jinja2
     from jinja2 import nodes
@@ -71,7 +71,7 @@ def environment(date: str | None) -> Any:
     return sandbox
 
 
-def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str]) -> dict[str, str]:
+def render_request(template: Any, request: dict[str, Any], special_tokens: dict[str, str]) -> dict[str, str]:
     """Render a request. Return {"text": ...}, or {"error": ...} with the reason for a failure."""
     try:
         text = template.render(**special_tokens, **request)
@@ -84,17 +84,17 @@ def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str
     return {"text": text}
 
 
-def serve(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
+def serve_rendering_requests(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
     """Read the template and confirm it, or answer with its error; then answer rendering lists until the input ends."""
     opening = json.loads(read())
     try:
-        template = environment(opening["date"]).from_string(opening["template"])
+        template = create_sandboxed_environment(opening["date"]).from_string(opening["template"])
         answer: dict[str, Any] = {"ready": True}
     except Exception as error:  # a template can raise anything when it is parsed
         answer = {"error": f"{error}"[:500]}
     write(json.dumps(answer).encode() + b"\n")
     while line := read():
-        answers = [render(template, request, opening["special_tokens"]) for request in json.loads(line)]
+        answers = [render_request(template, request, opening["special_tokens"]) for request in json.loads(line)]
         write(json.dumps(answers).encode() + b"\n")
 
 
@@ -109,4 +109,4 @@ if __name__ == "__main__":
         output.write(line)
         output.flush()
 
-    serve(sys.stdin.buffer.readline, send)
+    serve_rendering_requests(sys.stdin.buffer.readline, send)

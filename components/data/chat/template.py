@@ -88,7 +88,7 @@ class ChatTemplate:
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-            return json.loads(self._read_line(time.monotonic() + seconds))
+            return json.loads(self._read_answer_line(time.monotonic() + seconds))
         except (BrokenPipeError, EOFError) as error:
             self.close()
             raise UserError("the process that renders the chat template has died; use another template") from error
@@ -97,7 +97,7 @@ class ChatTemplate:
             problem = f"the chat template takes more than {seconds:g} s for a conversation"
             raise UserError(f"{problem}; use another template") from error
 
-    def _read_line(self, deadline: float) -> bytes:
+    def _read_answer_line(self, deadline: float) -> bytes:
         """
         Read a line from the process, until `deadline` (time.monotonic). Raises TimeoutError, or EOFError if it ends.
         """

@@ -62,7 +62,7 @@ def render_turns(
         return {"messages": list(part), "tools": tools, "add_generation_prompt": prompt}
 
     trained = [number for number, weight in enumerate(weights) if weight]
-    contents = [number for number, message in enumerate(messages) if _get_text(message)]
+    contents = [number for number, message in enumerate(messages) if _get_text_content(message)]
     nonces = [(secrets.token_hex(12), secrets.token_hex(12)) for _ in contents]
     requests = [request(messages)]
     for number in trained:
@@ -76,11 +76,13 @@ def render_turns(
     prefixes = list(zip(rest[: 2 * len(trained) : 2], rest[1 : 2 * len(trained) : 2], strict=True))
     others = rest[2 * len(trained) :]
     content_spans = {
-        number: _find_content(whole, others[2 * index : 2 * index + 2], nonces[index], _get_text(messages[number]))
+        number: _find_content_span(
+            whole, others[2 * index : 2 * index + 2], nonces[index], _get_text_content(messages[number])
+        )
         for index, number in enumerate(contents)
     }
     spans = [
-        _find_turn(whole, before, after, content_spans.get(number), number, weights[number])
+        _find_turn_span(whole, before, after, content_spans.get(number), number, weights[number])
         for number, (before, after) in zip(trained, prefixes, strict=True)
     ]
     if any(span.last > following.first for span, following in pairwise(spans)):
@@ -88,42 +90,51 @@ def render_turns(
     return Rendered(whole, tuple(spans), {number: span for number, span in content_spans.items() if span})
 
 
-def _find_turn(
-    whole: str, before: str, after: str, content: tuple[int, int] | None, number: int, weight: float
+def _find_turn_span(
+    whole_text: str,
+    text_before_turn: str,
+    text_through_turn: str,
+    content_span: tuple[int, int] | None,
+    turn_index: int,
+    weight: float,
 ) -> Span:
     """Return a turn's span, given the text rendered up to its beginning and to its end. Raises AmbiguousTurnError."""
-    if not (after.startswith(before) and whole.startswith(after)):
+    if not (text_through_turn.startswith(text_before_turn) and whole_text.startswith(text_through_turn)):
         why = "differently when other turns follow, or after a generation prompt"
-        raise AmbiguousTurnError(f"turn {number + 1}: the template renders it {why}; {REMEDY}")
-    first, last = len(before), len(after)
-    if content is not None and not first <= content[0] <= content[1] <= last:
-        raise AmbiguousTurnError(f"turn {number + 1}: its rendered content is not inside the rendered turn; {REMEDY}")
+        raise AmbiguousTurnError(f"turn {turn_index + 1}: the template renders it {why}; {REMEDY}")
+    first, last = len(text_before_turn), len(text_through_turn)
+    if content_span is not None and not first <= content_span[0] <= content_span[1] <= last:
+        raise AmbiguousTurnError(
+            f"turn {turn_index + 1}: its rendered content is not inside the rendered turn; {REMEDY}"
+        )
     # Exclude text of the template between turns, such as a line end.
-    end = max(first + len(whole[first:last].rstrip()), content[1] if content else first)
+    end = max(first + len(whole_text[first:last].rstrip()), content_span[1] if content_span else first)
     return Span(first, end, weight)
 
 
-def _get_text(message: Message) -> str:
+def _get_text_content(message: Message) -> str:
     """Return a message's content if it is text, otherwise an empty string."""
     content = message.get("content")
     return content if isinstance(content, str) else ""
 
 
-def _replace_content(messages: Sequence[Message], number: int, nonce: str) -> list[Message]:
+def _replace_content(messages: Sequence[Message], turn_index: int, nonce: str) -> list[Message]:
     """Return the messages, with a nonce as the content in one."""
-    return [*messages[:number], {**messages[number], "content": nonce}, *messages[number + 1 :]]
+    return [*messages[:turn_index], {**messages[turn_index], "content": nonce}, *messages[turn_index + 1 :]]
 
 
-def _find_content(whole: str, others: Sequence[str], nonces: Sequence[str], content: str) -> tuple[int, int] | None:
+def _find_content_span(
+    whole_text: str, texts_with_nonce: Sequence[str], nonces: Sequence[str], content: str
+) -> tuple[int, int] | None:
     """
-    Return a message's content span in `whole`, verbatim or stripped; None if it can't be located.
+    Return a message's content span in `whole_text`, verbatim or stripped; None if it can't be located.
 
-    `others`: the conversation rendered with a nonce in place of this content, once per nonce.
+    `texts_with_nonce`: the conversation rendered with a nonce in place of this content, once per nonce.
     """
-    sides = [other.split(nonce) for other, nonce in zip(others, nonces, strict=True)]
+    sides = [other.split(nonce) for other, nonce in zip(texts_with_nonce, nonces, strict=True)]
     if any(len(side) != 2 for side in sides) or sides[0] != sides[1]:
         return None
     before, after = sides[0]
-    first, last = len(before), len(whole) - len(after)
-    fits = first <= last and whole.startswith(before) and whole.endswith(after)
-    return (first, last) if fits and whole[first:last] in (content, content.strip()) else None
+    first, last = len(before), len(whole_text) - len(after)
+    fits = first <= last and whole_text.startswith(before) and whole_text.endswith(after)
+    return (first, last) if fits and whole_text[first:last] in (content, content.strip()) else None

@@ -32,55 +32,59 @@ class Permutation:
     epoch: int
     count: int
 
-    def all(self) -> np.ndarray:
+    def permute_all(self) -> np.ndarray:
         """
         Return all items in permuted order: int64 (count,), or int32 for more than MAX_SORTED items if it suffices.
         """
         if self.count <= MAX_SORTED:
-            return self._order
+            return self._items_in_order
         items = np.empty(self.count, np.int32 if self.count <= 2**31 else np.int64)
         for start in range(0, self.count, BLOCK):
             end = min(start + BLOCK, self.count)
-            items[start:end] = self._permute(np.arange(start, end, dtype=np.uint64))
+            items[start:end] = self._permute_positions(np.arange(start, end, dtype=np.uint64))
         return items
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
+    def get_items_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the items at these positions, int64 (positions,)."""
-        return self._order[positions] if self.count <= MAX_SORTED else self._permute(positions.astype(np.uint64))
+        return (
+            self._items_in_order[positions]
+            if self.count <= MAX_SORTED
+            else self._permute_positions(positions.astype(np.uint64))
+        )
 
-    def keys(self, items: np.ndarray) -> np.ndarray:
+    def compute_random_keys(self, items: np.ndarray) -> np.ndarray:
         """Return distinct pseudo-random numbers for the items, uint64 (items,)."""
         keys = items.astype(np.uint64)
         keys += np.uint64(1)
         keys *= GAMMA
-        keys += self._stream
-        _mix_bits(keys)
+        keys += self._key_offset
+        _mix_bits_in_place(keys)
         return keys
 
     @cached_property
-    def _stream(self) -> np.uint64:
+    def _key_offset(self) -> np.uint64:
         """Offset for all keys: a hash over seed, purpose and epoch."""
         digest = blake2b(f"{self.purpose} {self.seed} {self.epoch}".encode(), digest_size=8).digest()
         return np.uint64(int.from_bytes(digest, "big"))
 
     @cached_property
-    def _order(self) -> np.ndarray:
+    def _items_in_order(self) -> np.ndarray:
         """All items in permuted order, int64 (count,); only for few items."""
         # all keys differ, so every sorting algorithm returns the same order
-        return np.argsort(self.keys(np.arange(self.count))).astype(np.int64)
+        return np.argsort(self.compute_random_keys(np.arange(self.count))).astype(np.int64)
 
-    def _permute(self, x: np.ndarray) -> np.ndarray:
+    def _permute_positions(self, positions: np.ndarray) -> np.ndarray:
         """Return the items at positions x, uint64, by applying the network until every result is in range."""
-        x = self._apply_network(x)
-        while len(outside := np.flatnonzero(x >= self.count)):
-            x[outside] = self._apply_network(x[outside])
-        return x.astype(np.int64)
+        positions = self._apply_feistel_network(positions)
+        while len(outside := np.flatnonzero(positions >= self.count)):
+            positions[outside] = self._apply_feistel_network(positions[outside])
+        return positions.astype(np.int64)
 
-    def _apply_network(self, x: np.ndarray) -> np.ndarray:
+    def _apply_feistel_network(self, numbers: np.ndarray) -> np.ndarray:
         """Permute numbers below the next power of two, by a Feistel network; x: uint64."""
         bits = (self.count - 1).bit_length()
         left_bits, right_bits = bits // 2, bits - bits // 2
-        left, right = x >> np.uint64(right_bits), x & np.uint64(2**right_bits - 1)
+        left, right = numbers >> np.uint64(right_bits), numbers & np.uint64(2**right_bits - 1)
         for key in self._round_keys:
             # a multiplicative hash, whose highest bits depend on all of its input
             mixed = right + key
@@ -98,15 +102,15 @@ class Permutation:
     @cached_property
     def _round_keys(self) -> np.ndarray:
         """One key per round in the network, uint64 (ROUNDS,)."""
-        keys = np.arange(1, ROUNDS + 1, dtype=np.uint64) * GAMMA + self._stream
-        _mix_bits(keys)
+        keys = np.arange(1, ROUNDS + 1, dtype=np.uint64) * GAMMA + self._key_offset
+        _mix_bits_in_place(keys)
         return keys
 
 
-def _mix_bits(x: np.ndarray) -> None:
+def _mix_bits_in_place(numbers: np.ndarray) -> None:
     """Apply SplitMix64's bijection to x, uint64, in place."""
-    x ^= x >> np.uint64(30)
-    x *= MIX_1
-    x ^= x >> np.uint64(27)
-    x *= MIX_2
-    x ^= x >> np.uint64(31)
+    numbers ^= numbers >> np.uint64(30)
+    numbers *= MIX_1
+    numbers ^= numbers >> np.uint64(27)
+    numbers *= MIX_2
+    numbers ^= numbers >> np.uint64(31)

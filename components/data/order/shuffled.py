@@ -21,4 +21,4 @@ class Shuffled:
         # cache the last permutation of a source: positions arrive in order, and sorting is done once per permutation
         if self._last.get(source.name) != permutation:
             self._last[source.name] = permutation
-        return self._last[source.name].at(positions)
+        return self._last[source.name].get_items_at(positions)

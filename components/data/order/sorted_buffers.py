@@ -30,23 +30,25 @@ class SortedBuffers:
         numbers = positions // self.buffer
         for number in np.unique(numbers).tolist():
             in_buffer = numbers == number
-            rows[in_buffer] = self._get_buffer(source, epoch, number)[positions[in_buffer] - number * self.buffer]
+            rows[in_buffer] = self._get_sorted_buffer(source, epoch, number)[
+                positions[in_buffer] - number * self.buffer
+            ]
         return rows
 
-    def _get_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
+    def _get_sorted_buffer(self, source: RowSource, epoch: int, buffer_number: int) -> np.ndarray:
         """Return a buffer's rows in final order; caches each source's last buffer."""
-        if (cached := self._last.get(source.name)) is None or cached[:2] != (epoch, number):
-            self._last[source.name] = cached = (epoch, number, self._sort_buffer(source, epoch, number))
+        if (cached := self._last.get(source.name)) is None or cached[:2] != (epoch, buffer_number):
+            self._last[source.name] = cached = (epoch, buffer_number, self._sort_buffer(source, epoch, buffer_number))
         return cached[2]
 
-    def _sort_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
+    def _sort_buffer(self, source: RowSource, epoch: int, buffer_number: int) -> np.ndarray:
         """Sort a buffer's shuffled rows by length, divide them into packs, and shuffle the packs."""
         if self._tokens is None:
             self._tokens = self.lengths.row_tokens("train")
-        first = number * self.buffer
+        first = buffer_number * self.buffer
         positions = np.arange(first, min(first + self.buffer, source.rows))
-        rows = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows).at(positions)
+        rows = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows).get_items_at(positions)
         rows = rows[np.argsort(self._tokens[source.first + rows], kind="stable")]
         packs = -(-len(rows) // self.pack)
-        order = Permutation(self.job.seed, f"packs {number} {source.name}".strip(), epoch, packs).all()
+        order = Permutation(self.job.seed, f"packs {buffer_number} {source.name}".strip(), epoch, packs).permute_all()
         return np.concatenate([rows[pack * self.pack : (pack + 1) * self.pack] for pack in order.tolist()])

@@ -25,7 +25,7 @@ MISSING_ROW = -1  # a row of a source that is no longer in the mixture
 UNIT = 2**48  # shares are integers in units of 1 / UNIT, so a checkpoint stores them exactly
 
 
-def row_sources(rows: PackedDataset) -> Sequence[RowSource]:
+def list_row_sources(rows: PackedDataset) -> Sequence[RowSource]:
     """Return the sources of the training rows; without a mixture, one source without a name."""
     if isinstance(rows, MeasuredRows):
         return rows.row_sources("train")
@@ -33,7 +33,7 @@ def row_sources(rows: PackedDataset) -> Sequence[RowSource]:
     return [RowSource("", 0, count, round(rows.fill_rate("train") * count * rows.length), 1.0)]
 
 
-def row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
+def compute_row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
     """
     Convert token weights to row shares by source, in units of 1 / UNIT; sources without weight or rows are left out.
     """
@@ -50,39 +50,42 @@ class Segment:
     start: int
     shares: Mapping[str, int]
 
-    def find_rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    def locate_rows(self, first_position: int, end_position: int) -> tuple[np.ndarray, np.ndarray]:
         """
-        Return the source and its row number at positions `first` to before `last`, both int64 (last - first,).
+        Return sources and row numbers at a range's positions, both int64 (positions,).
 
         Sources are indexes into the shares; positions and row numbers count from 0 at the segment's start.
         """
-        begin, source, row = self._list_due_rows(first, last)
-        bounds = slice(first - int(begin.sum()), last - int(begin.sum()))
+        begin, source, row = self._list_due_rows(first_position, end_position)
+        bounds = slice(first_position - int(begin.sum()), end_position - int(begin.sum()))
         return source[bounds], row[bounds]
 
-    def count_rows(self, position: int) -> dict[str, int]:
+    def count_rows_up_to(self, position: int) -> dict[str, int]:
         """Count the rows per source among the segment's first `position` rows."""
         begin, source, _ = self._list_due_rows(position, position)
         counts = begin + np.bincount(source[: position - int(begin.sum())], minlength=len(begin))
         return dict(zip(self.shares, counts.tolist(), strict=True))
 
-    def _list_due_rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _list_due_rows(self, first_position: int, end_position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """
-        Return the rows due at positions from slightly before `first` to slightly after `last`, ordered by due time.
+        List the rows due in a range, and slightly before and after it, ordered by due time.
 
         Returns the row count per source before these rows, int64 (sources,), and the rows' sources and numbers, both
         int64 (rows,).
         """
         shares = np.array([*self.shares.values()], np.float64)
         # with k sources, t - k / 2 to t + k / 2 rows are due before time t
-        begin, end = _count_due(shares, first - len(shares) - 1.0), _count_due(shares, last + len(shares) + 1.0)
+        begin, end = (
+            _count_due_rows(shares, first_position - len(shares) - 1.0),
+            _count_due_rows(shares, end_position + len(shares) + 1.0),
+        )
         source = np.repeat(np.arange(len(shares)), end - begin)
         row = np.concatenate([np.arange(*bounds) for bounds in zip(begin.tolist(), end.tolist(), strict=True)])
         order = np.lexsort((source, (row + 0.5) * shares.sum() / shares[source]))
         return begin, source[order], row[order]
 
 
-def _count_due(shares: np.ndarray, time: float) -> np.ndarray:
+def _count_due_rows(shares: np.ndarray, time: float) -> np.ndarray:
     """Count the rows per source that are due before a time, int64 (sources,)."""
     total = shares.sum()
     counts: np.ndarray = np.maximum(np.floor(time * shares / total + 0.5), 0)
@@ -112,8 +115,8 @@ class RowStream:
         """Count the rows per source before each segment."""
         self._before = [{}]
         for segment, following in pairwise(self.segments):
-            counts = segment.count_rows(following.start - segment.start)
-            self._before.append(_add_counts(self._before[-1], counts))
+            counts = segment.count_rows_up_to(following.start - segment.start)
+            self._before.append(_add_row_counts(self._before[-1], counts))
 
     def rows(self, positions: Sequence[int]) -> list[int]:
         """Return the rows at these positions. Raises UserError for a source that is no longer in the mixture."""
@@ -134,42 +137,46 @@ class RowStream:
 
     def count_rows_before(self, position: int) -> dict[str, int]:
         """Count the rows per source before a position, including sources that later segments lack."""
-        number = self._find_segment(position)
+        number = self._find_segment_index(position)
         segment = self.segments[number]
-        return _add_counts(self._before[number], segment.count_rows(position - segment.start))
+        return _add_row_counts(self._before[number], segment.count_rows_up_to(position - segment.start))
 
-    def _compute_rows(self, first: int, last: int) -> np.ndarray:
+    def _compute_rows(self, first_position: int, end_position: int) -> np.ndarray:
         """
-        Return the rows at positions `first` to before `last`, int64 (last - first,); MISSING_ROW if a source is gone.
+        Compute the rows at a range's positions, int64 (positions,); MISSING_ROW if a source is gone.
         """
         parts = []
-        for number in range(self._find_segment(first), self._find_segment(last - 1) + 1):
+        for number in range(self._find_segment_index(first_position), self._find_segment_index(end_position - 1) + 1):
             segment = self.segments[number]
-            end = self.segments[number + 1].start if number + 1 < len(self.segments) else last
-            source, row = segment.find_rows(max(first, segment.start) - segment.start, min(last, end) - segment.start)
+            end = self.segments[number + 1].start if number + 1 < len(self.segments) else end_position
+            source, row = segment.locate_rows(
+                max(first_position, segment.start) - segment.start, min(end_position, end) - segment.start
+            )
             rows = np.empty(len(row), np.int64)
             for index, name in enumerate(segment.shares):
                 is_from_source = source == index
-                rows[is_from_source] = self._find_rows(name, self._before[number].get(name, 0) + row[is_from_source])
+                rows[is_from_source] = self._map_draws_to_rows(
+                    name, self._before[number].get(name, 0) + row[is_from_source]
+                )
             parts.append(rows)
         return np.concatenate(parts)
 
-    def _find_rows(self, name: str, drawn: np.ndarray) -> np.ndarray:
-        """Return a source's rows, int64 (rows,); `drawn` has the number drawn from the source before every row."""
-        numbers = np.full(len(drawn), MISSING_ROW)
-        if (source := self.sources.get(name)) is None or not source.rows:
+    def _map_draws_to_rows(self, source_name: str, draw_numbers: np.ndarray) -> np.ndarray:
+        """Return a source's rows, int64 (rows,), given how many rows were drawn from it before every row."""
+        numbers = np.full(len(draw_numbers), MISSING_ROW)
+        if (source := self.sources.get(source_name)) is None or not source.rows:
             return numbers
-        epochs = drawn // source.rows
+        epochs = draw_numbers // source.rows
         for epoch in np.unique(epochs).tolist():
             in_epoch = epochs == epoch
-            numbers[in_epoch] = self.order.rows_at(source, epoch, drawn[in_epoch] - epoch * source.rows)
+            numbers[in_epoch] = self.order.rows_at(source, epoch, draw_numbers[in_epoch] - epoch * source.rows)
         return source.first + numbers
 
-    def _find_segment(self, position: int) -> int:
+    def _find_segment_index(self, position: int) -> int:
         """Return the index for the segment with a position."""
         return bisect_right([segment.start for segment in self.segments], position) - 1
 
 
-def _add_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
+def _add_row_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
     """Add row counts by source."""
     return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}

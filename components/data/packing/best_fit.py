@@ -27,15 +27,15 @@ class BestFit(PackedRows):
     loader must shuffle the rows, as it does by default.
     """
 
-    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+    def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group documents by best-fit-decreasing; lengths: (documents,)."""
         count = -(-len(lengths) // groups.BLOCK)
         # Strided blocks sample the whole corpus; documents of equal length are in random order.
         blocks = (np.arange(number, len(lengths), count) for number in range(count))
-        return groups.group_documents(lengths, blocks, self.length, partial(best_fit, order=order))
+        return groups.build_rows_from_documents(lengths, blocks, self.length, partial(pack_best_fit, order=order))
 
 
-def best_fit(
+def pack_best_fit(
     documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """
@@ -44,21 +44,19 @@ def best_fit(
     `sizes`: (items,), 1 to capacity. Equal sizes are in random order, or sorted by document number if `order` is None.
     """
     counts = np.bincount(sizes, minlength=capacity + 1)
-    row_of, slot_of, rows = _assign_rows(counts, len(sizes), capacity)
-    return groups.gather_rows(_sort_by_size(documents, sizes, capacity, order), row_of, slot_of, rows)
+    row_of, slot_of, rows = _assign_rows_best_fit(counts, len(sizes), capacity)
+    return groups.group_items_by_row(_sort_by_size(documents, sizes, capacity, order), row_of, slot_of, rows)
 
 
 def _sort_by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None) -> np.ndarray:
-    """
-    Return the documents from the largest to the smallest, int64 (items,), with equal sizes ordered as in `best_fit`.
-    """
+    """Sort documents by decreasing size, int64 (items,), with equal sizes ordered as in `pack_best_fit`."""
     # A key combines size, random bits and document, from the highest bits on, so sorting needs no second array.
     high, low = (np.uint64(int(bound).bit_length()) for bound in (capacity, documents.max(initial=0)))
     keys = np.zeros(len(documents), np.uint64)
     for begin in range(0, len(keys), CHUNK_ITEMS):
         part = slice(begin, begin + CHUNK_ITEMS)
         if order is not None:
-            keys[part] = order.keys(documents[part]) >> (high + low) << low
+            keys[part] = order.compute_random_keys(documents[part]) >> (high + low) << low
         keys[part] |= documents[part].astype(np.uint64)
         keys[part] |= (capacity - sizes[part]).astype(np.uint64) << (np.uint64(64) - high)
     keys.sort()
@@ -66,9 +64,9 @@ def _sort_by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order
     return keys.astype(np.int64)
 
 
-def _assign_rows(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _assign_rows_best_fit(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
     """
-    Assign rows to items by decreasing size. Return the items' rows and their slots there, (items,), and the row count.
+    Assign a row to every item, by decreasing size. Return rows and slots in the rows, both (items,), and the row count.
 
     counts: (capacity + 1,), items per size.
     """

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from drawloom.components.data.conversations import Conversations
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.groups import select_documents
-from drawloom.components.data.packing.packed_rows import PackedRows, sources_of
+from drawloom.components.data.packing.groups import select_trainable_documents
+from drawloom.components.data.packing.packed_rows import PackedRows, find_document_nodes
 from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.graph import Problem, component
 from drawloom.graph.wiring.node import NodeView
@@ -29,16 +29,16 @@ class Concatenated(PackedRows):
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Warn of conversations, because a cut separates an answer from its question."""
         yield from super().constraints(node)
-        for source in sources_of(node):
+        for source in find_document_nodes(node):
             if issubclass(source.component, Conversations):
                 text = (
                     f"a row's end cuts conversations of [{source.name}], and an answer is trained without its question"
                 )
                 yield node.warning("use", text, 'write use = "data.packing.best_fit"')
 
-    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+    def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Concatenate the documents into a stream; lengths: (documents,)."""
-        documents = select_documents(lengths, order)
+        documents = select_trainable_documents(lengths, order)
         ends = np.cumsum(lengths[documents], dtype=np.int64)
         return Stream(torch.from_numpy(documents), torch.from_numpy(ends), self.length)
 

@@ -7,7 +7,12 @@ Documents are packed in runs with `RUN` documents, and many runs at once: one nu
 import numpy as np
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.groups import gather_rows, group_documents, select_documents, split_order
+from drawloom.components.data.packing.groups import (
+    build_rows_from_documents,
+    group_items_by_row,
+    select_trainable_documents,
+    split_into_blocks,
+)
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.graph import component
@@ -25,12 +30,14 @@ class FirstFit(PackedRows):
     A document longer than a row is cut, and its rest is packed. Rows are slightly less full than with best-fit.
     """
 
-    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+    def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group documents by first-fit; lengths: (documents,)."""
-        return group_documents(lengths, split_order(select_documents(lengths, order)), self.length, first_fit)
+        return build_rows_from_documents(
+            lengths, split_into_blocks(select_trainable_documents(lengths, order)), self.length, pack_by_first_fit
+        )
 
 
-def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+def pack_by_first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """
     Pack documents: return them row after row, (items,), and the document count per row, (rows,).
 
@@ -40,13 +47,13 @@ def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[
     rows = 0
     for start in range(0, len(sizes), RUN * MAX_RUNS):
         end = min(start + RUN * MAX_RUNS, len(sizes))
-        run_rows, slot_of[start:end], used = _fit_runs(sizes[start:end], capacity)
+        run_rows, slot_of[start:end], used = _assign_rows_first_fit(sizes[start:end], capacity)
         row_of[start:end] = rows + run_rows
         rows += used
-    return gather_rows(documents, row_of, slot_of, rows)
+    return group_items_by_row(documents, row_of, slot_of, rows)
 
 
-def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _assign_rows_first_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
     """
     Assign rows to items in up to `MAX_RUNS` runs. Return the items' rows and their slots there, (items,), and the row
     count.
@@ -72,10 +79,10 @@ def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray,
     used = (left.reshape(runs, -1) < capacity).sum(axis=1)
     rows += (np.cumsum(used) - used)[:, None]
     flat = rows.reshape(-1)[: len(sizes)]
-    return flat, _number_slots(flat), int(used.sum())
+    return flat, _compute_slots_in_rows(flat), int(used.sum())
 
 
-def _number_slots(rows: np.ndarray) -> np.ndarray:
+def _compute_slots_in_rows(rows: np.ndarray) -> np.ndarray:
     """Return every item's slot in its row, (items,), by counting earlier items there."""
     by_row = np.argsort(rows, kind="stable")
     counts = np.bincount(rows)

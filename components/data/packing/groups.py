@@ -41,22 +41,22 @@ class Groups:
     @property
     def rows(self) -> int:
         """Row count."""
-        return self._full_rows + len(self.ends)
+        return self._full_row_count + len(self.ends)
 
     @property
-    def _full_rows(self) -> int:
-        """Number of rows filled by one long document."""
+    def _full_row_count(self) -> int:
+        """Number of rows filled by a piece of one long document."""
         return int(self.full[-1]) if len(self.full) else 0
 
     def pieces(self, row: int) -> list[RowPiece]:
         """Return a row's pieces: one full piece from a long document, or the rests and short documents in a group."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
-        if row < self._full_rows:
+        if row < self._full_row_count:
             index = int(np.searchsorted(self.full.numpy(), row, side="right"))
             first = (row - (int(self.full[index - 1]) if index else 0)) * self.length
             return [RowPiece(int(self.long[index]), first, first + self.length)]
-        group = row - self._full_rows
+        group = row - self._full_row_count
         begin, end = int(self.ends[group - 1]) if group else 0, int(self.ends[group])
         documents = self.members.numpy()[begin:end]
         sizes = zip(documents.tolist(), self.lengths.numpy()[documents].tolist(), strict=True)
@@ -67,10 +67,12 @@ class Groups:
         rests = self.lengths.numpy()[self.members.numpy()] % self.length
         ends = np.concatenate([[0], np.cumsum(rests, dtype=np.int64)])
         groups = np.diff(ends[self.ends.numpy()], prepend=0)
-        return np.concatenate([np.full(self._full_rows, self.length), groups])
+        return np.concatenate([np.full(self._full_row_count, self.length), groups])
 
 
-def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: int, group: Group) -> Groups:
+def build_rows_from_documents(
+    lengths: np.ndarray, blocks: Iterable[np.ndarray], row_length: int, pack: Group
+) -> Groups:
     """
     Build rows from documents; lengths: (documents,), for all documents; blocks: document numbers, every block grouped
     by itself.
@@ -79,28 +81,28 @@ def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: i
     target and is itself the last target in the row before.
     """
     # the smallest dtype for the longest document and a whole row; -1 - n because -128 fits one byte and 128 does not
-    sizes = lengths.astype(np.min_scalar_type(-1 - int(lengths.max(initial=length))), copy=False)
+    sizes = lengths.astype(np.min_scalar_type(-1 - int(lengths.max(initial=row_length))), copy=False)
     number_dtype = np.min_scalar_type(-max(1, len(lengths)))
     members, ends = [np.empty(0, number_dtype)], [np.empty(0, np.int64)]
     long, full = [np.empty(0, number_dtype)], [np.empty(0, np.int64)]
     tokens = done = 0
     for block in blocks:
         rests = sizes[block]
-        fills = np.flatnonzero(rests >= length)
+        fills = np.flatnonzero(rests >= row_length)
         long.append(block[fills])
-        full.append(rests[fills] // length)
-        rests[fills] %= length
+        full.append(rests[fills] // row_length)
+        rests[fills] %= row_length
         if (rests < 2).any():
             block, rests = block[rests >= 2], rests[rests >= 2]
-        by_row, in_row = group(block, rests, length)
+        by_row, in_row = pack(block, rests, row_length)
         members.append(by_row.astype(number_dtype))
         ends.append(done + np.cumsum(in_row))
         tokens += int(rests.sum(dtype=np.int64))
         done += len(by_row)
     in_full = np.cumsum(np.concatenate(full), dtype=np.int64)
-    tokens += length * int(in_full[-1]) if len(in_full) else 0
+    tokens += row_length * int(in_full[-1]) if len(in_full) else 0
     return Groups(
-        length=length,
+        length=row_length,
         tokens=tokens,
         long=torch.from_numpy(np.concatenate(long)),
         full=torch.from_numpy(in_full),
@@ -110,18 +112,20 @@ def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: i
     )
 
 
-def select_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:
+def select_trainable_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:
     """Return the documents with at least two tokens, in order, int (selected,); without an order, sorted by number."""
-    documents = np.arange(len(lengths)) if order is None else order.all()
+    documents = np.arange(len(lengths)) if order is None else order.permute_all()
     return documents if (lengths >= 2).all() else documents[lengths[documents] >= 2]
 
 
-def split_order(order: np.ndarray) -> Iterator[np.ndarray]:
+def split_into_blocks(documents: np.ndarray) -> Iterator[np.ndarray]:
     """Split document numbers, (documents,), into blocks with BLOCK documents; the last block may be shorter."""
-    return (order[start : start + BLOCK] for start in range(0, len(order), BLOCK))
+    return (documents[start : start + BLOCK] for start in range(0, len(documents), BLOCK))
 
 
-def gather_rows(items: np.ndarray, row_of: np.ndarray, slot_of: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def group_items_by_row(
+    items: np.ndarray, row_of: np.ndarray, slot_of: np.ndarray, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
     """
     Group items by row: return them row after row, (items,), and the item count per row, (rows,).
 

@@ -10,16 +10,16 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.data.mixture import document_sources
+from drawloom.components.data.mixture import list_document_sources
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, batch_of
+from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, build_batch
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
 from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, has_pairs
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.teacher import TeacherPredictions
 from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inherited, setting
+from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inheritable, setting
 from drawloom.graph.wiring.node import NodeView
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -35,20 +35,20 @@ class PackedSplit:
     index: JoinedIndexes
 
 
-def sources_of(packing: NodeView) -> Iterator[NodeView]:
+def find_document_nodes(packing: NodeView) -> Iterator[NodeView]:
     """Yield the nodes with the packed documents: the token corpus, or a mixture's sources."""
     for tokens in packing.neighbours("tokens"):
         yield from tokens.neighbours("sources") or [tokens]
 
 
-def _check_length(length: int) -> str | None:
+def _describe_length_fault(length: int) -> str | None:
     """Return the problem with a row length, or None."""
     if length < 2:
         return f"a row of {length} tokens has nothing to predict"
     return f"a row of {length} tokens is longer than {MAX_LENGTH}" if length > MAX_LENGTH else None
 
 
-@inherited
+@inheritable
 class PackedRows:
     """
     Base for rows with packed documents; a row's tokens are read when a batch is made.
@@ -65,7 +65,7 @@ class PackedRows:
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     teacher: TeacherPredictions | None = None
     length: int = setting(
-        check=_check_length,
+        check=_describe_length_fault,
         doc="sequence length: tokens in a row, at least 2",
     )
     _pad: int = attrs.field(init=False, default=0)
@@ -75,7 +75,7 @@ class PackedRows:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield a problem if a packing separates document pairs, or packs non-existent pairs."""
-        for source in sources_of(node):
+        for source in find_document_nodes(node):
             if has_pairs(source.component) and not has_pairs(cls):
                 text = f"[{source.name}] has pairs of documents, which this packing would separate"
                 yield node.problem("use", text, 'write use = "data.packing.pairs"')
@@ -84,7 +84,7 @@ class PackedRows:
                 yield node.problem("use", text, f'write use = "data.preferences" in [{source.name}]')
 
     @abstractmethod
-    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+    def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Pack a source's documents, in `order` or sorted by number; lengths: (documents,)."""
 
     def open(self) -> None:
@@ -92,11 +92,17 @@ class PackedRows:
         self._pad = self.tokens.eos_id
         for split in SPLITS:
             self._splits[split] = packed = self._pack_split(split)
-            for source, index in zip(document_sources(packed.documents), packed.index.members, strict=True):
+            for source, index in zip(list_document_sources(packed.documents), packed.index.members, strict=True):
                 rate = 100 * index.tokens / (index.rows * self.length) if index.rows else 100
                 log.info(
                     "%s: %d documents in %d rows of %d, %.2f %% filled",
-                    *(_name_split(split, source.name), len(source.documents.lengths), index.rows, self.length, rate),
+                    *(
+                        _format_split_name(split, source.name),
+                        len(source.documents.lengths),
+                        index.rows,
+                        self.length,
+                        rate,
+                    ),
                 )
         if self.teacher is not None:
             self.teacher.check_rows(self.identity())
@@ -129,7 +135,7 @@ class PackedRows:
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
         """Return the rows at these indices, 0 to count - 1; every tensor is (rows, length)."""
         packed = self._splits[split]
-        batch = batch_of(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
+        batch = build_batch(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
         if self.teacher is None:
             return batch
         ids, logps = (torch.from_numpy(part) for part in self.teacher.predictions(split, indices))
@@ -143,7 +149,9 @@ class PackedRows:
     def row_sources(self, split: Split) -> list[RowSource]:
         """Return a split's row sources; without a mixture, one source without a name."""
         packed = self._splits[split]
-        parts = zip(document_sources(packed.documents), packed.index.members, packed.index.starts, strict=False)
+        parts = zip(
+            list_document_sources(packed.documents), packed.index.members, packed.index.first_rows, strict=False
+        )
         return [
             RowSource(source.name, start, index.rows, index.tokens, source.weight) for source, index, start in parts
         ]
@@ -161,29 +169,29 @@ class PackedRows:
         """Return row counts and fingerprints by split and source, constant during a run."""
         if not self._fingerprints:
             for split in SPLITS:
-                documents = document_sources(self._splits[split].documents)
+                documents = list_document_sources(self._splits[split].documents)
                 for source, rows in zip(documents, self.row_sources(split), strict=True):
                     identity = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
                     digest = hashlib.sha256(identity.encode()).hexdigest()
-                    self._fingerprints[_name_split(split, source.name)] = {"rows": rows.rows, "sha256": digest}
+                    self._fingerprints[_format_split_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
         return dict(self._fingerprints)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
-        check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
+        check_rows_are_unchanged(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
     def _pack_split(self, split: Split) -> PackedSplit:
         """Pack a split's documents, source by source; training documents are shuffled."""
         documents, first_documents, indexes = self.tokens.documents(split), [0], []
-        for source in document_sources(documents):
+        for source in list_document_sources(documents):
             lengths = source.documents.lengths
-            self._warn_of_cuts(_name_split(split, source.name), source.documents)
+            self._warn_of_cut_documents(_format_split_name(split, source.name), source.documents)
             shuffled = Permutation(self.job.seed, f"documents {source.name}".strip(), 0, len(lengths))
-            indexes.append(self.index_of(lengths, shuffled if split == "train" else None))
+            indexes.append(self.build_row_index(lengths, shuffled if split == "train" else None))
             first_documents.append(first_documents[-1] + len(lengths))
         return PackedSplit(documents, JoinedIndexes(tuple(indexes), tuple(first_documents)))
 
-    def _warn_of_cuts(self, name: str, documents: TokenDocuments) -> None:
+    def _warn_of_cut_documents(self, split_name: str, documents: TokenDocuments) -> None:
         """Warn if documents with token weights, such as conversations, are longer than a row."""
         cut = int((documents.lengths > self.length).sum())
         if cut and not has_pairs(type(self)) and documents.read(0, 0, 1).weights is not None:
@@ -191,7 +199,7 @@ class PackedRows:
             log.warning(
                 "%s: %d of %d documents with weights are longer than a row of %d tokens, and are cut: what follows has "
                 "no prompt; the longest has %d tokens",
-                *(name, cut, len(documents.lengths), self.length, longest),
+                *(split_name, cut, len(documents.lengths), self.length, longest),
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,34 +207,36 @@ class PackedRows:
         return {**self.__dict__, "tokens": None, "job": None, "recipe": None, "models": None}
 
 
-def _name_split(split: Split, source: str) -> str:
+def _format_split_name(split: Split, source: str) -> str:
     """Name a split, or one source in a split."""
     return f"{split} of {source}" if source else split
 
 
-def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None:
+def warn_of_long_texts(longest_text: int, models: Mapping[str, LanguageModel]) -> None:
     """Warn if the longest text, in tokens, exceeds a model's positions."""
     for name, model in models.items():
-        longest = model.longest_text
-        if longest is not None and tokens > longest:
+        longest = model.max_sequence_length
+        if longest is not None and longest_text > longest:
             log.warning(
                 "the longest text of a row has %d tokens, and the positions of [%s] are made for %d "
                 "(max_position_embeddings, and rope_scaling if there is one): the model has learned no later "
                 "positions; write a length of at most %d, or a config.json with rope_scaling",
-                *(tokens, name, longest, longest),
+                *(longest_text, name, longest, longest),
             )
 
 
-def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_changes: bool) -> None:
+def check_rows_are_unchanged(saved: Mapping[str, Any], current: Mapping[str, Any], *, accept_changes: bool) -> None:
     """
     Compare row counts and digests (`rows`, `sha256`), by split or by split and source, with a checkpoint's.
 
     Raises UserError for a difference, or logs it if changes are accepted. Raises KeyError if the state is not a
     dataset's.
     """
-    if not then.keys() & now.keys():
-        raise KeyError(f"the state has {', '.join(then)}, but no split in this dataset")
-    differences = ", and ".join(filter(None, (_describe_difference(name, then, now) for name in {**then, **now})))
+    if not saved.keys() & current.keys():
+        raise KeyError(f"the state has {', '.join(saved)}, but no split in this dataset")
+    differences = ", and ".join(
+        filter(None, (_describe_row_change(name, saved, current) for name in {**saved, **current}))
+    )
     if differences and not accept_changes:
         raise UserError(
             f"the corpus is not the one that this run began with: {differences}; restore the old one, "
@@ -237,11 +247,11 @@ def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_change
         log.warning("the corpus is not the one that this run began with: %s", differences)
 
 
-def _describe_difference(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _describe_row_change(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Describe how rows differ from the rows at the run's beginning; empty if they are equal."""
-    if name not in then or name not in now:
-        return f"{name} is {'new' if name in now else 'missing'}"
-    before, after = then[name], now[name]
+    if name not in saved or name not in current:
+        return f"{name} is {'new' if name in current else 'missing'}"
+    before, after = saved[name], current[name]
     if before["rows"] != after["rows"]:
         return f"{name} had {before['rows']} rows, and has {after['rows']}"
     return f"{name} had other tokens in its {before['rows']} rows" if before != after else ""

@@ -3,7 +3,11 @@
 import numpy as np
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.groups import group_documents, select_documents, split_order
+from drawloom.components.data.packing.groups import (
+    build_rows_from_documents,
+    select_trainable_documents,
+    split_into_blocks,
+)
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.graph import component
@@ -13,9 +17,11 @@ from drawloom.graph import component
 class Padded(PackedRows):
     """One document per row, padded at its end; a document longer than a row is cut into several rows."""
 
-    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+    def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group every document alone; lengths: (documents,)."""
-        return group_documents(lengths, split_order(select_documents(lengths, order)), self.length, assign_own_rows)
+        return build_rows_from_documents(
+            lengths, split_into_blocks(select_trainable_documents(lengths, order)), self.length, assign_own_rows
+        )
 
 
 def assign_own_rows(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> tuple[np.ndarray, np.ndarray]:

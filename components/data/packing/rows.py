@@ -52,46 +52,48 @@ class JoinedIndexes:
     first: tuple[int, ...]
 
     @cached_property
-    def starts(self) -> list[int]:
+    def first_rows(self) -> list[int]:
         """First rows by member, followed by the total row count."""
         return [0, *accumulate(index.rows for index in self.members)]
 
     @property
     def rows(self) -> int:
-        return self.starts[-1]
+        return self.first_rows[-1]
 
     @property
     def tokens(self) -> int:
         return sum(index.tokens for index in self.members)
 
     def pieces(self, row: int) -> list[RowPiece]:
-        member = min(bisect_right(self.starts, row), len(self.members)) - 1
-        pieces = self.members[member].pieces(row - self.starts[member])
+        member = min(bisect_right(self.first_rows, row), len(self.members)) - 1
+        pieces = self.members[member].pieces(row - self.first_rows[member])
         if offset := self.first[member]:
             return [piece._replace(document=offset + piece.document) for piece in pieces]
         return pieces
 
 
-def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], length: int, pad: int) -> TokenBatch:
+def build_batch(
+    documents: TokenDocuments, pieces_by_row: Sequence[Sequence[RowPiece]], length: int, pad_id: int
+) -> TokenBatch:
     """
-    Return a batch with these pieces, packed from the left, with rows padded by `pad`.
+    Return a batch with these pieces, packed from the left, with rows padded by `pad_id`.
 
     Pieces have their own positions and document ids, and so does the padding. The target for a piece's last token is
     the document's next token, if there is one. `reference` and `labels` have a document's value at its first
     token; they are None unless every document has one.
     """
-    tokens = np.full((len(rows), length), pad, np.int64)
-    targets = np.full((len(rows), length), IGNORE_INDEX, np.int64)
-    weights = np.zeros((len(rows), length), np.float32)
-    starts = np.zeros((len(rows), length), np.int64)  # 1 where a piece or the padding begins
-    references = np.zeros((len(rows), length), np.float64)
-    labels = np.zeros((len(rows), length), np.float32)
-    has_references, has_labels, padding = any(rows), any(rows), 0
-    for row, pieces in enumerate(rows):
+    tokens = np.full((len(pieces_by_row), length), pad_id, np.int64)
+    targets = np.full((len(pieces_by_row), length), IGNORE_INDEX, np.int64)
+    weights = np.zeros((len(pieces_by_row), length), np.float32)
+    starts = np.zeros((len(pieces_by_row), length), np.int64)  # 1 where a piece or the padding begins
+    references = np.zeros((len(pieces_by_row), length), np.float64)
+    labels = np.zeros((len(pieces_by_row), length), np.float32)
+    has_references, has_labels, padding = any(pieces_by_row), any(pieces_by_row), 0
+    for row, pieces in enumerate(pieces_by_row):
         begin = 0
         for document, first, last in pieces:
             # one token more than the piece has: the target of its last token
-            ids, own_weights, reference, label = _read_part(documents, document, first, last + 1)
+            ids, own_weights, reference, label = _read_document_range(documents, document, first, last + 1)
             end, targeted = begin + last - first, begin + len(ids) - 1
             tokens[row, begin:end] = ids[: last - first]
             targets[row, begin:targeted] = ids[1:]
@@ -118,7 +120,7 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
     )
 
 
-def _read_part(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
+def _read_document_range(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
     """
     Read a document's tokens from `first` to before `last`; the last one may be missing. Raises UserError with the
     position.

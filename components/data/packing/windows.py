@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.best_fit import best_fit
-from drawloom.components.data.packing.groups import select_documents
+from drawloom.components.data.packing.best_fit import pack_best_fit
+from drawloom.components.data.packing.groups import select_trainable_documents
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex, RowPiece
 from drawloom.components.ports.corpus import Split
@@ -47,14 +47,14 @@ class Windows(PackedRows):
             text = f"windows of {length} tokens that move by {stride} leave tokens out"
             yield node.problem("stride", text, f"write stride = {length} or less")
 
-    def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+    def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Pack all documents' windows by best-fit-decreasing; lengths: (documents,)."""
-        documents = select_documents(lengths, order)
-        counts = count_windows(lengths[documents], self.length, self.step)
+        documents = select_trainable_documents(lengths, order)
+        counts = count_windows(lengths[documents], self.length, self.window_stride)
         owners = np.repeat(documents, counts)
-        first = self.step * (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts))
+        first = self.window_stride * (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts))
         last = np.minimum(first + self.length, lengths[owners])
-        by_row, in_row = best_fit(np.arange(len(owners)), last - first, self.length, order)
+        by_row, in_row = pack_best_fit(np.arange(len(owners)), last - first, self.length, order)
         return WindowIndex(
             documents=torch.from_numpy(owners[by_row].astype(np.int64)),
             first=torch.from_numpy(first[by_row].astype(np.int64)),
@@ -69,12 +69,12 @@ class Windows(PackedRows):
             begin = 0
             for piece in index.pieces(row):
                 if piece.first:
-                    weights[begin : begin + self.length - self.step] = 0
+                    weights[begin : begin + self.length - self.window_stride] = 0
                 begin += piece.last - piece.first
         return batch
 
     @property
-    def step(self) -> int:
+    def window_stride(self) -> int:
         """Window stride in tokens: the setting, or half the length."""
         return self.stride or self.length // 2
 

@@ -30,7 +30,7 @@ class Part(Protocol):
     """Documents that one process reads. It can be pickled, and its `repr` changes with the underlying files."""
 
     @property
-    def size(self) -> int:
+    def byte_count(self) -> int:
         """Bytes to read, for the progress."""
         ...
 
@@ -39,24 +39,24 @@ class Part(Protocol):
         ...
 
 
-def split_of(key: bytes, validation_fraction: float) -> Split:
+def choose_split(document_key: bytes, validation_fraction: float) -> Split:
     """Return a document's split, from a hash of its key; `validation_fraction` is 0 to 1."""
-    fraction = int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
+    fraction = int.from_bytes(blake2b(document_key, digest_size=8).digest(), "big") / 2**64
     return "validation" if fraction < validation_fraction else "train"
 
 
-def split_parts(parts: Sequence[Part], split: Split, fraction: float) -> list["SplitPart"]:
+def select_split_parts(parts: Sequence[Part], split: Split, validation_fraction: float) -> list["SplitPart"]:
     """
-    Return parts with only one split's documents.
+    Wrap parts, to read only one split's documents.
 
     In a corpus so small that a split would be empty, documents are divided instead: the last characters,
-    `fraction` of all, are in the validation split. With a fraction of 0 or 1, one split is empty.
+    `validation_fraction` of all, are in the validation split. With a fraction of 0 or 1, one split is empty.
     """
-    within = 0 < fraction < 1 and not _has_both_splits(parts, fraction)
-    return [SplitPart(part, split, fraction, within) for part in parts]
+    within = 0 < validation_fraction < 1 and not _do_both_splits_have_text(parts, validation_fraction)
+    return [SplitPart(part, split, validation_fraction, within) for part in parts]
 
 
-def texts_of(parts: Iterable[Part]) -> Iterator[str]:
+def iterate_texts(parts: Iterable[Part]) -> Iterator[str]:
     """Iterate over all documents' texts."""
     return (document.text for part in parts for document in part.documents())
 
@@ -71,30 +71,30 @@ class SplitPart:
     within: bool
 
     @property
-    def size(self) -> int:
+    def byte_count(self) -> int:
         """Bytes to read, scaled to the split's share."""
-        return int(self.part.size * (self.fraction if self.split == "validation" else 1 - self.fraction))
+        return int(self.part.byte_count * (self.fraction if self.split == "validation" else 1 - self.fraction))
 
     def documents(self) -> Iterator[Document]:
         """Yield the split's documents, in order."""
         for document in self.part.documents():
             if self.within:
-                yield attrs.evolve(document, text=self._cut_share(document.text))
-            elif split_of(document.key, self.fraction) == self.split:
+                yield attrs.evolve(document, text=self._cut_text_to_split(document.text))
+            elif choose_split(document.key, self.fraction) == self.split:
                 yield document
 
-    def _cut_share(self, text: str) -> str:
-        """Return the training split's beginning, or the validation split's end, in a document."""
+    def _cut_text_to_split(self, text: str) -> str:
+        """Cut a divided document: return its beginning for training, or its end for validation."""
         cut = int(len(text) * (1 - self.fraction))
         return text[:cut] if self.split == "train" else text[cut:]
 
 
-def _has_both_splits(parts: Iterable[Part], fraction: float) -> bool:
+def _do_both_splits_have_text(parts: Iterable[Part], validation_fraction: float) -> bool:
     """Return whether both splits have a non-empty text; in a large corpus, the first few documents suffice."""
     missing = set(get_args(Split))
     for document in (document for part in parts for document in part.documents()):
         if document.text:
-            missing.discard(split_of(document.key, fraction))
+            missing.discard(choose_split(document.key, validation_fraction))
         if not missing:
             return True
     return False

@@ -48,7 +48,7 @@ class File:
         return self.name.endswith(COMPRESSED)
 
 
-def find(patterns: Iterable[str]) -> list[File]:
+def find_files(patterns: Iterable[str]) -> list[File]:
     """
     Return the files for globs (`**` crosses folders), ordered by glob and then by name, without duplicates.
 
@@ -57,7 +57,7 @@ def find(patterns: Iterable[str]) -> list[File]:
     files: dict[str, File] = {}
     for pattern in patterns:
         is_remote = "://" in pattern
-        for file in _find_remote(pattern) if is_remote else _find_local(pattern):
+        for file in _find_remote_files(pattern) if is_remote else _find_local_files(pattern):
             # keyed by real path, because two links may lead to one file
             files.setdefault(file.path if is_remote else os.path.realpath(file.path), file)
     return list(files.values())
@@ -68,7 +68,7 @@ def make_local_file(name: str, path: Path) -> File:
     try:
         status = path.stat()
     except OSError as error:
-        raise make_read_error(str(path), error) from error
+        raise make_unreadable_file_error(str(path), error) from error
     return File(name, str(path), status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
 
 
@@ -88,19 +88,19 @@ def group_files(files: Sequence[File], max_bytes: int) -> Iterator[tuple[File, .
 def open_file(file: File) -> Iterator[IO[bytes]]:
     """Open a file for its decompressed bytes. Reading errors become UserErrors with its path."""
     try:
-        with _open_raw(file.path) as stream, _decompress(file.name, stream) as content:
+        with _open_compressed_bytes(file.path) as stream, _decompress(file.name, stream) as content:
             yield content
     except (OSError, EOFError) as error:
-        raise make_read_error(file.path, error) from error
+        raise make_unreadable_file_error(file.path, error) from error
 
 
-def make_read_error(path: str, error: Exception) -> UserError:
+def make_unreadable_file_error(path: str, error: Exception) -> UserError:
     """Return the error for a file that can't be read or decompressed."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
     return UserError(f"{path}: can't be read ({reason}); repair the file or leave it out of `paths`")
 
 
-def package(name: str, hint: str) -> Any:
+def import_package(name: str, hint: str) -> Any:
     """Import an optional package. Raises UserError with an installation hint if it is missing."""
     try:
         return __import__(name)
@@ -108,11 +108,11 @@ def package(name: str, hint: str) -> Any:
         raise UserError(f"the package `{name}` is missing; {hint}") from error
 
 
-def _open_raw(path: str) -> IO[bytes]:
+def _open_compressed_bytes(path: str) -> IO[bytes]:
     """Open a local file, or a URL through fsspec, without decompression."""
     if "://" not in path:
         return open(path, "rb")
-    stream: IO[bytes] = package("fsspec", FSSPEC).open(path, "rb").open()
+    stream: IO[bytes] = import_package("fsspec", FSSPEC).open(path, "rb").open()
     return stream
 
 
@@ -123,7 +123,7 @@ def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
         with gzip.open(stream) as content:
             yield content  # type: ignore[misc]
     elif name.endswith(".zst"):
-        package("pyarrow", PYARROW)
+        import_package("pyarrow", PYARROW)
         import pyarrow
 
         # the package zstandard reads a cut-off file without an error
@@ -133,11 +133,11 @@ def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
         yield stream
 
 
-def _find_local(pattern: str) -> list[File]:
+def _find_local_files(pattern: str) -> list[File]:
     """Return a glob's or a folder's files, sorted by name. Raises UserError if there are none."""
     if os.path.isdir(pattern):
         pattern = f"{pattern.rstrip('/')}/**/*"
-    folder = _base_folder(pattern)
+    folder = _get_base_folder(pattern)
     paths = [Path(match) for match in iglob(pattern, recursive=True)]
     files = [make_local_file(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
     if not files:
@@ -145,9 +145,9 @@ def _find_local(pattern: str) -> list[File]:
     return sorted(files, key=lambda file: file.name)
 
 
-def _find_remote(pattern: str) -> list[File]:
+def _find_remote_files(pattern: str) -> list[File]:
     """Return a URL glob's files through fsspec, sorted by name. Raises UserError if there are none."""
-    fsspec = package("fsspec", FSSPEC)
+    fsspec = import_package("fsspec", FSSPEC)
     try:
         system, glob = fsspec.core.url_to_fs(pattern)
         matches = [details for details in system.glob(glob, detail=True).values() if details["type"] == "file"]
@@ -155,7 +155,7 @@ def _find_remote(pattern: str) -> list[File]:
         raise UserError(f'paths: "{pattern}" can\'t be listed ({error}); write another glob, or {FSSPEC}') from error
     if not matches:
         raise UserError(f'paths: no file matches "{pattern}"; write a glob that matches one')
-    folder = _base_folder(glob)
+    folder = _get_base_folder(glob)
     files = [
         File(
             Path(details["name"]).relative_to(folder).as_posix(),
@@ -168,7 +168,7 @@ def _find_remote(pattern: str) -> list[File]:
     return sorted(files, key=lambda file: file.name)
 
 
-def _base_folder(pattern: str) -> Path:
+def _get_base_folder(pattern: str) -> Path:
     """Return a glob's folder before its first wildcard; for a plain path, its parent folder."""
     parts = Path(pattern).parts
     plain = list(takewhile(lambda part: not has_magic(part), parts))

@@ -22,7 +22,7 @@ class JsonLinesPart:
     end: int
 
     @property
-    def size(self) -> int:
+    def byte_count(self) -> int:
         """Bytes that these lines take in the file."""
         return min(self.end, self.file.size) - self.begin
 
@@ -47,7 +47,7 @@ class JsonLinesPart:
     def _read_text(self, line: bytes, offset: int) -> str:
         """Return a line's text. Raises UserError with the line number."""
         try:
-            return text_of(_parse_line(line), self.field)
+            return get_text_field(_parse_line(line), self.field)
         except ValueError as error:
             raise UserError(f"{self.file.path}:{self._find_line_number(offset)}{error}") from error
 
@@ -61,7 +61,7 @@ class JsonLinesPart:
         return number
 
 
-def json_lines_parts(files: Sequence[File], field: str) -> list[JsonLinesPart]:
+def split_json_lines_files(files: Sequence[File], field: str) -> list[JsonLinesPart]:
     """Divide files into line ranges; compressed files are not divided."""
     parts = []
     for file in files:
@@ -72,18 +72,18 @@ def json_lines_parts(files: Sequence[File], field: str) -> list[JsonLinesPart]:
     return parts
 
 
-def text_of(value: object, field: str) -> str:
+def get_text_field(value: object, field: str) -> str:
     """Return the text in an object's field. Raises ValueError with the reason if there is none."""
     if not isinstance(value, dict):
         raise ValueError(
-            f': a line must be an object and not {_name_type(value)}; write a line like {{"{field}": "..."}}'
+            f': a line must be an object and not {_get_json_type_name(value)}; write a line like {{"{field}": "..."}}'
         )
     if field not in value:
         fields = ", ".join(value) or "none"
         raise ValueError(f': the object has no field "{field}", only {fields}; set `field` to one of them')
     text = value[field]
     if not isinstance(text, str):
-        raise ValueError(f': field "{field}" is {_name_type(text)}; a document must be a string')
+        raise ValueError(f': field "{field}" is {_get_json_type_name(text)}; a document must be a string')
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -105,7 +105,7 @@ def _parse_line(line: bytes) -> object:
         raise ValueError(f": can't be read ({error}); repair or remove the line") from error
 
 
-def _name_type(value: object) -> str:
+def _get_json_type_name(value: object) -> str:
     """Return the JSON name for a value's type."""
     if value is None:
         return "null"

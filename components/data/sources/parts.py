@@ -5,24 +5,24 @@ from itertools import groupby
 
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.sources.files import File
-from drawloom.components.data.sources.json_lines import json_lines_parts
-from drawloom.components.data.sources.tables import ArrowPart, parquet_parts
-from drawloom.components.data.sources.text import text_parts
+from drawloom.components.data.sources.json_lines import split_json_lines_files
+from drawloom.components.data.sources.tables import ArrowPart, split_parquet_files
+from drawloom.components.data.sources.text import group_text_files
 
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
-def parts_of(files: Sequence[File], field: str) -> list[Part]:
+def split_files_into_parts(files: Sequence[File], field: str) -> list[Part]:
     """Divide files into parts, in order; a file with an unknown extension is a text."""
     parts: list[Part] = []
     for kind, group in groupby(files, key=lambda file: FORMATS.get(file.suffix, "text")):
         members = list(group)
         if kind == "json":
-            parts += json_lines_parts(members, field)
+            parts += split_json_lines_files(members, field)
         elif kind == "parquet":
-            parts += parquet_parts(members, field)
+            parts += split_parquet_files(members, field)
         elif kind == "arrow":
             parts += [ArrowPart(file, field) for file in members]
         else:
-            parts += text_parts(members)
+            parts += group_text_files(members)
     return parts

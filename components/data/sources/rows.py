@@ -6,8 +6,8 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.sources.files import File, find, open_file
-from drawloom.components.data.sources.tables import table_rows
+from drawloom.components.data.sources.files import File, find_files, open_file
+from drawloom.components.data.sources.tables import read_table_rows
 from drawloom.graph import UserError
 
 TABLES = (".parquet", ".arrow")
@@ -26,11 +26,11 @@ class Line:
     row: dict[str, Any]
 
 
-def lines_of(paths: Sequence[str]) -> Iterator[Line]:
+def read_object_lines(paths: Sequence[str]) -> Iterator[Line]:
     """
     Yield non-blank lines and table rows in the globs' files. Raises UserError for a line that is not an object.
     """
-    for file in find(paths):
+    for file in find_files(paths):
         yield from _read_table_lines(file) if file.suffix in TABLES else _read_json_lines(file)
 
 
@@ -57,13 +57,13 @@ def _parse_object(line: bytes, position: str) -> dict[str, Any]:
 
 def _read_table_lines(file: File) -> Iterator[Line]:
     """Yield a table's rows; the hash over all values determines a row's split."""
-    for number, row in enumerate(table_rows(file)):
-        cleaned = _drop_nulls(row)
+    for number, row in enumerate(read_table_rows(file)):
+        cleaned = _drop_null_values(row)
         key = json.dumps(cleaned, sort_keys=True, default=str).encode()
         yield Line(f"{file.path}: row {number}", key, cleaned)
 
 
-def _drop_nulls(value: Any) -> Any:
+def _drop_null_values(value: Any) -> Any:
     """
     Remove keys with null from objects, except `content`.
 
@@ -72,5 +72,5 @@ def _drop_nulls(value: Any) -> Any:
     """
     if isinstance(value, dict):
         kept = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
-        return {key: _drop_nulls(entry) for key, entry in kept.items()}
-    return [_drop_nulls(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _drop_null_values(entry) for key, entry in kept.items()}
+    return [_drop_null_values(entry) for entry in value] if isinstance(value, list) else value

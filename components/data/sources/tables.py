@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.data.sources.documents import PART_BYTES, Document, Part
-from drawloom.components.data.sources.files import PYARROW, File, open_file, package
+from drawloom.components.data.sources.files import PYARROW, File, import_package, open_file
 from drawloom.graph import UserError
 
 BATCH = 1000  # rows in memory at a time
@@ -15,13 +15,13 @@ MAGIC = b"ARROW1"  # starts an Arrow file, but not a stream
 
 @attrs.frozen
 class ParquetPart:
-    """Consecutive row groups in a Parquet file; `row` is the first row's number, `size` is in bytes."""
+    """Consecutive row groups in a Parquet file; `row` is the first row's number, `byte_count` is its size."""
 
     file: File
     field: str
     groups: tuple[int, ...]
     row: int
-    size: int
+    byte_count: int
 
     def documents(self) -> Iterator[Document]:
         """Yield every row's text. Raises UserError with the first row that is not text."""
@@ -38,7 +38,7 @@ class ArrowPart:
     field: str
 
     @property
-    def size(self) -> int:
+    def byte_count(self) -> int:
         """File size in bytes."""
         return self.file.size
 
@@ -46,29 +46,29 @@ class ArrowPart:
         """Yield every row's text. Raises UserError with the first row that is not text."""
         with open_file(self.file) as stream, _convert_errors(self.file):
             names, batches = _open_arrow(stream)
-            _check_field(names, self.field, self.file)
+            _check_has_text_column(names, self.field, self.file)
             yield from _read_documents((batch.select([self.field]) for batch in batches), self.file, self.field, 0)
 
 
-def table_parts(files: Sequence[File], field: str) -> list[Part]:
+def split_table_files(files: Sequence[File], field: str) -> list[Part]:
     """Divide Parquet files into row groups; an Arrow file is one part."""
     return [
         part
         for file in files
-        for part in ([ArrowPart(file, field)] if file.suffix == ".arrow" else _parquet_parts(file, field))
+        for part in ([ArrowPart(file, field)] if file.suffix == ".arrow" else _split_parquet_file(file, field))
     ]
 
 
-def parquet_parts(files: Sequence[File], field: str) -> list[ParquetPart]:
+def split_parquet_files(files: Sequence[File], field: str) -> list[ParquetPart]:
     """Divide Parquet files into consecutive row groups."""
-    return [part for file in files for part in _parquet_parts(file, field)]
+    return [part for file in files for part in _split_parquet_file(file, field)]
 
 
-def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
+def _split_parquet_file(file: File, field: str) -> Iterator[ParquetPart]:
     """Divide a Parquet file into consecutive row groups, up to PART_BYTES per part."""
     with open_file(file) as stream, _convert_errors(file):
         metadata = _open_parquet(stream).metadata
-        _check_field(metadata.schema.to_arrow_schema().names, field, file)
+        _check_has_text_column(metadata.schema.to_arrow_schema().names, field, file)
         sizes = [
             (metadata.row_group(number).num_rows, metadata.row_group(number).total_byte_size)
             for number in range(metadata.num_row_groups)
@@ -86,7 +86,7 @@ def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
         yield ParquetPart(file, field, tuple(groups), row, size)
 
 
-def table_rows(file: File) -> Iterator[dict[str, Any]]:
+def read_table_rows(file: File) -> Iterator[dict[str, Any]]:
     """Yield rows from a Parquet or Arrow file, as values by column."""
     with open_file(file) as stream, _convert_errors(file):
         batches = _open_arrow(stream)[1] if file.suffix == ".arrow" else _open_parquet(stream).iter_batches(BATCH)
@@ -96,7 +96,7 @@ def table_rows(file: File) -> Iterator[dict[str, Any]]:
 
 def _open_arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
     """Return an Arrow file's or stream's column names and batches."""
-    package("pyarrow", PYARROW)
+    import_package("pyarrow", PYARROW)
     from pyarrow import ipc
 
     is_file = stream.read(len(MAGIC)) == MAGIC
@@ -108,24 +108,24 @@ def _open_arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
 
 def _open_parquet(stream: Any) -> Any:
     """Open a Parquet file. Raises UserError if pyarrow is missing."""
-    package("pyarrow", PYARROW)
+    import_package("pyarrow", PYARROW)
     from pyarrow.parquet import ParquetFile
 
     return ParquetFile(stream)
 
 
-def _read_documents(batches: Any, file: File, field: str, row: int) -> Iterator[Document]:
-    """Yield the first column's texts as documents; `row` is the first row's number."""
+def _read_documents(batches: Any, file: File, field: str, first_row: int) -> Iterator[Document]:
+    """Yield the first column's texts as documents; `first_row` is the first row's number."""
     for batch in batches:
         for text in batch.column(0).to_pylist():
             if not isinstance(text, str):
                 kind = "null" if text is None else type(text).__name__
-                raise UserError(f'{file.path}: row {row}: field "{field}" is {kind}; a document must be a string')
-            yield Document(text, file.path, row, text.encode())
-            row += 1
+                raise UserError(f'{file.path}: row {first_row}: field "{field}" is {kind}; a document must be a string')
+            yield Document(text, file.path, first_row, text.encode())
+            first_row += 1
 
 
-def _check_field(names: Sequence[str], field: str, file: File) -> None:
+def _check_has_text_column(names: Sequence[str], field: str, file: File) -> None:
     """Raise UserError if a table lacks the text column."""
     if field not in names:
         raise UserError(

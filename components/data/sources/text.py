@@ -18,7 +18,7 @@ class TextPart:
     replace: bool = False
 
     @property
-    def size(self) -> int:
+    def byte_count(self) -> int:
         """Total file size in bytes."""
         return sum(file.size for file in self.files)
 
@@ -27,18 +27,18 @@ class TextPart:
         for file in self.files:
             with open_file(file) as stream:
                 content = stream.read()
-            yield Document(_decode(content, file.path, self.replace), file.path, 0, os.fsencode(file.name))
+            yield Document(_decode_utf8(content, file.path, self.replace), file.path, 0, os.fsencode(file.name))
 
 
-def text_parts(files: Sequence[File], replace: bool = False) -> list[TextPart]:
+def group_text_files(files: Sequence[File], replace_invalid: bool = False) -> list[TextPart]:
     """Group files into parts."""
-    return [TextPart(group, replace) for group in group_files(files, PART_BYTES)]
+    return [TextPart(group, replace_invalid) for group in group_files(files, PART_BYTES)]
 
 
-def _decode(content: bytes, path: str, replace: bool) -> str:
-    """Decode UTF-8. Raises UserError for an invalid byte, unless `replace`."""
+def _decode_utf8(content: bytes, path: str, replace_invalid: bool) -> str:
+    """Decode UTF-8. Raises UserError for an invalid byte, unless `replace_invalid`."""
     try:
-        return content.decode("utf-8", "replace" if replace else "strict")
+        return content.decode("utf-8", "replace" if replace_invalid else "strict")
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} (0x{content[error.start]:02x})"
         hint = 'convert the file, leave it out of `paths`, or write invalid_bytes = "replace"'

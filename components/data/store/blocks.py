@@ -15,9 +15,9 @@ MAX_SIZE = 2**32  # bytes of a JSON file or of the digests of a shard
 DIGEST = hashlib.sha256().digest_size
 
 
-def count_blocks(size: int) -> int:
-    """Return the block count for a file with `size` bytes."""
-    return -(-size // BLOCK)
+def count_blocks(byte_count: int) -> int:
+    """Return the block count for a file with `byte_count` bytes."""
+    return -(-byte_count // BLOCK)
 
 
 @attrs.frozen(eq=False)
@@ -46,12 +46,12 @@ class MappedFile:
         end = offset + count * dtype.itemsize
         first, last = offset // BLOCK, count_blocks(end)
         if self.verified.find(0, first, last) >= 0:
-            self.verify(first, last)
+            self.verify_blocks(first, last)
         return self.content[offset:end].view(dtype)
 
-    def verify(self, first: int, last: int) -> None:
-        """Hash the unverified blocks from `first` to before `last`. Raises UserError if one has changed."""
-        for number in range(first, last):
+    def verify_blocks(self, first_block: int, end_block: int) -> None:
+        """Hash the unverified blocks from `first_block` to before `end_block`. Raises UserError if one has changed."""
+        for number in range(first_block, end_block):
             if not self.verified[number]:
                 block = self.content[number * BLOCK : (number + 1) * BLOCK]
                 digest = self.digests[number * DIGEST : (number + 1) * DIGEST]
@@ -63,11 +63,11 @@ class MappedFile:
                     )
                 self.verified[number] = 1
 
-    def verify_all(self) -> None:
+    def verify_all_blocks(self) -> None:
         """Hash all unverified blocks."""
-        self.verify(0, len(self.verified))
+        self.verify_blocks(0, len(self.verified))
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular_file(path: Path) -> bytes:
     """Return a regular file's content, following a link. Raises OSError for a pipe or a device."""
     return read_file(path.resolve(), MAX_SIZE)

@@ -23,7 +23,7 @@ import numpy as np
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import processes
 from drawloom.components.data.store.processes import Progress
-from drawloom.components.data.store.shard import ShardFiles, TokenShard, id_dtype
+from drawloom.components.data.store.shard import ShardFiles, TokenShard, choose_id_dtype
 from drawloom.components.data.store.store import FORMAT, LOCK, STORE, Store, encode_index, hash_documents, read_index
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.durable_files import replace_file
@@ -38,26 +38,28 @@ log = logging.getLogger("drawloom.data")
 Say = Callable[[str], None]
 
 
-def build(
+def build_store(
     folder: Path,
     parts: Sequence[Part],
     tokenizer: Tokenizer,
     *,
     workers: int = 1,
     say: Say = log.info,
-    every: float = 10,
+    report_interval: float = 10,
 ) -> Store:
     """
     Write the token store for these parts, or complete it, and return it; other processes wait meanwhile.
 
-    `tokenizer` is open; `say` receives the progress at intervals of `every` seconds. Raises UserError if the folder has
-    other content.
+    `tokenizer` is open; `say` receives the progress every `report_interval` seconds. Raises UserError if the folder
+    has other content.
     """
-    plan = describe_input(parts, tokenizer)
+    plan = make_store_plan(parts, tokenizer)
     with lock_folder(folder, say) as lock:
         try:
-            if not _is_complete(folder, plan):
-                _write_shards(folder, lock, plan, parts, tokenizer, workers=workers, say=say, every=every)
+            if not _is_complete_store(folder, plan):
+                _write_shards(
+                    folder, lock, plan, parts, tokenizer, workers=workers, say=say, report_interval=report_interval
+                )
         except OSError as error:
             reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
             raise UserError(
@@ -67,7 +69,7 @@ def build(
     return Store.open(folder)
 
 
-def describe_input(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
+def make_store_plan(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
     """
     Return a store's plan: digests for parts and tokenizer, and the ids' range and dtype. Equal input has equal plans.
     """
@@ -80,7 +82,7 @@ def describe_input(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any
         "tokenizer": hash_tokenizer(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
-        "dtype": np.dtype(id_dtype(tokenizer.vocab_size)).name,
+        "dtype": np.dtype(choose_id_dtype(tokenizer.vocab_size)).name,
         "weighted": False,
         "parts": len(parts),
     }
@@ -125,7 +127,7 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _is_complete(folder: Path, plan: dict[str, Any]) -> bool:
+def _is_complete_store(folder: Path, plan: dict[str, Any]) -> bool:
     """Return whether a complete store with this plan exists. Raises UserError for another store, or for other files."""
     for name, read in ((STORE, read_index), (PLAN, _read_plan)):
         path = folder / name
@@ -160,15 +162,15 @@ def _write_shards(
     *,
     workers: int,
     say: Say,
-    every: float,
+    report_interval: float,
 ) -> None:
     """Write the missing shards, followed by `store.json`."""
     if not (folder / PLAN).exists():
         replace_file(folder / PLAN, _encode_json(plan))
     missing = {number: part for number, part in enumerate(parts) if not _is_complete_shard(folder, number, plan)}
-    sizes = {number: part.size for number, part in missing.items()}
-    complete = sum(part.size for part in parts) - sum(sizes.values())
-    processes.tokenize_parts(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
+    sizes = {number: part.byte_count for number, part in missing.items()}
+    complete = sum(part.byte_count for part in parts) - sum(sizes.values())
+    processes.tokenize_parts(folder, missing, tokenizer, workers, Progress(sizes, complete, say, report_interval), lock)
     shards = [_open_shard(folder, number, plan) for number in range(len(parts))]
     counts = [[shard.documents, shard.tokens, shard.digest] for shard in shards]
     replace_file(folder / STORE, encode_index({**plan, "fingerprint": hash_documents(shards), "shards": counts}))
@@ -187,7 +189,7 @@ def _is_complete_shard(folder: Path, number: int, plan: dict[str, Any]) -> bool:
     if not ShardFiles(folder, number).path("json").is_file():
         return False
     try:
-        _open_shard(folder, number, plan).check_header()
+        _open_shard(folder, number, plan).check_file_sizes()
     except UserError:
         return False
     return True

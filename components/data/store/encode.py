@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.sources.documents import Document, Part
-from drawloom.components.data.store.shard import ShardWriter, id_dtype
+from drawloom.components.data.store.shard import ShardWriter, choose_id_dtype
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph import UserError
 
@@ -22,16 +22,16 @@ Report = Callable[[int, int], None]
 def write_shard(folder: Path, number: int, part: Part, tokenizer: Tokenizer, report: Report) -> None:
     """Tokenize a part into a shard; documents get end tokens, and empty documents are dropped."""
     end = np.array([tokenizer.eos_id], np.int64)
-    with ShardWriter(folder, number, np.dtype(id_dtype(tokenizer.vocab_size)), weighted=False) as shard:
-        for batch in batches(part.documents()):
+    with ShardWriter(folder, number, np.dtype(choose_id_dtype(tokenizer.vocab_size)), weighted=False) as shard:
+        for batch in group_into_batches(part.documents()):
             before = shard.tokens
             for document, ids in zip(batch, _encode_batch(batch, tokenizer), strict=True):
                 if len(ids):
-                    shard.add(np.concatenate([ids, end]), document.source, document.offset)
+                    shard.append_document(np.concatenate([ids, end]), document.source, document.offset)
             report(sum(len(document.text) for document in batch), shard.tokens - before)
 
 
-def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def group_into_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Group documents into batches with `BATCH` characters; a longer document is its own batch."""
     batch: list[Document] = []
     size = 0
@@ -45,7 +45,7 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def split_text(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
+def split_text_for_encoding(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
     """
     Cut a long text into pieces, so that the pieces' ids in succession are the whole text's; `encode` returns ids
     (tokens,).
@@ -55,13 +55,13 @@ def split_text(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
     """
     parts = []
     while len(text) > BATCH:
-        cut = next((cut for cut in _candidate_cuts(text) if _can_be_cut(text, cut, encode)), len(text))
+        cut = next((cut for cut in _iterate_cut_candidates(text) if _keeps_ids_if_cut(text, cut, encode)), len(text))
         parts.append(text[:cut])
         text = text[cut:]
     return [*parts, text]
 
 
-def _candidate_cuts(text: str) -> Iterator[int]:
+def _iterate_cut_candidates(text: str) -> Iterator[int]:
     """Yield candidate ends for a piece, between half of `BATCH` and `BATCH` characters from the start."""
     for separator, shift in (("\n", 1), (" ", 0)):
         cut = BATCH
@@ -73,8 +73,8 @@ def _candidate_cuts(text: str) -> Iterator[int]:
     yield from range(BATCH, BATCH - MAX_TRIES, -1)
 
 
-def _can_be_cut(text: str, cut: int, encode: Callable[[str], np.ndarray]) -> bool:
-    """Return whether the text around a cut has the same ids with and without the cut."""
+def _keeps_ids_if_cut(text: str, cut: int, encode: Callable[[str], np.ndarray]) -> bool:
+    """Return whether encoding both sides of a cut separately gives the same ids as encoding them together."""
     left, right = text[max(cut - MARGIN, 0) : cut], text[cut : cut + MARGIN]
     return np.array_equal(encode(left + right), np.concatenate([encode(left), encode(right)]))
 
@@ -83,7 +83,11 @@ def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
     """Tokenize a batch's documents. Raises UserError with the batch's first and last position."""
     try:
         if len(batch) == 1 and len(batch[0].text) > BATCH:
-            return [np.concatenate([tokenizer.encode(piece) for piece in split_text(batch[0].text, tokenizer.encode)])]
+            return [
+                np.concatenate(
+                    [tokenizer.encode(piece) for piece in split_text_for_encoding(batch[0].text, tokenizer.encode)]
+                )
+            ]
         return tokenizer.encode_batch([document.text for document in batch])
     except UserError as error:
         first, last = batch[0], batch[-1]
@@ -91,7 +95,7 @@ def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
         raise UserError(f"{where}: can't be tokenized: {error}") from error
 
 
-def copy_unopened(tokenizer: Tokenizer) -> Tokenizer:
+def make_unopened_copy(tokenizer: Tokenizer) -> Tokenizer:
     """
     Return an unopened copy of a tokenizer for another process, because some open tokenizers can't be pickled, or lose
     settings.

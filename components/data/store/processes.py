@@ -17,9 +17,9 @@ import attrs
 
 from drawloom.components.data.child_process import ChildProcess, start_child
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.encode import copy_unopened, write_shard
+from drawloom.components.data.store.encode import make_unopened_copy, write_shard
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph import UserError
 from drawloom.graph.lifecycle import Openable
 
@@ -45,17 +45,17 @@ class Progress:
     def __attrs_post_init__(self) -> None:
         self._started = self._last_shown = self.clock()
 
-    def add(self, part: int, read: int, tokens: int) -> None:
-        """Count a batch with `read` characters. A part never exceeds its size, although characters and bytes differ."""
-        self._read[part] = min(self._read.get(part, 0) + read, self.sizes[part])
+    def add_batch(self, part: int, characters: int, tokens: int) -> None:
+        """Add a batch to a part's progress; characters count as bytes, up to the part's size."""
+        self._read[part] = min(self._read.get(part, 0) + characters, self.sizes[part])
         self._tokens += tokens
-        self.show()
+        self.report_if_due()
 
-    def finish(self, part: int) -> None:
-        """Count a whole part as read."""
+    def finish_part(self, part: int) -> None:
+        """Count a whole part as read, whatever its batches counted."""
         self._read[part] = self.sizes[part]
 
-    def show(self) -> None:
+    def report_if_due(self) -> None:
         """Report the progress if `interval` seconds have passed since the last report."""
         if self.clock() - self._last_shown >= self.interval:
             self._last_shown = self.clock()
@@ -67,7 +67,9 @@ class Progress:
         percent = 100 * (self.complete + read) / max(self.complete + total, 1)
         rate = f"{self._tokens / seconds / 1e6:.2f} M tokens/s"
         left = f", {format_duration((total - read) * seconds / read)} left" if read else ""
-        share = f"{byte_size(self.complete + read)} of {byte_size(self.complete + total)} ({percent:.0f} %)"
+        share = (
+            f"{format_byte_size(self.complete + read)} of {format_byte_size(self.complete + total)} ({percent:.0f} %)"
+        )
         return f"tokenized {share}, {rate}{left}"
 
 
@@ -94,21 +96,25 @@ def tokenize_parts(
     """
     if min(workers, len(parts)) <= 1:
         for number, part in parts.items():
-            write_shard(folder, number, part, tokenizer, partial(progress.add, number))
-            progress.finish(number)
+            write_shard(folder, number, part, tokenizer, partial(progress.add_batch, number))
+            progress.finish_part(number)
         return
     waiting = deque(parts.items())
-    processes = [_start_process(folder, copy_unopened(tokenizer), lock) for _ in range(min(workers, len(parts)))]
+    processes = [
+        _start_tokenizing_process(folder, make_unopened_copy(tokenizer), lock) for _ in range(min(workers, len(parts)))
+    ]
     try:
         for child in processes:
             child.pipe.send(waiting.popleft())
-        _assign_parts(processes, waiting, progress)
+        _distribute_parts(processes, waiting, progress)
     finally:
         for child in processes:
             child.stop()
 
 
-def _assign_parts(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress) -> None:
+def _distribute_parts(
+    processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress
+) -> None:
     """Receive the processes' reports, and send waiting parts to idle processes, until all parts are complete."""
     busy = {child.pipe: child for child in processes}
     while busy:
@@ -119,27 +125,27 @@ def _assign_parts(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, 
             try:
                 kind, *values = ready.recv()
             except (EOFError, OSError) as error:
-                raise _make_death_error(child) from error
+                raise _make_dead_process_error(child) from error
             if kind == "error":
                 raise values[0]
             if kind == "batch":
-                progress.add(*values)
+                progress.add_batch(*values)
             else:
-                progress.finish(*values)
+                progress.finish_part(*values)
                 if waiting:
                     ready.send(waiting.popleft())
                 else:
                     del busy[ready]
-        progress.show()
+        progress.report_if_due()
 
 
-def _make_death_error(child: ChildProcess) -> UserError:
+def _make_dead_process_error(child: ChildProcess) -> UserError:
     """Return the error for a dead process."""
     hint = "check for a lack of memory; run the same command again to complete the store"
-    return UserError(f"a process that tokenizes ({child.process.pid}) {child.describe_end()}; {hint}")
+    return UserError(f"a process that tokenizes ({child.process.pid}) {child.describe_process_exit()}; {hint}")
 
 
-def _start_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
+def _start_tokenizing_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
     """Start a tokenizing process, and pass it the lock."""
     lock_connection = Connection(os.dup(lock))  # a Connection can be passed to a process, unlike a bare descriptor
     try:
@@ -151,9 +157,9 @@ def _start_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProces
         lock_connection.close()
 
 
-def _report_batch(pipe: Connection, number: int, read: int, tokens: int) -> None:
+def _report_batch(pipe: Connection, part: int, characters: int, tokens: int) -> None:
     """Report a batch's characters and tokens to the parent process."""
-    pipe.send(("batch", number, read, tokens))
+    pipe.send(("batch", part, characters, tokens))
 
 
 def _tokenize_received_parts(folder: Path, tokenizer: Any, _lock: Connection, pipe: Connection) -> None:

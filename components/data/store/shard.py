@@ -20,8 +20,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_regular
-from drawloom.components.storage.durable_files import FileWriter, new_file, replace_file
+from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_regular_file
+from drawloom.components.storage.durable_files import FileWriter, create_file, replace_file
 from drawloom.graph import UserError
 
 U8, U4 = np.dtype("<u8"), np.dtype("<u4")
@@ -32,7 +32,7 @@ FLUSH_SIZE = 2**20  # bytes of ids per write
 _DAMAGED = "the token store is damaged; restore the file, or remove {} and make it anew"
 
 
-def id_dtype(vocab_size: int) -> type[np.generic]:
+def choose_id_dtype(vocab_size: int) -> type[np.generic]:
     """Return the smallest unsigned dtype for a vocabulary's ids, uint16 or uint32."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
@@ -90,7 +90,7 @@ class ShardWriter:
         }
         replace_file(self._files.path("json"), (json.dumps(summary, indent=1) + "\n").encode())
 
-    def add(self, ids: np.ndarray, source: str, offset: int, weights: np.ndarray | None = None) -> None:
+    def append_document(self, ids: np.ndarray, source: str, offset: int, weights: np.ndarray | None = None) -> None:
         """Append a document: ids, integers (tokens,), and for a store with weights, weights, float32 (tokens,)."""
         stored_ids = ids.astype(self._dtype)
         key = blake2b(stored_ids.data, digest_size=8)
@@ -115,7 +115,7 @@ class ShardWriter:
         """Create a file, in place of a killed process's file."""
         path = self._files.path(kind)
         path.unlink(missing_ok=True)  # a killed process may have left it
-        return new_file(path, BLOCK)
+        return create_file(path, BLOCK)
 
     def _write_pending(self) -> None:
         """Write the pending ids and weights."""
@@ -156,7 +156,7 @@ class TokenShard:
         """All file paths."""
         return [self.files.path(kind) for kind in (*self.sizes, "json")]
 
-    def check_header(self) -> None:
+    def check_file_sizes(self) -> None:
         """Raise UserError with the path to a file that is missing, has another size, or is a changed JSON file."""
         for kind, size in self.sizes.items():
             path = self.files.path(kind)
@@ -166,11 +166,11 @@ class TokenShard:
                 raise UserError(f"{path} {state}: {_DAMAGED.format(path.parent)}")
         self._read_verified("json", self.digest)
 
-    def check_content(self) -> None:
+    def check_file_contents(self) -> None:
         """Verify the shard's files. Raises UserError with the path to a file with changed content."""
-        self.check_header()
+        self.check_file_sizes()
         for file in (self._map_file(kind) for kind in self.sizes if kind != "digests"):
-            file.verify_all()
+            file.verify_all_blocks()
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -196,11 +196,11 @@ class TokenShard:
         return self._map_file("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
 
     @cached_property
-    def ends(self) -> np.ndarray:
+    def document_ends(self) -> np.ndarray:
         """Document ends, uint64 (documents,)."""
-        return self.column("ends")
+        return self.document_column("ends")
 
-    def column(self, name: str) -> np.ndarray:
+    def document_column(self, name: str) -> np.ndarray:
         """Return a document column by its name in COLUMNS, (documents,)."""
         offset = 0
         for column, dtype in COLUMNS:
@@ -211,7 +211,8 @@ class TokenShard:
 
     def source(self, document: int) -> str:
         """Return a document's source and its offset there."""
-        return f"{self.summary['sources'][self.column('sources')[document]]}:{self.column('offsets')[document]}"
+        source = self.summary["sources"][self.document_column("sources")[document]]
+        return f"{source}:{self.document_column('offsets')[document]}"
 
     @cached_property
     def _file_cache(self) -> dict[str, MappedFile]:
@@ -250,7 +251,7 @@ class TokenShard:
 def _read_store_file(path: Path) -> bytes:
     """Read a small file. Raises UserError if it is missing or unreadable."""
     try:
-        return read_regular(path)
+        return read_regular_file(path)
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}): {_DAMAGED.format(path.parent)}") from error
 

@@ -36,9 +36,11 @@ class ChosenDocuments:
         return self.documents.source(int(self.chosen[document]))
 
 
-def split_documents(documents: TokenDocuments, keys: np.ndarray, split: Split, fraction: float) -> ChosenDocuments:
-    """Return a split's documents; keys: uint64 (documents,), hashes; `fraction`: the validation split's share."""
+def split_documents(
+    documents: TokenDocuments, document_hashes: np.ndarray, split: Split, validation_fraction: float
+) -> ChosenDocuments:
+    """Select a split's documents by their hashes, uint64 (documents,)."""
     # the highest bits of a hash suffice
-    for_validation = keys >> np.uint64(11) < np.uint64(int(fraction * 2**53))
+    for_validation = document_hashes >> np.uint64(11) < np.uint64(int(validation_fraction * 2**53))
     chosen = np.flatnonzero(for_validation if split == "validation" else ~for_validation)
-    return ChosenDocuments(documents, torch.from_numpy(chosen), f"{split} {fraction}")
+    return ChosenDocuments(documents, torch.from_numpy(chosen), f"{split} {validation_fraction}")

@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.blocks import read_regular
+from drawloom.components.data.store.blocks import read_regular_file
 from drawloom.components.data.store.shard import ShardFiles, TokenShard
 from drawloom.components.ports.corpus import DocumentPart
-from drawloom.components.storage.strict_json import parse
+from drawloom.components.storage.strict_json import parse_strictly
 from drawloom.graph import UserError
 
 FORMAT = 2
@@ -42,7 +42,7 @@ class Store:
         """Open a complete store. Raises UserError if the folder is not a store, or a file is missing or truncated."""
         store = cls.open_unchecked(folder)
         for shard in store.shards:
-            shard.check_header()
+            shard.check_file_sizes()
         return store
 
     @classmethod
@@ -58,7 +58,7 @@ class Store:
 
     def find_faults(self) -> list[str]:
         """Verify all files. Describe changed files, and files foreign to the store."""
-        faults = [fault for shard in self.shards if (fault := _find_fault(shard))]
+        faults = [fault for shard in self.shards if (fault := _describe_shard_fault(shard))]
         names = {STORE, LOCK, *(path.name for shard in self.shards for path in shard.paths)}
         for path in sorted(self.folder.iterdir()):
             if path.name not in names:
@@ -77,25 +77,25 @@ class Store:
         """Token counts by document, int64 (documents,)."""
         lengths = np.empty(self._starts[-1], np.int64)
         for shard, start in zip(self.shards, self._starts, strict=False):
-            lengths[start : start + shard.documents] = np.diff(shard.ends, prepend=np.uint64(0))
+            lengths[start : start + shard.documents] = np.diff(shard.document_ends, prepend=np.uint64(0))
         return lengths
 
     @cached_property
-    def keys(self) -> np.ndarray:
+    def document_hashes(self) -> np.ndarray:
         """Hashes over ids and weights by document, uint64 (documents,)."""
-        return np.concatenate([np.empty(0, np.uint64), *(shard.column("keys") for shard in self.shards)])
+        return np.concatenate([np.empty(0, np.uint64), *(shard.document_column("keys") for shard in self.shards)])
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
         """Return views into a document's ids, and into its weights if the store has them, at most up to its end."""
-        shard, number = self._find_shard(document)
-        begin, end = int(shard.ends[number - 1]) if number else 0, int(shard.ends[number])
+        shard, number = self._locate_document(document)
+        begin, end = int(shard.document_ends[number - 1]) if number else 0, int(shard.document_ends[number])
         start, stop = begin + first, max(begin + first, min(begin + last, end))
         weights = shard.read_weights(start, stop) if shard.weighted else None
         return DocumentPart(shard.read_ids(start, stop), weights)
 
     def source(self, document: int) -> str:
         """Return a document's file, and its offset there."""
-        shard, number = self._find_shard(document)
+        shard, number = self._locate_document(document)
         return shard.source(number)
 
     @cached_property
@@ -103,7 +103,7 @@ class Store:
         """First document numbers by shard, followed by the total document count."""
         return [0, *accumulate(shard.documents for shard in self.shards)]
 
-    def _find_shard(self, document: int) -> tuple[TokenShard, int]:
+    def _locate_document(self, document: int) -> tuple[TokenShard, int]:
         """Return a document's shard, and its number there."""
         index = bisect_right(self._starts, document) - 1
         return self.shards[index], document - self._starts[index]
@@ -121,8 +121,8 @@ def hash_documents(shards: list[TokenShard]) -> str:
     """Hash all documents' hashes and lengths with SHA-256, independently from the division into shards."""
     digest = hashlib.sha256()
     for shard in shards:
-        lengths = np.diff(shard.ends, prepend=np.uint64(0)).astype("<u8")
-        digest.update(np.stack([shard.column("keys"), lengths], axis=1).tobytes())
+        lengths = np.diff(shard.document_ends, prepend=np.uint64(0)).astype("<u8")
+        digest.update(np.stack([shard.document_column("keys"), lengths], axis=1).tobytes())
     return digest.hexdigest()
 
 
@@ -136,8 +136,8 @@ def read_index(path: Path) -> dict[str, Any]:
     """Return the index in `store.json`. Raises UserError if it is missing, changed, or has another format."""
     remedy = f"restore it, or remove {path.parent} and make the store anew"
     try:
-        text = read_regular(path)
-        index: dict[str, Any] = parse(text, most=MAX_PARTS)
+        text = read_regular_file(path)
+        index: dict[str, Any] = parse_strictly(text, most=MAX_PARTS)
     except FileNotFoundError as error:
         hint = "create it with `drawloom tokenize`, which also completes an unfinished store"
         raise UserError(f"{path.parent} is not a complete token store: there is no {STORE}; {hint}") from error
@@ -152,10 +152,10 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _find_fault(shard: TokenShard) -> str:
+def _describe_shard_fault(shard: TokenShard) -> str:
     """Verify a shard's files, and describe the first fault; empty if there is none."""
     try:
-        shard.check_content()
+        shard.check_file_contents()
     except UserError as error:
         return str(error)
     return ""

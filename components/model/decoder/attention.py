@@ -48,7 +48,7 @@ class Attention(TensorParallel):
         """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
         shape = context.documents.shape
         hidden = self.ranks.gather_tokens(hidden, shape)
-        q, k, v = self._project(hidden)
+        q, k, v = self._project_qkv(hidden)
         if self.spec.gate:
             q, gate = (x.flatten(-2) for x in q.view(*shape, -1, 2 * self.spec.head_dim).chunk(2, -1))
         if self.spec.qk_norm == "projection":
@@ -69,15 +69,18 @@ class Attention(TensorParallel):
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"sinks": Role(False, "normal")}
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
+    def _project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
         layers = self.q_proj, self.k_proj, self.v_proj
-        if self.joint_layers():
+        if self.list_fused_float8_layers():
             weights = [layer.weight for layer in layers]
             return self.kernels.linears_float8(hidden.to(weights[0].dtype), weights)
         return tuple(layer(hidden) for layer in layers)
 
-    def joint_layers(self) -> Sequence[Sequence[Linear]]:
+    def rounds_input(self) -> bool:
+        return bool(self.list_fused_float8_layers())
+
+    def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:
         """Return the projections to q, k and v as one group, if all three multiply in float8."""
         layers = self.q_proj, self.k_proj, self.v_proj
         return [layers] if all(map(multiplies_in_float8, layers)) else []

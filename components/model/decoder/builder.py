@@ -13,29 +13,34 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.model.decoder.config import DecoderConfig, num_experts, size, tensor_faults
+from drawloom.components.model.decoder.config import (
+    DecoderConfig,
+    create_size_check,
+    find_tensor_parallel_faults,
+    num_experts,
+)
 from drawloom.components.model.decoder.hugging_face import (
     Family,
-    config_of,
-    config_path,
-    config_within,
+    build_hugging_face_config,
+    locate_config_json,
     read_config,
     read_json,
+    update_folder_config,
 )
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
-from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, rope_context_faults
-from drawloom.components.model.decoder.settings import choose_architecture, faults
+from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_rope_context_faults
+from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
 from drawloom.components.model.decoder.specs import DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.split_vocabulary import (
     NewTokens,
     Split,
     count_new_tokens,
-    fault_of_new_tokens,
-    join_mapper,
-    split_module,
-    split_sizes,
+    create_join_mapper,
+    find_new_tokens_fault,
+    replace_by_split_layers,
+    row_counts_by_parameter,
 )
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
@@ -45,7 +50,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, above, inherited, setting, wired
+from drawloom.graph import Problem, UserError, above, inheritable, setting, wired
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
@@ -58,10 +63,10 @@ def fill_with_initial_weights(
     seed: int,
     layers: int,
     std: float,
-    part_of: TensorSlice | None = None,
+    tensor_slice: TensorSlice | None = None,
 ) -> None:
     """
-    Fill a parameter (any shape, any floating-point dtype), or its slice `part_of`, in place by its role.
+    Fill a parameter (any shape, any floating-point dtype), or its slice `tensor_slice`, in place by its role.
 
     Normal random numbers have the standard deviation `std`. The outputs of 2 * layers matrices are added to the
     residual stream; their standard deviation is divided by sqrt(2 * layers), so that the stream does not grow with
@@ -74,14 +79,14 @@ def fill_with_initial_weights(
         return
     # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
     scale = {"normal": std, "residual": std / math.sqrt(2 * layers)}.get(str(role.initial), 1.0)
-    part = part_of or TensorSlice.whole(tuple(parameter.shape))
+    part = tensor_slice or TensorSlice.whole(tuple(parameter.shape))
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
     if callable(role.initial):
         with torch.no_grad():
             parameter.copy_(role.initial(torch.special.ndtr(parameter.double())))
 
 
-@inherited
+@inheritable
 class DecoderBuilder:
     """Builder for a decoder, with sizes from settings or from a Hugging Face `config.json`."""
 
@@ -94,32 +99,41 @@ class DecoderBuilder:
         default=None, doc="Hugging Face config.json, or its folder; other settings replace its values"
     )
     _num_hidden_layers: int | None = setting(
-        default=None, alias="num_hidden_layers", check=size("num_hidden_layers"), doc="number of layers"
+        default=None, alias="num_hidden_layers", check=create_size_check("num_hidden_layers"), doc="number of layers"
     )
-    hidden_size: int | None = setting(default=None, check=size("hidden_size"), doc="width of the hidden states")
+    hidden_size: int | None = setting(
+        default=None, check=create_size_check("hidden_size"), doc="width of the hidden states"
+    )
     num_attention_heads: int | None = setting(
-        default=None, check=size("num_attention_heads"), doc="number of query heads"
+        default=None, check=create_size_check("num_attention_heads"), doc="number of query heads"
     )
     num_key_value_heads: int | None = setting(
         default=None,
-        check=size("num_key_value_heads"),
+        check=create_size_check("num_key_value_heads"),
         doc="number of key and value heads; default: num_attention_heads",
     )
     head_dim: int | None = setting(
-        default=None, check=size("head_dim"), doc="width of a head; default: hidden_size / num_attention_heads"
+        default=None,
+        check=create_size_check("head_dim"),
+        doc="width of a head; default: hidden_size / num_attention_heads",
     )
     intermediate_size: int | None = setting(
-        default=None, check=size("intermediate_size"), doc="inner width of the feed-forward network"
+        default=None, check=create_size_check("intermediate_size"), doc="inner width of the feed-forward network"
     )
     _vocab_size: int | None = setting(
-        default=None, alias="vocab_size", check=size("vocab_size"), doc="number of token ids; default: the tokenizer's"
+        default=None,
+        alias="vocab_size",
+        check=create_size_check("vocab_size"),
+        doc="number of token ids; default: the tokenizer's",
     )
     vocabulary_multiple: int = setting(
-        default=1, check=size("vocab_size"), doc="the tokenizer's vocabulary size is rounded up to a multiple of this"
+        default=1,
+        check=create_size_check("vocab_size"),
+        doc="the tokenizer's vocabulary size is rounded up to a multiple of this",
     )
     new_tokens: NewTokens = setting(
         default=0,
-        check=fault_of_new_tokens,
+        check=find_new_tokens_fault,
         doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
         "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
@@ -128,7 +142,7 @@ class DecoderBuilder:
     )
     max_position_embeddings: int | None = setting(
         default=None,
-        check=size("max_position_embeddings"),
+        check=create_size_check("max_position_embeddings"),
         impact="safe",
         doc="maximum sequence length in an export; default: the family's",
     )
@@ -162,25 +176,25 @@ class DecoderBuilder:
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Yield problems with settings that are missing or contradict one another."""
-        for fault in faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
+        for fault in find_setting_faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
             yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
-    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
         config = node.settings["config"]
         with suppress(UserError):  # a problem of its own
             sizes = node.settings if config is None else attrs.asdict(read_config(cls.family, config), recurse=False)
-            yield from tensor_faults(sizes, ranks)
+            yield from find_tensor_parallel_faults(sizes, ranks)
 
     @classmethod
-    def context_faults(cls, node: Any) -> Iterator[str]:
+    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         if rope is None and (config := node.settings["config"]) is not None:
             with suppress(UserError):  # a problem of its own
                 rope = read_config(cls.family, config).rope_scaling
-        yield from rope_context_faults(rope)
+        yield from find_rope_context_faults(rope)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -192,7 +206,7 @@ class DecoderBuilder:
         return 0
 
     @classmethod
-    def module_of(cls, node: Any) -> nn.Module | None:
+    def build_meta_module(cls, node: Any) -> nn.Module | None:
         # Only shapes depend on the vocabulary, which an open tokenizer knows, and only a forward pass takes kernels.
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
@@ -216,7 +230,7 @@ class DecoderBuilder:
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
         tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        return choose_architecture(self.family, settings, tokens, count_new_tokens(self.new_tokens))
+        return build_architecture_from_settings(self.family, settings, tokens, count_new_tokens(self.new_tokens))
 
     @property
     def split(self) -> Split | None:
@@ -225,12 +239,12 @@ class DecoderBuilder:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
-        return Split(end - count, split_sizes(self.new_tokens), rows)
+        return Split(end - count, row_counts_by_parameter(self.new_tokens), rows)
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:
             return {}
-        return {"config": [config_path(self.config)]}
+        return {"config": [locate_config_json(self.config)]}
 
     @property
     def num_hidden_layers(self) -> int:
@@ -238,49 +252,51 @@ class DecoderBuilder:
 
     @property
     def vocab_size(self) -> int:
-        return self.architecture.vocab_size if self.split is None else self.split.size
+        return self.architecture.vocab_size if self.split is None else self.split.id_count
 
     @property
-    def longest_text(self) -> int:
-        return self.architecture.longest_text
+    def max_sequence_length(self) -> int:
+        return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
         module = CausalLM(self.architecture, span, self.kernels)
-        name_joined_layers(module, self.family.mapper, self.architecture)
-        return module if self.split is None else split_module(module, self.split)
+        set_joined_layer_names(module, self.family.mapper, self.architecture)
+        return module if self.split is None else replace_by_split_layers(module, self.split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [part for part in module.modules() if isinstance(part, Block)]
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
-        role = self._roles.get(name) or default_role(name, parameter)
-        fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, part_of=part_of)
+        role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
+        fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
         return forward_flops(self.whole_module(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return config_of(self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id)
+        return build_hugging_face_config(
+            self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id
+        )
 
-    def config_within(self, path: Path) -> dict[str, Any]:
+    def update_folder_config(self, path: Path) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return config_within(self.family, path, written, self.hugging_face_config())
+        return update_folder_config(self.family, path, written, self.hugging_face_config())
 
-    def prefix_within(self, path: Path) -> str:
+    def find_decoder_prefix(self, path: Path) -> str:
         return self.family.nested_types.get(str(read_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self.whole_module())]
-        joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
+        joined = Mapper(()) if self.split is None else create_join_mapper(names, self.split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
         layers = str(self.num_hidden_layers)
         return attrs.evolve(mapper, ignored=tuple(p.replace("{layers}", layers) for p in self.family.ignored))
 
     @cached_property
-    def _roles(self) -> dict[str, Role]:
+    def _roles_by_parameter_name(self) -> dict[str, Role]:
         return dict(parameter_roles(self.whole_module()))
 
     def whole_module(self) -> nn.Module:
@@ -289,7 +305,7 @@ class DecoderBuilder:
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
 
 
-def name_joined_layers(
+def set_joined_layer_names(
     module: nn.Module, mapper: Callable[[Iterable[str], DecoderConfig], Mapper], architecture: DecoderConfig
 ) -> None:
     """Set `joined_name` in all linear layers that are one tensor with others in the family's files."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 import torch
 
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, scaling_of
+from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, convert_to_kernel_scaling
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.decoder.specs import (
     Activation,
@@ -16,7 +16,7 @@ from drawloom.components.model.decoder.specs import (
     MixerSpec,
     MlpSpec,
 )
-from drawloom.components.model.decoder.values import COEFFICIENT, LAYER_NUMBERS, config_key, names
+from drawloom.components.model.decoder.values import COEFFICIENT, LAYER_NUMBERS, config_key, create_word_list_check
 from drawloom.graph import between
 from drawloom.graph.component import Bound
 from drawloom.kernels.attention_options import AttentionOptions
@@ -41,7 +41,7 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 """Experts of all layers: each is a tensor of its own in files."""
 
 
-def size(name: str) -> Bound:
+def create_size_check(name: str) -> Bound:
     """Return a check for the size setting `name`: from 1 to its entry in MAX_SIZES."""
     return between(1, MAX_SIZES[name] + 1)
 
@@ -83,7 +83,7 @@ class DecoderConfig:
     initializer_range: float = 0.02
 
     @property
-    def longest_text(self) -> int:
+    def max_sequence_length(self) -> int:
         """The maximum sequence length for rotary positions: max_position_embeddings, or more if they are scaled."""
         if self.rope_scaling is None or self.rope_scaling.factor is None:
             return self.max_position_embeddings
@@ -106,7 +106,7 @@ class DecoderConfig:
         return 1.0
 
     @property
-    def score_scale(self) -> float | None:
+    def attention_score_scale(self) -> float | None:
         """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
         return None
 
@@ -120,13 +120,15 @@ class DecoderConfig:
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return a layer's rotary positions; None: it has none."""
-        return Rope(self.rotary_dim, self.rope_theta, scaling_of(self.rope_scaling, self.max_position_embeddings))
+        return Rope(
+            self.rotary_dim, self.rope_theta, convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
+        )
 
-    def attention_of(self, layer: int) -> MixerSpec:
+    def mixer_spec_of(self, layer: int) -> MixerSpec:
         """Return the specification for a layer's token mixer: attention, or a gated delta net."""
-        return self.grouped_attention_of(layer)
+        return self.grouped_attention_spec_of(layer)
 
-    def grouped_attention_of(self, layer: int) -> AttentionSpec:
+    def grouped_attention_spec_of(self, layer: int) -> AttentionSpec:
         """Return the specification for a layer's attention with grouped queries."""
         return AttentionSpec(
             heads=self.num_attention_heads,
@@ -135,22 +137,22 @@ class DecoderConfig:
             rope=self.rope_of(layer),
             window=self.window_of(layer),
             qk_norm=self.qk_norm,
-            options=AttentionOptions(scale=self.score_scale),
+            options=AttentionOptions(scale=self.attention_score_scale),
         )
 
-    def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
+    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
         """Return the specification for a layer's feed-forward network or experts."""
         return MlpSpec(width=self.intermediate_size, activation=self.activation)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         """Return a layer's branches, in order: here pre-norm attention and a pre-norm feed-forward network."""
         return (
-            Branch("input_layernorm", "self_attn", self.attention_of(layer)),
-            Branch("post_attention_layernorm", "mlp", self.mlp_of(layer)),
+            Branch("input_layernorm", "self_attn", self.mixer_spec_of(layer)),
+            Branch("post_attention_layernorm", "mlp", self.mlp_spec_of(layer)),
         )
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults in keys only this family has; `given` has at least the keys without a default."""
         yield from ()
 
@@ -158,8 +160,8 @@ class DecoderConfig:
 def post_norm_branches(config: DecoderConfig, layer: int) -> Sequence[Branch]:
     """Return attention and a feed-forward network, with their outputs normed instead of their inputs."""
     return (
-        Branch(None, "self_attn", config.attention_of(layer), "post_attention_layernorm"),
-        Branch(None, "mlp", config.mlp_of(layer), "post_feedforward_layernorm"),
+        Branch(None, "self_attn", config.mixer_spec_of(layer), "post_attention_layernorm"),
+        Branch(None, "mlp", config.mlp_spec_of(layer), "post_feedforward_layernorm"),
     )
 
 
@@ -179,13 +181,13 @@ class LayerTypesConfig(DecoderConfig):
 
     sliding_window: int = 4096
     layer_types: tuple[str, ...] = attrs.field(
-        default=attrs.Factory(lambda self: self.default_types(self.num_hidden_layers), takes_self=True),
+        default=attrs.Factory(lambda self: self.default_layer_types(self.num_hidden_layers), takes_self=True),
         converter=tuple,
-        metadata={"values": names(FULL, SLIDING)},
+        metadata={"values": create_word_list_check(FULL, SLIDING)},
     )
 
     @classmethod
-    def default_types(cls, layers: int, interval: int | None = None) -> tuple[str, ...]:
+    def default_layer_types(cls, layers: int, interval: int | None = None) -> tuple[str, ...]:
         """Return types for `layers` layers: every `interval`-th (default: the family's) has full attention."""
         step = interval or cls.full_attention_interval
         return tuple(SLIDING if (layer + 1) % step else FULL for layer in range(layers))
@@ -194,9 +196,9 @@ class LayerTypesConfig(DecoderConfig):
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults if layers have no type, or an unknown one."""
-        yield from super().faults(given)
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """Yield the inherited faults, and one if `layer_types` is shorter than the model or has an unknown type."""
+        yield from super().find_faults(given)
         layers, types = given["num_hidden_layers"], given.get("layer_types")
         if types is not None and len(types) < layers:
             why = f"layer_types has {len(types)} types, and num_hidden_layers = {layers}"
@@ -234,36 +236,36 @@ class MoeConfig(DecoderConfig):
         return Routing()
 
     @property
-    def shared_width(self) -> int:
+    def shared_expert_width(self) -> int:
         """The inner width for experts that all tokens visit."""
         return 0
 
-    def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
-        if not self.has_experts(layer):
-            return super().mlp_of(layer)
+    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
+        if not self.layer_has_experts(layer):
+            return super().mlp_spec_of(layer)
         return ExpertSpec(
             experts=self.num_experts,
             choices=self.num_experts_per_tok,
             width=self.moe_intermediate_size,
             routing=self.routing,
-            shared_width=self.shared_width,
+            shared_expert_width=self.shared_expert_width,
             aux_loss_coef=self.router_aux_loss_coef / self.moe_layers,
             z_loss_coef=self.router_z_loss_coef / self.moe_layers,
         )
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        yield from super().faults(given)
-        yield from expert_faults(given)
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        yield from super().find_faults(given)
+        yield from find_expert_count_faults(given)
 
-    def has_experts(self, number: int) -> bool:
+    def layer_has_experts(self, number: int) -> bool:
         """Return whether a layer has experts."""
         return True
 
     @property
     def moe_layers(self) -> int:
         """The number of layers with experts."""
-        return sum(map(self.has_experts, range(self.num_hidden_layers)))
+        return sum(map(self.layer_has_experts, range(self.num_hidden_layers)))
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -281,31 +283,33 @@ class Qwen3MoeConfig(MoeConfig):
         """Routing by softmax scores."""
         return Routing(norm_topk_prob=self.norm_topk_prob)
 
-    def has_experts(self, number: int) -> bool:
-        return has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
+    def layer_has_experts(self, number: int) -> bool:
+        return layer_has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults in layer numbers, and the fault if a layer without experts has no size."""
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         layers, step = given["num_hidden_layers"], given.get("decoder_sparse_step", 1)
         dense = given.get("mlp_only_layers", ())
         if strange := [number for number in dense if not 0 <= number < layers]:
             why = f"mlp_only_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
             yield InvalidSetting("mlp_only_layers", why, f"remove {strange[0]}")
-        elif not any(has_experts(number, step, dense) for number in range(layers)):
+        elif not any(layer_has_experts(number, step, dense) for number in range(layers)):
             key = "decoder_sparse_step" if step > layers else "mlp_only_layers"
             yield InvalidSetting(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')
         else:
-            yield from dense_width_faults(given, [n for n in range(layers) if not has_experts(n, step, dense)])
+            yield from find_dense_width_faults(
+                given, [n for n in range(layers) if not layer_has_experts(n, step, dense)]
+            )
 
 
-def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
+def layer_has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
     """Return whether layer `number` has experts: every `sparse_step`-th layer has, except for `dense_layers`."""
     return number not in dense_layers and (number + 1) % sparse_step == 0
 
 
-def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
+def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
     """Yield the faults if kv_heads does not divide heads, or head_dim is odd."""
     if heads % kv_heads:
         whole = [number for number in range(1, heads + 1) if heads % number == 0]
@@ -316,7 +320,7 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
 
 
-def expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def find_expert_count_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
     if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
         why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
@@ -326,7 +330,7 @@ def expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
 
 
-def rotary_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def find_rotary_dim_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     """Yield the fault if a head's rotated channels do not form pairs."""
     if "head_dim" in given:
         channels = int(given["head_dim"] * given["partial_rotary_factor"])
@@ -343,7 +347,7 @@ def num_experts(architecture: DecoderConfig) -> int:
     return next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
 
 
-def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
+def find_tensor_parallel_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
     """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := sizes.get(key)) and size % ranks:
@@ -356,7 +360,7 @@ def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
             yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"
 
 
-def dense_width_faults(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
+def find_dense_width_faults(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
     """Yield the fault if intermediate_size is missing although the layers `dense` have no experts."""
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"

@@ -6,12 +6,12 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig, dense_width_faults, size
+from drawloom.components.model.decoder.config import MoeConfig, create_size_check, find_dense_width_faults
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, config_key
 from drawloom.components.ports.experts import ExpertKernels
-from drawloom.graph import above, at_least, inherited, setting
+from drawloom.graph import above, at_least, inheritable, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -25,22 +25,22 @@ class GroupedExpertsConfig(MoeConfig):
     first_k_dense_replace: int = config_key(COUNT, 0)
 
     @property
-    def shared_width(self) -> int:
+    def shared_expert_width(self) -> int:
         return self.n_shared_experts * self.moe_intermediate_size
 
-    def has_experts(self, number: int) -> bool:
+    def layer_has_experts(self, number: int) -> bool:
         return number >= self.first_k_dense_replace
 
     @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults in expert groups, and the fault if no layer has experts."""
-        yield from super().faults(given)
+        yield from super().find_faults(given)
         layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
         if dense >= layers:
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
-        yield from dense_width_faults(given, range(dense))
-        yield from _group_faults(given["num_experts"], given.get("n_group", 1), given)
+        yield from find_dense_width_faults(given, range(dense))
+        yield from _find_expert_group_faults(given["num_experts"], given.get("n_group", 1), given)
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -64,7 +64,7 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
         )
 
 
-def _group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def _find_expert_group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
     used, choices = given.get("topk_group", 1), given["num_experts_per_tok"]
     if experts % groups or (groups > 1 and experts // groups < 2):
@@ -83,26 +83,28 @@ RENAMED = {"num_experts": "n_routed_experts"}
 """Keys that have other names in a `config.json`."""
 
 
-@inherited
+@inheritable
 class GroupedExpertsBuilder(DecoderBuilder):
     """Builder for a decoder with experts in groups."""
 
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
         default=None,
-        check=size("intermediate_size"),
+        check=create_size_check("intermediate_size"),
         doc="width of the feed-forward network in layers without experts",
     )
-    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="number of routed experts per layer")
+    num_experts: int | None = setting(
+        default=None, check=create_size_check("num_experts"), doc="number of routed experts per layer"
+    )
     num_experts_per_tok: int | None = setting(
-        default=None, check=size("num_experts_per_tok"), doc="number of routed experts per token"
+        default=None, check=create_size_check("num_experts_per_tok"), doc="number of routed experts per token"
     )
     moe_intermediate_size: int | None = setting(
-        default=None, check=size("moe_intermediate_size"), doc="width of an expert"
+        default=None, check=create_size_check("moe_intermediate_size"), doc="width of an expert"
     )
     n_shared_experts: int | None = setting(
         default=None,
-        check=size("n_shared_experts"),
+        check=create_size_check("n_shared_experts"),
         doc="number of shared experts per layer, which process all tokens; default: 1",
     )
     first_k_dense_replace: int | None = setting(
@@ -137,7 +139,7 @@ class GroupedExpertsBuilder(DecoderBuilder):
     )
 
 
-@inherited
+@inheritable
 class SigmoidExpertsBuilder(GroupedExpertsBuilder):
     """Builder for a decoder with DeepSeek-V3's experts; the phase `phases.router_bias` balances them."""
 

@@ -7,36 +7,47 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import MAX_SIZES, SLIDING, DecoderConfig, head_faults, num_experts
-from drawloom.components.model.decoder.rope import InvalidSetting, read_rope, rope_faults, rope_parameters_of
-from drawloom.components.model.decoder.values import values_of
+from drawloom.components.model.decoder.config import (
+    MAX_SIZES,
+    SLIDING,
+    DecoderConfig,
+    find_head_count_faults,
+    num_experts,
+)
+from drawloom.components.model.decoder.rope import (
+    InvalidSetting,
+    build_rope_parameters,
+    find_rope_faults,
+    parse_rope_config,
+)
+from drawloom.components.model.decoder.values import find_key_check
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.regular_file import open_regular_file
-from drawloom.components.storage.strict_json import parse
+from drawloom.components.storage.regular_file import open_untrusted_file
+from drawloom.components.storage.strict_json import parse_strictly
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, unstack
 from drawloom.graph import UserError
 
 
-def decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
+def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters with these names to tensors in files."""
     count = num_experts(architecture)
-    return parallel(*(_map_parameter(name, count) for name in names))
+    return parallel(*(_create_parameter_mapper(name, count) for name in names))
 
 
-def _map_parameter(name: str, num_experts: int) -> Mapper:
+def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
     """Return the mapper from one parameter to its tensors in files, where experts are separate."""
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
     # Experts are stacked in one parameter here, and are separate tensors in published files.
     if name.endswith(".experts.gate_up_proj"):
-        return sequential(unstack(name, experts), parallel(*_split_gate_and_up(experts)))
+        return sequential(unstack(name, experts), parallel(*_create_gate_up_mappers(experts)))
     if name.endswith(".experts.down_proj"):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
     return identity(name)
 
 
-def _split_gate_and_up(experts: Iterable[str]) -> Iterator[Mapper]:
+def _create_gate_up_mappers(experts: Iterable[str]) -> Iterator[Mapper]:
     """Yield mappers that split every expert's joined matrix into its gate and up projections."""
     for expert in experts:
         yield chunk(expert, [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"])
@@ -79,17 +90,17 @@ class Family:
     ignored: tuple[str, ...] = ()
     read: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
     write: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
-    mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = decoder_mapper
+    mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = create_decoder_mapper
 
     @property
-    def keys(self) -> list[str]:
+    def config_keys(self) -> list[str]:
         """The keys in a `config.json` except rotary scaling, which has two forms."""
         return [field.name for field in attrs.fields(self.architecture) if field.name != "rope_scaling"]
 
     @property
-    def settings(self) -> list[str]:
+    def recipe_settings(self) -> list[str]:
         """The names of recipe settings that a `config.json` can set."""
-        return [*self.keys, "rope_scaling", "rope_parameters"]
+        return [*self.config_keys, "rope_scaling", "rope_parameters"]
 
 
 MAX_CONFIG = 2**20
@@ -102,19 +113,21 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 """The `fixed` values of all families."""
 
 
-def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
+def build_hugging_face_config(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
     """Return the `config.json` for a model; `end` is the id that ends a text, if there is a tokenizer."""
-    numbers = {family.renamed.get(key, key): _convert_tuple_to_list(getattr(architecture, key)) for key in family.keys}
+    numbers = {
+        family.renamed.get(key, key): _convert_tuple_to_list(getattr(architecture, key)) for key in family.config_keys
+    }
     # transformers' defaults of a family may lie outside of a smaller vocabulary.
     known_end = {"pad_token_id": None} | ({} if end is None else {"eos_token_id": end})
     named = {"architectures": [family.class_name], "model_type": family.model_type}
-    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
+    rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
     return family.write({**named, **FIXED, **family.fixed, **numbers, **rope, **known_end, "use_cache": True})
 
 
 def read_config(family: Family, path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
-    path = config_path(path)
+    path = locate_config_json(path)
     return _build_architecture(family, text_config(family, read_json(path)), path)
 
 
@@ -131,7 +144,7 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys in `rope_parameters` for positions in images, which do not matter to text."""
 
 
-def config_within(
+def update_folder_config(
     family: Family, path: Path, architecture: DecoderConfig, written: Mapping[str, Any]
 ) -> dict[str, Any]:
     """
@@ -154,7 +167,7 @@ def config_within(
     return {**original, "text_config": {**kept, **text, "rope_parameters": rope}, **tied}
 
 
-def config_path(path: Path) -> Path:
+def locate_config_json(path: Path) -> Path:
     """Return the path to a folder's `config.json`, or the path itself if it is not a folder."""
     return path / "config.json" if path.is_dir() else path
 
@@ -162,13 +175,13 @@ def config_path(path: Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a `config.json`. Raises UserError if it can't be read."""
     try:
-        with open_regular_file(path, "write the path of a config.json") as file:
+        with open_untrusted_file(path, "write the path of a config.json") as file:
             # The path may be any file, so at most MAX_CONFIG bytes are read.
             text = file.read(0, min(file.size, MAX_CONFIG))
     except UserError as error:
         raise UserError(f"config: {error}") from error
     try:
-        config = parse(text, most=MAX_CONFIG)
+        config = parse_strictly(text, most=MAX_CONFIG)
     except ValueError as error:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):
@@ -182,29 +195,29 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
     config = {names.get(key, key): value for key, value in config.items()}
     try:
-        config = family.read(_copy_partial_rotary_factor(config, family.keys))
-        base, rope = read_rope(config, "partial_rotary_factor" in family.keys)
+        config = family.read(_copy_partial_rotary_factor(config, family.config_keys))
+        base, rope = parse_rope_config(config, "partial_rotary_factor" in family.config_keys)
     except ValueError as error:
-        raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
+        raise UserError(f"config: {path} {error}; use the config.json of {family.called} instead") from error
     config |= {"rope_theta": base}
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
         config["use_sliding_window"] = False  # as to transformers; a missing window is the default
     config = {**family.hf_defaults, **{key: value for key, value in config.items() if value is not None}} | {
         key: None for key in family.nullable if key in config and config[key] is None
     }
-    values = {key: config[key] for key in family.keys if key in config}
+    values = {key: config[key] for key in family.config_keys if key in config}
     values = _add_head_sizes(family, values)
     for reason in (
         *_find_unsupported_values(family, config),
         *_find_missing_keys(family, values),
         *_find_invalid_values(family, values),
     ):
-        raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
+        raise UserError(f"config: {path} {reason}; use the config.json of {family.called} instead")
     architecture = family.architecture(**{**values, "rope_scaling": rope})
-    for fault in architecture_faults(architecture):
-        raise UserError(f"config: in {path}, {fault.why}; take the config.json of {family.called}")
+    for fault in find_architecture_faults(architecture):
+        raise UserError(f"config: in {path}, {fault.why}; use the config.json of {family.called} instead")
     if reason := _find_window_contradiction(architecture, config):
-        raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
+        raise UserError(f"config: {path} {reason}; use the config.json of {family.called} instead")
     return architecture
 
 
@@ -214,12 +227,14 @@ def _copy_partial_rotary_factor(config: dict[str, Any], keys: Sequence[str]) -> 
     return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
 
 
-def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
+def find_architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
     """Yield sizes that do not fit one another."""
-    yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
+    yield from find_head_count_faults(
+        architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim
+    )
     if architecture.rope_scaling is not None:
-        yield from rope_faults(architecture.rope_scaling, architecture.rotary_dim)
-    yield from architecture.faults(attrs.asdict(architecture, recurse=False))
+        yield from find_rope_faults(architecture.rope_scaling, architecture.rotary_dim)
+    yield from architecture.find_faults(attrs.asdict(architecture, recurse=False))
 
 
 def _find_unsupported_values(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
@@ -267,7 +282,7 @@ def _find_invalid_values(family: Family, values: Mapping[str, Any]) -> Iterator[
     for name, value in values.items():
         if value is None and name in family.nullable:
             continue
-        valid = values_of(fields[name])
+        valid = find_key_check(fields[name])
         if valid.is_valid(value) and name in MAX_SIZES and value > MAX_SIZES[name]:
             yield f"says {name} = {value}, which is more than {MAX_SIZES[name]}"
         elif not valid.is_valid(value):

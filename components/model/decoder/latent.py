@@ -51,10 +51,10 @@ class LatentAttention(TensorParallel):
         latent = self.kv_a_layernorm(latent)
         if spec.query_rank is None:
             q = self.q_proj(self.ranks.gather_tokens(hidden, shape))
-            latent, k_rope = self._gather_tokens([latent, k_rope], shape)
+            latent, k_rope = self._gather_split_tokens([latent, k_rope], shape)
         else:
             query_latent = self.q_a_layernorm(self.q_a_proj(hidden))
-            query_latent, latent, k_rope = self._gather_tokens([query_latent, latent, k_rope], shape)
+            query_latent, latent, k_rope = self._gather_split_tokens([query_latent, latent, k_rope], shape)
             q = self.q_b_proj(query_latent)
         q_nope, q_rope = q.view(*shape, -1, spec.nope_dim + spec.rope_dim).split([spec.nope_dim, spec.rope_dim], -1)
         kv = self.kv_b_proj(latent).view(*shape, -1, spec.nope_dim + spec.v_dim)
@@ -65,7 +65,7 @@ class LatentAttention(TensorParallel):
         mixed = self.kernels.attention(q, k, v, context.mask, spec.options)
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
 
-    def _gather_tokens(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
+    def _gather_split_tokens(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
         """Gather several tensors' split tokens (tokens, width) in one collective; return (rows, length, width)."""
         if self.ranks.size == 1:
             return parts

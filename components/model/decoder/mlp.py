@@ -30,18 +30,21 @@ class GatedMlp(TensorParallel):
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """Map hidden states (..., hidden_size), of the parameters' dtype; split tokens with `ranks`."""
-        return self.ranks.reduce_scatter_tokens(self._apply_network(self.ranks.gather_tokens(hidden)))
+        return self.ranks.reduce_scatter_tokens(self._compute_partial_outputs(self.ranks.gather_tokens(hidden)))
 
-    def _apply_network(self, hidden: Tensor) -> Tensor:
+    def _compute_partial_outputs(self, hidden: Tensor) -> Tensor:
         """Apply this rank's inner channels to all tokens' hidden states (..., hidden_size); return partial sums."""
-        if self.joint_layers():
+        if self.list_fused_float8_layers():
             gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
             return self.kernels.mlp_float8(hidden.to(gate.dtype), gate, up, down)
         activation = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
         output: Tensor = self.down_proj(activation(self.gate_proj(hidden), self.up_proj(hidden)))
         return output
 
-    def joint_layers(self) -> Sequence[Sequence[Linear]]:
+    def rounds_input(self) -> bool:
+        return bool(self.list_fused_float8_layers())
+
+    def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:
         """Return gate and up, if the whole network is one operation in float8."""
         projections = self.gate_proj, self.up_proj, self.down_proj
         is_joint = self.activation == "silu" and all(map(multiplies_in_float8, projections))

@@ -16,13 +16,13 @@ from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
 
 
-def check_hidden_states(shared: TokenContext, layers: int) -> None:
+def check_hidden_states_request(shared: TokenContext, layers: int) -> None:
     """Raise ValueError if a model with `layers` layers can't return the hidden states requested in the context."""
     asked = () if shared.hidden_states is None else shared.hidden_states.layers
     if unknown := [number for number in asked if not 0 <= number <= layers]:
         raise ValueError(f"there are no hidden states of layer {unknown[0]}: the model has layers 0 to {layers}")
     if shared.mean_weights is not None and (shared.hidden_states is None or shared.hidden_states.documents is None):
-        raise ValueError("mean_weights is for means: ask for hidden_states=HiddenStates(layers, documents=1)")
+        raise ValueError("mean_weights needs document means; request hidden_states=HiddenStates(layers, documents=1)")
     if asked and shared.part is not None:
         raise ValueError(
             "hidden states can't be returned with context parallelism, because each rank has only a part of a row"
@@ -63,7 +63,7 @@ class Decoder(TensorParallel):
         if span.embedding or (span.head and architecture.tie_word_embeddings):
             self.embed_tokens = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
         branches = {number: architecture.branches_of(number) for number in range(span.first, span.last)}
-        self.attention = [find_attention(layer) for layer in branches.values()]
+        self.attention = [find_attention_spec(layer) for layer in branches.values()]
         specs = [branch.spec for layer in branches.values() for branch in layer]
         self.is_recurrent = any(isinstance(spec, DeltaSpec) for spec in specs)
         self.layers = nn.ModuleDict(
@@ -86,7 +86,7 @@ class Decoder(TensorParallel):
         kept: dict[int, Tensor] = {}
         whole = partial(self.ranks.gather_tokens_for_all, shape=shared.positions.shape)
         if wanted is not None:
-            check_hidden_states(shared, self.architecture.num_hidden_layers)
+            check_hidden_states_request(shared, self.architecture.num_hidden_layers)
             inputs, before = inputs if isinstance(inputs, tuple) else (inputs, {})
             kept |= before
         hidden = inputs
@@ -128,7 +128,7 @@ class Decoder(TensorParallel):
             for window in dict.fromkeys(attention.window for attention in specs)
         }
         ropes = dict.fromkeys(attention.rope for attention in specs)
-        angles = {rope: None if rope is None else rope.angles(shared.positions) for rope in ropes}
+        angles = {rope: None if rope is None else rope.compute_cos_sin(shared.positions) for rope in ropes}
         recurrence = None
         if self.is_recurrent:
             recurrent: Any = self.kernels
@@ -140,7 +140,7 @@ class Decoder(TensorParallel):
         ]
 
 
-def find_attention(branches: Sequence[Branch]) -> MixerSpec | None:
+def find_attention_spec(branches: Sequence[Branch]) -> MixerSpec | None:
     """Return the specification of a layer's attention, or None if the layer has no attention."""
     return next((branch.spec for branch in branches if isinstance(branch.spec, MixerSpec)), None)
 
@@ -170,4 +170,4 @@ class CausalLM(nn.Module):
             return hidden
         # An adapter of a tied head adds a layer.
         layer: HeadLayer = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return layer.finish(hidden, finish)
+        return layer.finish_with_head(hidden, finish)

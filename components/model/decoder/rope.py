@@ -19,8 +19,8 @@ from drawloom.kernels.rope_frequencies import (
     NtkScaling,
     Scaling,
     YarnScaling,
+    compute_ntk_base,
     rope_angles,
-    scale_base,
 )
 
 
@@ -37,7 +37,7 @@ class Rope:
     scaling: Scaling = None
     interleaved: bool = False
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, float32 (rows, length, dim // 2), for integer positions (rows, length)."""
         return rope_angles(positions, self.dim, self.base, self.scaling)
 
@@ -146,22 +146,22 @@ class RopeScaling:
         doc="llama3: rotations over the original length from which on a pair is unscaled; 4",
     )
 
-    def options(self) -> dict[str, Any]:
+    def explicit_options(self) -> dict[str, Any]:
         """Return the keys with a value, without `rope_type` and `rope_theta`."""
         fields = ((field.name, getattr(self, field.name)) for field in attrs.fields(type(self)))
         return {name: value for name, value in fields if name not in ("rope_type", "rope_theta") and value is not None}
 
 
-def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
+def convert_to_kernel_scaling(rope: RopeScaling | None, max_positions: int) -> Scaling:
     """Convert a scaling to the kernels' form, for a model with this max_position_embeddings."""
     if rope is None:
         return None
-    given = rope.options()
+    given = rope.explicit_options()
     if rope.rope_type in ("linear", "ntk"):
         return (LinearScaling if rope.rope_type == "linear" else NtkScaling)(given["factor"])
     length = int(given.pop("original_max_position_embeddings", max_positions))
     if rope.rope_type == "longrope":
-        attention_factor = given.get("attention_factor", long_attention_factor(max_positions / length, length))
+        attention_factor = given.get("attention_factor", longrope_attention_factor(max_positions / length, length))
         return LongRopeScaling(tuple(given["short_factor"]), tuple(given["long_factor"]), length, attention_factor)
     numerator, denominator = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     if numerator and denominator:
@@ -173,7 +173,7 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
     return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
 
 
-def long_attention_factor(factor: float, original_length: int) -> float:
+def longrope_attention_factor(factor: float, original_length: int) -> float:
     """Return LongRoPE's factor for cosines and sines in a context `factor` times as long as the original one."""
     return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
 
@@ -183,16 +183,16 @@ def _compute_yarn_attention_factor(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def score_multiplier(rope: RopeScaling | None) -> float:
+def latent_score_multiplier(rope: RopeScaling | None) -> float:
     """Return latent attention's factor for scores, by which DeepSeek-V3 corrects YaRN for channels not rotated."""
     if rope is None or rope.mscale_all_dim is None or rope.factor is None:
         return 1.0
     return _compute_yarn_attention_factor(rope.factor, rope.mscale_all_dim) ** 2
 
 
-def rope_faults(rope: RopeScaling, rotary_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:
+def find_rope_faults(rope: RopeScaling, rotary_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:
     """Yield invalid combinations in the settings under `key`, for heads with `rotary_dim` rotated channels if known."""
-    given, used = rope.options(), USED[rope.rope_type]
+    given, used = rope.explicit_options(), USED[rope.rope_type]
     for name in given.keys() - set(used):
         *firsts, last = (kind for kind, names in USED.items() if name in names)
         owners = f"{', '.join(firsts)} and {last}" if firsts else last
@@ -223,7 +223,7 @@ BY_LENGTH = ("dynamic", "longrope")
 """Scalings that depend on lengths of texts and on max_position_embeddings."""
 
 
-def rope_context_faults(rope: RopeScaling | None) -> Iterator[str]:
+def find_rope_context_faults(rope: RopeScaling | None) -> Iterator[str]:
     """Yield a reason if the scaling forbids context parallelism: it depends on the length of whole rows."""
     if rope is not None and rope.rope_type in BY_LENGTH:
         yield f"{rope.rope_type} positions depend on the length of whole rows"
@@ -233,13 +233,13 @@ BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that do not belong to the scaling."""
 
 
-def rope_parameters_of(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
+def build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
     """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
     if rope is None:
         return {}
-    given = rope.options()
+    given = rope.explicit_options()
     if rope.rope_type == "ntk":
-        return {"rope_theta": scale_base(base, head_dim, given["factor"])}
+        return {"rope_theta": compute_ntk_base(base, head_dim, given["factor"])}
     if rope.rope_type == "llama3":
         given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
     return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}
@@ -256,7 +256,7 @@ def separate_theta_and_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
     return rest | theta | scaling
 
 
-def duplicate_setting_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def find_duplicate_rope_settings(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     """Yield the faults for settings given twice: in `rope_parameters` or `rope_scaling`, and outside it."""
     for key in ("rope_theta", "rope_scaling"):
         if key in given and "rope_parameters" in given:
@@ -267,7 +267,7 @@ def duplicate_setting_faults(given: Mapping[str, Any]) -> Iterator[InvalidSettin
         yield InvalidSetting(("rope_scaling", "rope_theta"), why, "remove one of them")
 
 
-def read_rope(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
+def parse_rope_config(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
     """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -279,10 +279,10 @@ def read_rope(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[
                 "has a partial_rotary_factor other than 1, but models of this family rotate whole heads only"
             )
     base = rope.get("rope_theta", config.get("rope_theta"))
-    return base, _read_scaling(rope, config)
+    return base, _parse_scaling(rope, config)
 
 
-def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> dict[str, Any]:
+def split_rope_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> dict[str, Any]:
     """
     Replace rope_parameters for several layer types by full attention's; put sliding attention's base under `sliding`.
 
@@ -299,14 +299,14 @@ def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> 
     return {**config, "rope_parameters": full, sliding: local.get("rope_theta", base)}
 
 
-def write_by_layer_type(config: Mapping[str, Any], base: float) -> dict[str, Any]:
+def join_rope_by_layer_type(config: Mapping[str, Any], base: float) -> dict[str, Any]:
     """Return a config with rope_parameters by layer type, as in transformers 5; `base` is sliding attention's."""
     full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
     sliding = {"rope_type": "default", "rope_theta": base}
     return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-def _read_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
+def _parse_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
     """Return a config's rotary scaling, None without one. Raises ValueError if it can't be built."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
@@ -317,7 +317,7 @@ def _read_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeSca
     if kind == "longrope" and "factor" in given:  # only for the factor of attention
         factor, original = given.pop("factor"), given.get("original_max_position_embeddings")
         if type(factor) in (int, float) and type(original) is int:
-            given.setdefault("attention_factor", long_attention_factor(factor, original))
+            given.setdefault("attention_factor", longrope_attention_factor(factor, original))
     if strange := [key for key in given if key not in used]:
         raise ValueError(f"has {strange[0]}, which is not supported with rotary positions of type {kind!r}")
     if kind == "default":

@@ -39,7 +39,7 @@ class Routing:
     linear_bias: bool = False
 
 
-def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
+def attach_loss_gradient(tensor: Tensor, loss: Tensor) -> Tensor:
     """
     Return the tensor (any shape) unchanged. The backward pass through it also computes the gradients of `loss` ().
 
@@ -61,7 +61,7 @@ class _AttachLoss(Function):
         return grad, torch.ones_like(loss)
 
 
-def aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
+def compute_aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
     """
     Return the gradients of the rows' load-balancing losses with respect to a token's probabilities, (rows, experts).
 
@@ -74,7 +74,7 @@ def aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
     return counts * (weights * (counts.shape[1] / max(length, 1) ** 2)).unsqueeze(1)
 
 
-def router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
+def compute_router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
     """
     Return the sum over tokens of weight * log(sum over experts of exp(logit)) ** 2; as a loss it keeps logits small.
 
@@ -93,7 +93,7 @@ class Router(Linear, RowSums):
     decides has none. `aux_loss_coef` and `z_loss_coef` are for this layer's losses.
     """
 
-    supports_float8: ClassVar[bool] = False
+    supports_float8 = False
     quantizable: ClassVar[tuple[str, ...]] = ()
     e_score_correction_bias: Tensor | None
 
@@ -127,11 +127,11 @@ class Router(Linear, RowSums):
         """Return {}: every rank has the whole router."""
         return {}
 
-    def observe(self, observer: ObserveRouting) -> None:
+    def add_routing_observer(self, observer: ObserveRouting) -> None:
         """Call `observer` in every forward pass of training from now on, once for a microbatch."""
         self._observers.append(observer)
 
-    def ignore(self, observer: ObserveRouting) -> None:
+    def remove_routing_observer(self, observer: ObserveRouting) -> None:
         """Stop calling `observer`."""
         self._observers.remove(observer)
 
@@ -151,25 +151,29 @@ class Router(Linear, RowSums):
             logits = super().forward(hidden)
         if weights is not None and self.z_loss_coef:
             logits = logits.to(wide)
-            logits = attach_loss(logits, router_z_loss(logits, self.token_weights(weights) * self.z_loss_coef))
+            logits = attach_loss_gradient(
+                logits, compute_router_z_loss(logits, self.token_weights(weights) * self.z_loss_coef)
+            )
         scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
         # Which experts are the best has no gradient; only their scores do.
         chosen = self._choose_experts(scores.detach())
         if weights is not None and self.aux_loss_coef:
-            scores = attach_loss(scores, self._compute_aux_loss(scores, chosen, weights))
+            scores = attach_loss_gradient(scores, self._compute_linear_aux_loss(scores, chosen, weights))
         if weights is not None and self._observers:
-            self._report_to_observers(self.own_tokens(chosen, weights), self.own_tokens(scores, weights))
+            self._call_observers(self.remove_padding(chosen, weights), self.remove_padding(scores, weights))
         best = scores.gather(-1, chosen)
         if self.routing.norm_topk_prob:
-            best = self._normalise_scores(best)
+            best = self._divide_by_sum(best)
         factor = self.routing.routed_scaling_factor
         return chosen, best if factor == 1.0 else best * factor
 
-    def _compute_aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return a scalar with the gradient of the rows' load-balancing losses, but linear in the probabilities."""
+    def _compute_linear_aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """
+        Return a scalar, linear in the probabilities, whose gradients equal the rows' load-balancing losses' gradients.
+        """
         counts = self.row_counts(chosen, weights, self.num_experts)
-        grad = aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
-        return (self.repeat_by_token(grad.to(scores.dtype), weights) * self._compute_probabilities(scores)).sum()
+        grad = compute_aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
+        return (self.repeat_by_token(grad.to(scores.dtype), weights) * self._normalise_unless_softmax(scores)).sum()
 
     def _choose_experts(self, scores: Tensor) -> Tensor:
         """Choose the experts with the best scores (..., experts) plus bias in the best groups: int64 (..., choices)."""
@@ -182,20 +186,22 @@ class Router(Linear, RowSums):
             scores = grouped.masked_fill(other.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(self.num_experts_per_tok).indices
 
-    def _compute_probabilities(self, scores: Tensor) -> Tensor:
+    def _normalise_unless_softmax(self, scores: Tensor) -> Tensor:
         """Divide scores (..., experts) by their sum, except softmax scores, whose sum is already 1."""
-        return scores if self.routing.scoring_func == "softmax" else self._normalise_scores(scores)
+        return scores if self.routing.scoring_func == "softmax" else self._divide_by_sum(scores)
 
-    def _normalise_scores(self, scores: Tensor) -> Tensor:
+    def _divide_by_sum(self, scores: Tensor) -> Tensor:
         """Divide scores by their sum over the last dimension."""
         total = scores.sum(-1, keepdim=True)
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
-    def _report_to_observers(self, chosen: Tensor, scores: Tensor) -> None:
-        """Call the observers with tokens by expert and probabilities, in training and outside recomputation."""
+    def _call_observers(self, chosen: Tensor, scores: Tensor) -> None:
+        """
+        Call the observers with token counts by expert and the probabilities; only in training, not in recomputation.
+        """
         # Evaluations have no gradients; what is computed again was counted before.
         if torch.is_grad_enabled() and not is_recomputing():
             flat = chosen.flatten()
             tokens = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
             for observer in self._observers:
-                observer(tokens, self._compute_probabilities(scores.detach()))
+                observer(tokens, self._normalise_unless_softmax(scores.detach()))

@@ -5,12 +5,12 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import DecoderConfig, head_faults
-from drawloom.components.model.decoder.hugging_face import Family, architecture_faults, read_config
+from drawloom.components.model.decoder.config import DecoderConfig, find_head_count_faults
+from drawloom.components.model.decoder.hugging_face import Family, find_architecture_faults, read_config
 from drawloom.components.model.decoder.rope import (
     InvalidSetting,
-    duplicate_setting_faults,
-    rope_faults,
+    find_duplicate_rope_settings,
+    find_rope_faults,
     separate_theta_and_scaling,
 )
 from drawloom.graph import UserError
@@ -26,11 +26,11 @@ EXAMPLES = {
 }
 
 
-def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
+def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Return problems in a recipe's settings; None stands for a setting left out."""
-    given = _select_settings(family, settings)
+    given = _drop_unset_settings(family, settings)
     if settings["config"] is not None:
-        yield from duplicate_setting_faults(given)
+        yield from find_duplicate_rope_settings(given)
         return  # a config, which another machine may have, sets everything else
     for key in family.needed:
         if key not in given:
@@ -41,16 +41,16 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
         instead = "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
         yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
     if "hidden_size" in given and "num_attention_heads" in given:
-        yield from _attention_faults(given)
-    yield from duplicate_setting_faults(given)
+        yield from _find_attention_faults(given)
+    yield from find_duplicate_rope_settings(given)
     for key in ("rope_scaling", "rope_parameters"):
         if key in given:
-            yield from rope_faults(given[key], _compute_rotary_dim(family, given), key)
+            yield from find_rope_faults(given[key], _compute_rotary_dim(family, given), key)
     if given.keys() >= set(family.needed):
-        yield from family.architecture.faults(given)
+        yield from family.architecture.find_faults(given)
 
 
-def choose_architecture(
+def build_architecture_from_settings(
     family: Family, settings: Mapping[str, Any], tokens: int | None, new_tokens: int = 0
 ) -> DecoderConfig:
     """
@@ -58,11 +58,11 @@ def choose_architecture(
 
     Raises UserError for invalid settings.
     """
-    for fault in faults(family, settings, tokens is not None):
+    for fault in find_setting_faults(family, settings, tokens is not None):
         raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
         architecture = _override_config(family, settings)
-        for fault in architecture_faults(architecture):
+        for fault in find_architecture_faults(architecture):
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     else:
         architecture = family.architecture(**_fill_defaults(family, settings, tokens))
@@ -78,14 +78,14 @@ def choose_architecture(
     return architecture
 
 
-def _select_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unset_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the family's settings that are not None."""
-    return {key: settings[key] for key in family.settings if settings[key] is not None}
+    return {key: settings[key] for key in family.recipe_settings if settings[key] is not None}
 
 
 def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
     """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
-    given = _select_settings(family, settings)
+    given = _drop_unset_settings(family, settings)
     if tokens is not None:
         given.setdefault("vocab_size", _round_up(tokens, settings["vocabulary_multiple"]))
     if "moe_intermediate_size" in given:
@@ -100,7 +100,7 @@ def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | No
 
 def _override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
     """Read the config file named in the settings, and override its values by the other settings."""
-    given = _select_settings(family, settings)
+    given = _drop_unset_settings(family, settings)
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
@@ -114,14 +114,16 @@ def _compute_rotary_dim(family: Family, given: Mapping[str, Any]) -> int | None:
     return None if head_dim is None else int(head_dim * factor)
 
 
-def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     """Yield the fault if head counts or sizes do not fit together, or head_dim has no default."""
     width, heads = given["hidden_size"], given["num_attention_heads"]
     if "head_dim" not in given and width % heads:
         why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
         yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, for example")
         return
-    yield from head_faults(heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads))
+    yield from find_head_count_faults(
+        heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads)
+    )
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -85,7 +85,7 @@ class DeltaSpec:
     taps: int
 
     @property
-    def widths(self) -> tuple[tuple[str, int], ...]:
+    def head_widths(self) -> tuple[tuple[str, int], ...]:
         """Head widths for queries, keys and values."""
         return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
 
@@ -116,17 +116,17 @@ class ExpertSpec:
     """
     Specification of a router and its experts, with inner width `width`.
 
-    `shared_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0: there is
-    none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared` are module
-    names. With `biases`, experts have biases, and with a `clamp` their gate is clamped SwiGLU. Loss coefficients are
-    per layer.
+    `shared_expert_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0:
+    there is none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared`
+    are module names. With `biases`, experts have biases, and with a `clamp` their gate is clamped SwiGLU. Loss
+    coefficients are per layer.
     """
 
     experts: int
     choices: int
     width: int
     routing: Routing
-    shared_width: int = 0
+    shared_expert_width: int = 0
     shared_gate: bool = False
     router: str = "gate"
     shared: str = "shared_experts"

@@ -34,7 +34,7 @@ LAYER_NUMBERS = KeyValues(
 BY_TYPE = {bool: BOOL, int: SIZE, float: POSITIVE}
 
 
-def names(*words: str) -> KeyValues:
+def create_word_list_check(*words: str) -> KeyValues:
     """Return a check for lists in which every element is one of these words."""
     text = f"a list of {' and '.join(words)}"
     return KeyValues(text, lambda value: type(value) is list and all(word in words for word in value))
@@ -46,7 +46,7 @@ def config_key(values: KeyValues, default: Any = attrs.NOTHING) -> Any:
     return attrs.field(default=default, metadata={"values": values}, converter=converter)
 
 
-def values_of(field: "attrs.Attribute[Any]") -> KeyValues:
+def find_key_check(field: "attrs.Attribute[Any]") -> KeyValues:
     """Return the check for a config field: its own from `config_key`, or the default check for its type."""
     if own := field.metadata.get("values"):
         return own  # type: ignore[no-any-return]

@@ -31,9 +31,9 @@ class RowAttention:
         sinks: (heads,).
         """
         self.calls += 1
-        return self.kernels.attention(q, k, v, self._get_mask(window), options, sinks)
+        return self.kernels.attention(q, k, v, self._get_or_create_mask(window), options, sinks)
 
-    def _get_mask(self, window: int | None) -> Any:
+    def _get_or_create_mask(self, window: int | None) -> Any:
         """Return the attention mask for a window, computed once per microbatch."""
         if window not in self._masks:
             shared = self.shared
@@ -72,7 +72,7 @@ def attend(
     return documents.attend(q, k, v, sliding_window, AttentionOptions(scaling, softcap), sinks), None
 
 
-def register() -> None:
+def register_attention() -> None:
     """Register `attend` in transformers."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # takes seconds
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawloom.components.model.decoder.hugging_face import config_path, read_json
-from drawloom.components.model.fallback.attention import NAME, register
-from drawloom.components.model.fallback.parts import name_without_layer
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_json
+from drawloom.components.model.fallback.attention import NAME, register_attention
+from drawloom.components.model.fallback.parts import replace_layer_number_by_star
 from drawloom.graph import UserError
 
 
-def load_config(path: Path) -> Any:
+def load_transformers_config(path: Path) -> Any:
     """Return transformers' config of a folder. Raises UserError for a type or values that transformers rejects."""
     from transformers import CONFIG_MAPPING  # takes seconds
 
-    values = read_json(config_path(path))
+    values = read_json(locate_config_json(path))
     kinds: Any = CONFIG_MAPPING
     if (kind := values.get("model_type")) not in kinds:
         raise UserError(f"{path} says model_type = {json.dumps(kind)}, which the installed transformers does not have")
@@ -42,18 +42,18 @@ def build_model(config: Any, attention: str = NAME, experts: str | None = None) 
     """
     from transformers import AutoModelForCausalLM  # takes seconds
 
-    register()
+    register_attention()
     kinds: Any = AutoModelForCausalLM
     config = type(config).from_dict(config.to_dict())  # the model changes its config
     options = {"attn_implementation": attention, "experts_implementation": experts, "dtype": torch.float32}
     return kinds.from_config(config, **{key: value for key, value in options.items() if value is not None})
 
 
-def build_without_memory(config: Any) -> Any:
+def build_on_meta_device(config: Any) -> Any:
     """Build transformers' causal LM with parameters on the meta device, and buffers on the CPU."""
     from transformers.initialization import no_init_weights  # takes seconds
 
-    with torch.device("cpu"), no_init_weights(), _parameters_on_meta():
+    with torch.device("cpu"), no_init_weights(), _register_parameters_on_meta():
         return build_model(config)
 
 
@@ -65,16 +65,16 @@ def allocate_parameters(module: nn.Module, device: torch.device) -> None:
             part.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
 
 
-def float32_parameters(whole: Any) -> list[str]:
+def find_float32_patterns(whole: Any) -> list[str]:
     """Return patterns of the parameters that transformers keeps in float32 when a model is loaded in bfloat16."""
     kept: Collection[str] = whole._keep_in_fp32_modules_strict
     # A pattern is one or more whole parts of a name.
     names = [name for name, _ in whole.named_parameters() if any(f".{part}." in f".{name}." for part in kept)]
-    return sorted({name_without_layer(name) for name in names})
+    return sorted({replace_layer_number_by_star(name) for name in names})
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _register_parameters_on_meta() -> Iterator[None]:
     """Move every parameter to the meta device as soon as a module registers it."""
     register_parameter = nn.Module.register_parameter
 

@@ -10,15 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import NAME, RowAttention
-from drawloom.components.model.fallback.build import build_model, build_without_memory
-from drawloom.components.model.fallback.conversion import conversion_mapper
+from drawloom.components.model.fallback.build import build_model, build_on_meta_device
+from drawloom.components.model.fallback.conversion import create_conversion_mapper
 from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.module import TransformersLM
-from drawloom.components.model.fallback.parts import CallOrder, Parts, find_parts, name_without_layer, value_of
-from drawloom.components.model.fallback.shrink import shrink
+from drawloom.components.model.fallback.parts import (
+    CallOrder,
+    Parts,
+    find_model_parts,
+    first_config_value,
+    replace_layer_number_by_star,
+)
+from drawloom.components.model.fallback.shrink import shrink_config
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.components.weights.load import convert, persistent_tensors
-from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.components.weights.load import convert_tensors, persistent_tensors
+from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
 T = TypeVar("T")
@@ -42,7 +48,7 @@ class PlainKernels:
 
     def attention_mask(self, documents: Tensor, window: int | None = None, *_: Any) -> Tensor:
         """Return the mask of documents int64 (rows, length): bool (rows, 1, length, length)."""
-        return causal_document_mask(documents, window)
+        return create_causal_document_mask(documents, window)
 
 
 @attrs.frozen
@@ -58,7 +64,7 @@ class Verdict:
     constants: Mapping[str, float]
 
 
-def self_check(config: Any) -> Verdict:
+def run_self_check(config: Any) -> Verdict:
     """
     Check transformers' model of a config. Raises SelfCheckError with the failed check's name: `build`, `layers`,
     `keyword`, `packing`, `head` or `weights`.
@@ -68,7 +74,7 @@ def self_check(config: Any) -> Verdict:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         reference = _build_reference(config).double()
-        constants = _find_constants(reference)
+        constants = _find_constant_parameters(reference)
         _perturb_parameters(reference)
         with torch.no_grad():
             comparison = Comparison(reference)
@@ -81,9 +87,9 @@ def self_check(config: Any) -> Verdict:
 def _build_reference(config: Any) -> Any:
     """Build the shrunken model with transformers' eager attention and experts; others lack float64."""
     try:
-        small = shrink(config)
-        empty = build_without_memory(small)
-        find_parts(empty)
+        small = shrink_config(config)
+        empty = build_on_meta_device(small)
+        find_model_parts(empty)
         if (count := sum(parameter.numel() for parameter in empty.parameters())) > MAX_PARAMETERS:
             raise SelfCheckError("build", f"the model has {count} parameters even with small sizes")
         return build_model(small, "eager", experts="eager").eval()
@@ -94,7 +100,7 @@ def _build_reference(config: Any) -> Any:
             raise SelfCheckError(
                 "keyword", "the model does not compute attention by transformers' attention functions"
             ) from error
-        raise SelfCheckError("build", _describe_error(error)) from error
+        raise SelfCheckError("build", _shorten_error_text(error)) from error
 
 
 class Comparison:
@@ -102,13 +108,13 @@ class Comparison:
 
     def __init__(self, reference: Any) -> None:
         self.reference = reference
-        self.parts = find_parts(reference)
+        self.parts = find_model_parts(reference)
         self.count = len(reference.get_submodule(self.parts.layers))
-        self.tokens = torch.randint(1, value_of(reference.config, "vocab_size"), (sum(LENGTHS),))
+        self.tokens = torch.randint(1, first_config_value(reference.config, "vocab_size"), (sum(LENGTHS),))
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
         with CallOrder(reference, self.parts) as calls:
-            self.alone = [run_check("build", partial(self._run_reference, row)) for row in rows]
-        self.parts = calls.order_parts()
+            self.alone = [convert_errors_to_failed_check("build", partial(self._run_reference, row)) for row in rows]
+        self.parts = calls.add_modules_around_layers()
 
     def _run_reference(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""
@@ -118,10 +124,10 @@ class Comparison:
 
     def compare_hidden_states(self) -> Tensor:
         """Compare packed documents' hidden states with transformers'; return them, (1, length, hidden_size)."""
-        whole = self._build_span(0, self.count)
-        shared = pack_documents()
+        whole = self._build_stage_module(0, self.count)
+        shared = create_packed_context()
         documents = RowAttention(whole.kernels, shared)
-        hidden = run_check("keyword", lambda: whole.run(self.tokens[None], shared, documents))
+        hidden = convert_errors_to_failed_check("keyword", lambda: whole.run(self.tokens[None], shared, documents))
         if documents.calls == 0:
             raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
         expected = torch.cat([states for states, _ in self.alone], 1)
@@ -131,43 +137,45 @@ class Comparison:
     def compare_logits(self) -> None:
         """Compare a plain linear head's logits; if they differ, unset `plain_head` and compare transformers' head."""
         try:
-            self._compare_logits()
+            self._check_logits_close()
         except SelfCheckError:
             self.parts = attrs.evolve(self.parts, plain_head=False)
-            self._compare_logits()
+            self._check_logits_close()
 
-    def _compare_logits(self) -> None:
+    def _check_logits_close(self) -> None:
         """Raise SelfCheckError if logits for the packed row differ from transformers' for single documents."""
-        whole, shared = self._build_span(0, self.count), pack_documents()
+        whole, shared = self._build_stage_module(0, self.count), create_packed_context()
         compute = partial(whole, self.tokens[None], shared, lambda hidden, head: head.logits(hidden))
         expected = torch.cat([logits for _, logits in self.alone], 1)
-        _assert_close("head", run_check("head", compute), expected, "logits differ")
+        _assert_close("head", convert_errors_to_failed_check("head", compute), expected, "logits differ")
 
     def compare_weights(self) -> None:
         """Raise SelfCheckError if converting parameters to tensors on disk and back changes them."""
-        tensors = persistent_tensors(self._build_span(0, self.count))
-        mapper = conversion_mapper(self.reference, [*tensors])
-        again = run_check("weights", lambda: convert(mapper.inverse(), convert(mapper, tensors)))
+        tensors = persistent_tensors(self._build_stage_module(0, self.count))
+        mapper = create_conversion_mapper(self.reference, [*tensors])
+        again = convert_errors_to_failed_check(
+            "weights", lambda: convert_tensors(mapper.inverse(), convert_tensors(mapper, tensors))
+        )
         if wrong := [name for name, tensor in tensors.items() if not torch.equal(again[name], tensor)]:
             raise SelfCheckError("weights", f"{wrong[0]} changes when it is converted to files and back")
 
     def find_stage_fault(self, hidden: Tensor) -> str:
         """Return why two pipeline stages do not compute `hidden`, (1, length, hidden_size); "" if they do."""
         half = self.count // 2
-        first, second = self._build_span(0, half), self._build_span(half, self.count)
+        first, second = self._build_stage_module(0, half), self._build_stage_module(half, self.count)
         names = {name for name, _ in first.named_parameters()} - {f"{self.parts.embedding}.weight"}
         if common := sorted(names & {name for name, _ in second.named_parameters()}):
             return f"{common[0]} is outside of layers"
-        shared = pack_documents()
+        shared = create_packed_context()
         try:
             between = first.run(self.tokens[None], shared, RowAttention(first.kernels, shared))
             outputs = second.run(between, shared, RowAttention(second.kernels, shared))
             _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
         except Exception as error:
-            return error.reason if isinstance(error, SelfCheckError) else _describe_error(error)
+            return error.reason if isinstance(error, SelfCheckError) else _shorten_error_text(error)
         return ""
 
-    def _build_span(self, first: int, last: int) -> TransformersLM:
+    def _build_stage_module(self, first: int, last: int) -> TransformersLM:
         """Return a span of a copy of the shrunken model, with drawloom's attention and layers."""
         whole = copy.deepcopy(self.reference)
         whole.config._attn_implementation = NAME  # the copy's modules share the copy's config
@@ -176,24 +184,24 @@ class Comparison:
         return TransformersLM(whole, self.parts, span, kernels).eval()
 
 
-def pack_documents() -> TokenContext:
+def create_packed_context() -> TokenContext:
     """Return the context for one row that packs documents with LENGTHS tokens."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     return TokenContext(positions[None], numbers[None])
 
 
-def run_check(check: str, compute: Callable[[], T]) -> T:
+def convert_errors_to_failed_check(check: str, compute: Callable[[], T]) -> T:
     """Return `compute()`; turn any exception into a SelfCheckError with the check's name."""
     try:
         return compute()
     except SelfCheckError:
         raise
     except Exception as error:  # any model of transformers
-        raise SelfCheckError(check, _describe_error(error)) from error
+        raise SelfCheckError(check, _shorten_error_text(error)) from error
 
 
-def _describe_error(error: Exception) -> str:
+def _shorten_error_text(error: Exception) -> str:
     """Return the first line in an error's text that does not end in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if not line.endswith(":")), type(error).__name__)
@@ -206,13 +214,13 @@ def _assert_close(check: str, actual: Tensor, expected: Tensor, why: str) -> Non
         raise SelfCheckError(check, f"{why}; the largest difference is {difference:.1e} of the largest value")
 
 
-def _find_constants(reference: nn.Module) -> dict[str, float]:
+def _find_constant_parameters(reference: nn.Module) -> dict[str, float]:
     """Return the initial value for every parameter whose elements are all equal, by name without the layer's number."""
     constants = {}
     for name, parameter in reference.named_parameters():
         first = float(parameter.detach().flatten()[0])
         if bool((parameter == first).all()):
-            constants[name_without_layer(name)] = first
+            constants[replace_layer_number_by_star(name)] = first
     return constants
 
 

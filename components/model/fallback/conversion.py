@@ -13,7 +13,7 @@ from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import rename
 
 
-def conversion_mapper(whole: Any, names: Collection[str]) -> Mapper:
+def create_conversion_mapper(whole: Any, names: Collection[str]) -> Mapper:
     """
     Return the mapper from parameters of these names to transformers' tensors on disk.
 
@@ -28,7 +28,7 @@ def conversion_mapper(whole: Any, names: Collection[str]) -> Mapper:
         return rename({name: name for name in names})
     layout = _Layout(whole, conversions)
     state = whole.state_dict()
-    by_parameter = layout.names_on_disk({name: state[name].to("meta") for name in names})
+    by_parameter = layout.list_names_on_disk({name: state[name].to("meta") for name in names})
     if wrong := sorted(by_parameter.keys() ^ set(names)):
         raise SelfCheckError(
             "weights", f"transformers' conversion of {wrong[0]} to files can't be inverted parameter by parameter"
@@ -47,31 +47,31 @@ class _Layout:
         self.converters = [part for part in conversions if isinstance(part, WeightConverter)]
         self.renamings = [part for part in conversions if not isinstance(part, WeightConverter)]
 
-    def names_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    def list_names_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
         """Return every parameter's names on disk, in conversion order, for meta tensors of any shape."""
         from transformers.core_model_loading import dot_natural_key
 
         by_parameter: dict[str, list[str]] = {}
-        for name in sorted(self.to_disk(tensors), key=dot_natural_key):
-            by_parameter.setdefault(self._find_parameter(name)[0], []).append(name)
+        for name in sorted(self.convert_to_disk(tensors), key=dot_natural_key):
+            by_parameter.setdefault(self._find_parameter_and_pattern(name)[0], []).append(name)
         return by_parameter
 
     def mapper(self, parameter: str, names: Sequence[str]) -> Mapper:
         """Return the mapper from a parameter to its tensors on disk."""
-        _, pattern = self._find_parameter(names[0])
+        _, pattern = self._find_parameter_and_pattern(names[0])
         if pattern is None:
             return rename({parameter: names[0]})
 
         def convert(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            converted = self.to_disk({parameter: tensors[0]})
+            converted = self.convert_to_disk({parameter: tensors[0]})
             return [converted[name] for name in names]
 
         def revert(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [self.to_parameter(parameter, dict(zip(names, tensors, strict=True)))]
+            return [self.convert_to_parameter(parameter, dict(zip(names, tensors, strict=True)))]
 
         return Mapper((TensorGroup((parameter,), tuple(names), convert, revert),))
 
-    def to_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def convert_to_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert parameters of any shape to tensors on disk."""
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -84,11 +84,11 @@ class _Layout:
             raise SelfCheckError("weights", f"transformers can't convert the parameters for disk: {reason}") from error
         return converted
 
-    def to_parameter(self, parameter: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    def convert_to_parameter(self, parameter: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Convert a parameter's tensors on disk, of any shape, to the parameter."""
         converter: Any = None
         for name, tensor in tensors.items():
-            _, pattern = self._find_parameter(name)
+            _, pattern = self._find_parameter_and_pattern(name)
             if converter is None:
                 converter = copy.deepcopy(next(part for part in self.converters if pattern in part.source_patterns))
             converter.add_tensor(parameter, name, pattern, tensor)
@@ -97,7 +97,7 @@ class _Layout:
         value = converted[parameter]
         return value[0] if isinstance(value, list) else value  # type: ignore[no-any-return]
 
-    def _find_parameter(self, name: str) -> tuple[str, str | None]:
+    def _find_parameter_and_pattern(self, name: str) -> tuple[str, str | None]:
         """Map a tensor's name on disk to its parameter, and its WeightConverter's pattern; None if only renamed."""
         from transformers.core_model_loading import rename_source_key
 

@@ -61,15 +61,15 @@ class TransformersLM(nn.Module):
         self.add_module(parts.base, whole.get_submodule(parts.base))
         if span.head and not parts.tied:
             self.add_module(parts.head, whole.get_submodule(parts.head))
-        self._drop_other_modules()
-        use_kernels(self, kernels)
+        self._replace_modules_outside_span()
+        convert_layers_to_kernels(self, kernels)
         if parts.tied and parts.embedding != EMBEDDING and (span.embedding or span.head):
-            self._hide_from_adapters(self.get_submodule(parts.embedding))
+            self._mark_tied_table(self.get_submodule(parts.embedding))
         # Outside of the registered modules, because it has no parameters.
         self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
 
-    def _drop_other_modules(self) -> None:
-        """Replace layers and modules outside the span by placeholders without parameters."""
+    def _replace_modules_outside_span(self) -> None:
+        """Replace all modules that other stages own by placeholders without parameters."""
         layers = self._layers
         for number, layer in enumerate(layers):
             if not self.span.first <= number < self.span.last:
@@ -80,7 +80,7 @@ class TransformersLM(nn.Module):
         if not (span.embedding or (span.head and parts.tied)):
             self.set_submodule(parts.embedding, PassThrough(self.get_submodule(parts.embedding)))
 
-    def _hide_from_adapters(self, table: nn.Module) -> None:
+    def _mark_tied_table(self, table: nn.Module) -> None:
         """Turn a tied embedding into a TiedTable, so that LoRA skips it."""
         if type(table) is Embedding:
             table.__class__ = TiedTable
@@ -108,7 +108,9 @@ class TransformersLM(nn.Module):
             return hidden
         layer: Any = self.get_submodule(self.parts.embedding if self.parts.tied else self.parts.head)
         outer: OuterModel | None = self.__dict__["outer"]
-        return layer.finish(hidden, finish if outer is None else lambda hidden, head: finish(hidden, outer.head(head)))
+        return layer.finish_with_head(
+            hidden, finish if outer is None else lambda hidden, head: finish(hidden, outer.head(head))
+        )
 
     def run(self, inputs: Tensor, shared: TokenContext, documents: RowAttention) -> Tensor:
         """Return the base model's last hidden states (rows, length, hidden_size) for inputs as in `forward`."""
@@ -163,30 +165,33 @@ class _Product(nn.Module):
         return self.multiply(hidden)
 
 
-def use_kernels(module: nn.Module, kernels: Kernels) -> None:
-    """Turn linear layers, embeddings and norms into drawloom's in place, with their parameters; save buffer values."""
+def convert_layers_to_kernels(module: nn.Module, kernels: Kernels) -> None:
+    """
+    Change the classes of linear layers, embeddings and norms to drawloom's in place; parameters stay, buffer values are
+    kept.
+    """
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__class__ = Linear
             vars(part).update(is_residual=False, kernels=kernels, style="colwise", unit=1, uneven=False, ranks=ALONE)
         elif isinstance(part, nn.Embedding):
-            _use_embedding(part, kernels)
+            _convert_embedding_to_ours(part, kernels)
         elif type(part) is nn.LayerNorm:
             part.__class__ = WideLayerNorm
         elif type(part).__name__.endswith("Norm"):
-            part.__class__ = _prepend_base_class(KeepsDtype, part)
+            part.__class__ = _derive_from_mixin(KeepsDtype, part)
         if values := {name: _copy_to_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
             part.__dict__["values_of_buffers"] = values
-            part.__class__ = _prepend_base_class(KnownBuffers, part)
+            part.__class__ = _derive_from_mixin(KnownBuffers, part)
 
 
-def _prepend_base_class(mixin: type, part: nn.Module) -> Any:
+def _derive_from_mixin(mixin: type, part: nn.Module) -> Any:
     """Return a class with the module's class name that derives from `mixin` first, then from the module's class."""
     kind: Any = type(part)
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
-def _use_embedding(part: nn.Embedding, kernels: Kernels) -> None:
+def _convert_embedding_to_ours(part: nn.Embedding, kernels: Kernels) -> None:
     """Turn an embedding into drawloom's in place; subclasses keep their own forward pass around it."""
     kind: Any = type(part)
     # Subclasses scale vectors; the next class in their order is drawloom's, which looks the vectors up.

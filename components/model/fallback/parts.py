@@ -29,18 +29,18 @@ class Parts:
     plain_head: bool = True
 
 
-def value_of(config: Any, *keys: str) -> Any:
+def first_config_value(config: Any, *keys: str) -> Any:
     """Return the value of the first key that a transformers config has, unless it is null; None without such a key."""
     return next((value for key in keys if (value := getattr(config, key, None)) is not None), None)
 
 
-def name_without_layer(name: str) -> str:
+def replace_layer_number_by_star(name: str) -> str:
     """Return a parameter's name with the number of its layer replaced by a star."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def find_parts(whole: Any) -> Parts:
-    """Find the parts of a causal LM. Raises SelfCheckError for a model that isn't built of them."""
+def find_model_parts(whole: Any) -> Parts:
+    """Find a causal LM's embedding, layers, norm and head. Raises SelfCheckError for a model without these parts."""
     names = {part: name for name, part in whole.named_modules()}
     embedding, head = _get_embeddings(whole)
     if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:
@@ -63,7 +63,7 @@ def _get_embeddings(whole: Any) -> tuple[Any, Any]:
 
 def _find_layers(whole: Any, base: nn.Module) -> nn.ModuleList:
     """Return the ModuleList with num_hidden_layers modules. Raises SelfCheckError if there is none."""
-    count = value_of(whole.config, "num_hidden_layers")
+    count = first_config_value(whole.config, "num_hidden_layers")
     lists = [part for part in base.modules() if isinstance(part, nn.ModuleList)]
     fitting = [part for part in lists if len(part) == count and any(True for _ in part.parameters())]
     if not fitting:
@@ -84,10 +84,10 @@ class CallOrder:
         self._after: dict[str, None] = {}
         layers: Any = whole.get_submodule(parts.layers)
         owner = whole.get_submodule(parts.layers.rpartition(".")[0])
-        self._hooks = [owner.register_forward_pre_hook(self._note_start)]
-        self._hooks += [layer.register_forward_hook(self._note_layer_end) for layer in layers]
+        self._hooks = [owner.register_forward_pre_hook(self._on_forward_start)]
+        self._hooks += [layer.register_forward_hook(self._on_layer_end) for layer in layers]
         for name, part in find_modules_outside_layers(whole, parts):
-            self._hooks.append(part.register_forward_pre_hook(self._make_recorder(name)))
+            self._hooks.append(part.register_forward_pre_hook(self._create_call_recorder(name)))
         self._parameters = {name for name, _ in whole.named_parameters()}
 
     def __enter__(self) -> Self:
@@ -97,7 +97,7 @@ class CallOrder:
         for hook in self._hooks:
             hook.remove()
 
-    def order_parts(self) -> Parts:
+    def add_modules_around_layers(self) -> Parts:
         """Add the modules before and after the layers to the parts; a module called in both is in neither."""
         before = tuple(name for name in self._before if name not in self._after and self._has_parameters(name))
         after = tuple(name for name in self._after if name not in self._before)
@@ -107,15 +107,15 @@ class CallOrder:
         """Return whether a module has parameters; modules without, such as rotary angles, are part of every stage."""
         return any(parameter.startswith(f"{name}.") for parameter in self._parameters)
 
-    def _note_start(self, *_: Any) -> None:
+    def _on_forward_start(self, *_: Any) -> None:
         """Note that a forward pass begins: modules called from now on come before the layers."""
         self._layers_ended = False
 
-    def _note_layer_end(self, *_: Any) -> None:
+    def _on_layer_end(self, *_: Any) -> None:
         """Note that a layer has run: modules called from now on come after the layers."""
         self._layers_ended = True
 
-    def _make_recorder(self, name: str) -> Any:
+    def _create_call_recorder(self, name: str) -> Any:
         """Return a hook that records whether the module `name` is called before or after the layers."""
 
         def record(*_: Any) -> None:

@@ -38,16 +38,16 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def shrink(config: Any) -> Any:
+def shrink_config(config: Any) -> Any:
     """Return the transformers config of a smaller model with the same flags and kinds of layers."""
     attribute_map: Mapping[str, str] = config.attribute_map
     names = {key: name for name, key in attribute_map.items() if name in (*SIZES, *SMALL)}
-    small = shrink_values({names.get(key, key): value for key, value in config.to_dict().items()})
+    small = shrink_config_values({names.get(key, key): value for key, value in config.to_dict().items()})
     own = {name: key for key, name in names.items()}
     return type(config).from_dict({own.get(key, key): value for key, value in small.items()})
 
 
-def shrink_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def shrink_config_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a smaller model's config; keys have the names of Llama's config."""
     small = {key: _shrink_value(key, value) for key, value in config.items()}
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
@@ -63,7 +63,7 @@ def shrink_values(config: Mapping[str, Any]) -> dict[str, Any]:
         small["head_dim"] = min(config["head_dim"], small["qk_rope_head_dim"])  # the width that is rotated
     if (head_dim := config.get("qk_head_dim")) is not None and "qk_nope_head_dim" in config:
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"] if head_dim else head_dim
-    return small | _shrink_layers(config)
+    return small | _shrink_layer_keys(config)
 
 
 def _shrink_value(key: str, value: Any) -> Any:
@@ -71,7 +71,7 @@ def _shrink_value(key: str, value: Any) -> Any:
     if key.endswith("_token_id"):
         return 0 if key == "pad_token_id" and value else [1] if isinstance(value, list) else value and 1
     if isinstance(value, dict) and any(size in value for size in SIZES):
-        return shrink_values(value)  # of a part of the model: `text_config`, `vision_config`
+        return shrink_config_values(value)  # of a part of the model: `text_config`, `vision_config`
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if "intermediate_size" in key or key.endswith("ffn_dim"):
@@ -82,13 +82,16 @@ def _shrink_value(key: str, value: Any) -> Any:
 
 
 def _shrink_kv_heads(heads: int, kv_heads: int, small_heads: int) -> int:
-    """Return fewer key-value heads in the same way: one for all queries, one for every query, or grouped."""
+    """
+    Return the small model's key-value heads, with the same sharing: one for all queries, one per query head, or
+    grouped.
+    """
     if kv_heads in (1, heads):
         return 1 if kv_heads == 1 else small_heads
     return max(1, small_heads // 2)
 
 
-def _shrink_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _shrink_layer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a small number of layers, and lists and tables by layer cut to it."""
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int):

@@ -1,7 +1,7 @@
 """The component `model.qwen3.moe`."""
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import Qwen3MoeConfig, size
+from drawloom.components.model.decoder.config import Qwen3MoeConfig, create_size_check
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.components.ports.experts import ExpertKernels
@@ -41,15 +41,15 @@ class Qwen3Moe(DecoderBuilder):
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
         default=None,
-        check=size("intermediate_size"),
+        check=create_size_check("intermediate_size"),
         doc="channels inside the feed-forward network of layers without experts",
     )
-    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="experts of a layer")
+    num_experts: int | None = setting(default=None, check=create_size_check("num_experts"), doc="experts of a layer")
     num_experts_per_tok: int | None = setting(
-        default=None, check=size("num_experts_per_tok"), doc="experts that each token is sent to"
+        default=None, check=create_size_check("num_experts_per_tok"), doc="number of experts per token"
     )
     moe_intermediate_size: int | None = setting(
-        default=None, check=size("moe_intermediate_size"), doc="channels inside an expert"
+        default=None, check=create_size_check("moe_intermediate_size"), doc="channels inside an expert"
     )
     norm_topk_prob: bool | None = setting(
         default=None,

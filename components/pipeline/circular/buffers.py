@@ -30,12 +30,12 @@ class Move:
     column: int = 0
 
 
-def early_moves(table: Timetable, iteration: int) -> list[Move]:
+def list_early_moves(table: Timetable, iteration: int) -> list[Move]:
     """Return moves that overlap an iteration's computation, because their tensors exist before it."""
-    moves = [*_state_io_moves(table, iteration)]
+    moves = [*_iterate_state_io_moves(table, iteration)]
     if table.latency == 2:
-        moves += _shift_moves(table, iteration - 1)
-    item = table.reentering_item(iteration - 1)
+        moves += _iterate_output_moves(table, iteration - 1)
+    item = table.find_reentering_item(iteration - 1)
     if (
         table.uses_circ_storage and item is not None
     ):  # it waits for an iteration in what MaxText calls circ_storage_mover
@@ -43,24 +43,24 @@ def early_moves(table: Timetable, iteration: int) -> list[Move]:
     return moves
 
 
-def late_moves(table: Timetable, iteration: int) -> list[Move]:
+def list_late_moves(table: Timetable, iteration: int) -> list[Move]:
     """Return moves that pass outputs to the next stages right after the iteration; none if forwarding is delayed."""
-    return [*_shift_moves(table, iteration)] if table.latency == 1 else []
+    return [*_iterate_output_moves(table, iteration)] if table.latency == 1 else []
 
 
-def _state_io_moves(table: Timetable, iteration: int) -> Iterator[Move]:
+def _iterate_state_io_moves(table: Timetable, iteration: int) -> Iterator[Move]:
     """Yield moves to the stage before, in the iteration's column of `state_io`."""
     for stage in range(1, table.stages):
         if (microbatch := table.find_moved_microbatch(iteration, stage)) is not None:
-            yield Move(stage, stage - 1, "state_io", microbatch, iteration % table.columns)
+            yield Move(stage, stage - 1, "state_io", microbatch, iteration % table.column_count)
 
 
-def _shift_moves(table: Timetable, iteration: int) -> Iterator[Move]:
+def _iterate_output_moves(table: Timetable, iteration: int) -> Iterator[Move]:
     """Yield moves that pass an iteration's outputs to the next stages, and to the first stage if it needs one now."""
     for stage in range(table.stages - 1):
-        if (item := table.item(iteration, stage)) is not None:
+        if (item := table.find_item(iteration, stage)) is not None:
             yield Move(stage, stage + 1, "shift", item.microbatch)
-    if not table.uses_circ_storage and (item := table.reentering_item(iteration)) is not None:
+    if not table.uses_circ_storage and (item := table.find_reentering_item(iteration)) is not None:
         yield Move(table.stages - 1, 0, "shift", item.microbatch)
 
 
@@ -83,30 +83,30 @@ class Buffers:
     outputs: dict[int, Tensor] = attrs.field(init=False, factory=dict)
 
     @classmethod
-    def of(cls, table: Timetable, local_stages: range, inputs: Sequence[Tensor]) -> "Buffers":
+    def with_inputs(cls, table: Timetable, local_stages: range, inputs: Sequence[Tensor]) -> "Buffers":
         """Return buffers for the first iteration, with the local stages' inputs (...) in microbatch order."""
         remaining = iter(inputs)
         rows: list[list[Tensor | None]] = []
         for stage in local_stages:
-            row: list[Tensor | None] = [next(remaining) for _ in table.share(stage)]
-            rows.append(row + [None] * (table.columns - len(row)))
+            row: list[Tensor | None] = [next(remaining) for _ in table.microbatches_of_stage(stage)]
+            rows.append(row + [None] * (table.column_count - len(row)))
         return cls(table, local_stages, rows)
 
     def take_input(self, iteration: int, stage: int) -> Tensor:
         """Remove and return the input (any shape) for a stage with an item in this iteration."""
-        if stage == 0 and iteration < self.table.slots:
-            return self._pop_state_io(0, iteration % self.table.columns)
+        if stage == 0 and iteration < self.table.slot_count:
+            return self._pop_state_io(0, iteration % self.table.column_count)
         if stage == 0 and self.table.uses_circ_storage:
-            return self.circ_storage.pop(iteration % self.table.slots)
+            return self.circ_storage.pop(iteration % self.table.slot_count)
         return self.shift.pop(stage)
 
-    def take(self, move: Move, *, late: bool) -> Tensor:
-        """Read a move's tensor (any shape) from a local stage."""
+    def take_moved_tensor(self, move: Move, *, late: bool) -> Tensor:
+        """Return the tensor (any shape) that a move takes from a local stage; `late`: from this iteration's outputs."""
         if move.buffer == "state_io":
             return self._pop_state_io(move.source, move.column)
         return (self.outputs if late else self.before)[move.source]
 
-    def put(self, move: Move, value: Tensor) -> None:
+    def store_moved_tensor(self, move: Move, value: Tensor) -> None:
         """Write a move's tensor (any shape) into a local stage's buffer."""
         if move.buffer == "state_io":
             self.state_io[move.target - self.local_stages.start][move.column] = value
@@ -119,11 +119,11 @@ class Buffers:
         """Write an output that leaves the pipeline in this iteration into the last stage's free `state_io` slot."""
         last = self.table.stages - 1
         if last in self.outputs and self.table.find_finished_microbatch(iteration) is not None:
-            self.state_io[-1][iteration % self.table.columns] = self.outputs[last]
+            self.state_io[-1][iteration % self.table.column_count] = self.outputs[last]
 
-    def results(self) -> list[Tensor]:
+    def collect_outputs(self) -> list[Tensor]:
         """Return these stages' outputs (...) after the last iteration, in microbatch order."""
-        columns = [self.table.column(number) for number in range(self.table.columns)]
+        columns = [self.table.compute_output_column(number) for number in range(self.table.column_count)]
         return [tensor for row in self.state_io for tensor in (row[column] for column in columns) if tensor is not None]
 
     def _pop_state_io(self, stage: int, column: int) -> Tensor:

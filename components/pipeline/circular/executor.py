@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.circular.buffers import Buffers
 from drawloom.components.pipeline.circular.one_pass import ForwardPass
-from drawloom.components.pipeline.circular.ring import PendingSends, Ring, TensorMeta, begin_token
+from drawloom.components.pipeline.circular.ring import PendingSends, Ring, TensorMeta, create_exchange_token
 from drawloom.components.pipeline.circular.stage_passes import StagePasses
 from drawloom.components.pipeline.circular.timetable import Timetable
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -72,31 +72,31 @@ class CircularExecutor(ProgramExecutor):
         repeats = (len(self._stage_to_rank) - 2) // group.size
         table = Timetable(group.size, len(inputs), repeats, 2 if self.delayed else 1)
         sends = PendingSends()
-        token = begin_token(sends, self.device.device)
+        token = create_exchange_token(sends, self.device.device)
         runners = {stage.index: StageRunner(stage, self.objective, state) for stage in self.stages.local}
-        passes, share = StagePasses(runners, inputs, token), table.share(group.rank)
+        passes, share = StagePasses(runners, inputs, token), table.microbatches_of_stage(group.rank)
         embedded = [passes.forward(0, number, inputs[number].inputs) for number in share]
         forward_pass = ForwardPass(
             table,
             Ring(group.rank, group.size, self._links),
             run_block=lambda block, number, tensor: passes.forward(block + 1, number, tensor),
-            metas=[self._infer_meta(microbatch) for microbatch in inputs],
-            buffers=Buffers.of(table, range(group.rank, group.rank + 1), embedded),
+            metas=[self._infer_stage_tensor_meta(microbatch) for microbatch in inputs],
+            buffers=Buffers.with_inputs(table, range(group.rank, group.rank + 1), embedded),
             pending_sends=sends,
             token=token,
         )
         hidden, last = forward_pass.run(), len(self._stage_to_rank) - 1
         losses = [passes.forward(last, number, states) for number, states in zip(share, hidden, strict=True)]
-        sends.clear()
+        sends.wait_for_all()
         del hidden, embedded
         # The token starts backward passes on ranks without a loss, which take part in all exchanges of gradients.
         torch.autograd.backward([*losses, forward_pass.token])
         self.stages.hand_over_gradients()
-        _gather_losses(state, share, group, self.device.device)
+        _gather_losses_on_last_stage(state, share, group, self.device.device)
 
-    def _infer_meta(self, inputs: MicrobatchInputs) -> TensorMeta:
+    def _infer_stage_tensor_meta(self, inputs: MicrobatchInputs) -> TensorMeta:
         """Return the metadata for a microbatch's tensor between stages; UserError if a stage returns anything else."""
-        like = self.boundaries.boundary(1, inputs.inputs, inputs.shared)
+        like = self.boundaries.infer_stage_inputs(1, inputs.inputs, inputs.shared)
         if not isinstance(like, Tensor):
             raise UserError(
                 f"a stage returns a {type(like).__name__}, but the circular pipeline only passes single tensors; write "
@@ -106,9 +106,11 @@ class CircularExecutor(ProgramExecutor):
         return TensorMeta(like.shape, like.dtype, self.device.device)
 
 
-def _gather_losses(state: StepState, numbers: Sequence[int], group: Group, device: torch.device) -> None:
-    """Move all ranks' losses to the last stage's rank; this rank computed microbatches `numbers`."""
-    computed = {number: dict(_iterate_loss_tensors(state.microbatch(number)[LOSSES])) for number in numbers}
+def _gather_losses_on_last_stage(
+    state: StepState, microbatch_numbers: Sequence[int], group: Group, device: torch.device
+) -> None:
+    """Move all ranks' losses to the last stage's rank; this rank computed microbatches `microbatch_numbers`."""
+    computed = {number: dict(_iterate_loss_tensors(state.microbatch(number)[LOSSES])) for number in microbatch_numbers}
     # A rank without microbatches does not know the names of the sums, but the first rank always has a microbatch.
     first = next(iter(computed.values()), {})
     forms = [[path, [*tensor.shape], str(tensor.dtype)] for path, tensor in first.items()]

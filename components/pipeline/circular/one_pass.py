@@ -5,8 +5,15 @@ from collections.abc import Callable, Sequence
 import attrs
 from torch import Tensor
 
-from drawloom.components.pipeline.circular.buffers import Buffers, Move, early_moves, late_moves
-from drawloom.components.pipeline.circular.ring import PendingSends, Ring, RingExchange, TensorMeta, arrive, start
+from drawloom.components.pipeline.circular.buffers import Buffers, Move, list_early_moves, list_late_moves
+from drawloom.components.pipeline.circular.ring import (
+    PendingSends,
+    Ring,
+    RingExchange,
+    TensorMeta,
+    finish_exchange,
+    start_exchange,
+)
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 RunBlock = Callable[[int, int, Tensor], Tensor]
@@ -41,17 +48,17 @@ class ForwardPass:
 
     def run(self) -> list[Tensor]:
         """Run all iterations, and return the outputs (...) for this rank's microbatches, in order."""
-        for iteration in range(self.table.iterations):
+        for iteration in range(self.table.iteration_count):
             self._run_iteration(iteration)
-        return self.buffers.results()
+        return self.buffers.collect_outputs()
 
     def _run_iteration(self, iteration: int) -> None:
         """Run every stage outside the bubble, and move its output to the next stage."""
         # Early moves overlap the computation of the stages.
-        in_flight = self._start_moves(early_moves(self.table, iteration), late=False)
+        in_flight = self._start_moves(list_early_moves(self.table, iteration), late=False)
         self.buffers.outputs = self._run_stages(iteration)
         self._finish_moves(in_flight)
-        self._finish_moves(self._start_moves(late_moves(self.table, iteration), late=True))
+        self._finish_moves(self._start_moves(list_late_moves(self.table, iteration), late=True))
         self.buffers.store_finished_output(iteration)
         self.buffers.before, self.buffers.outputs = self.buffers.outputs, {}
 
@@ -59,7 +66,7 @@ class ForwardPass:
         """Run the stages outside the bubble, and return their outputs (...) by stage."""
         outputs = {}
         for stage in self.buffers.local_stages:
-            if (item := self.table.item(iteration, stage)) is not None:
+            if (item := self.table.find_item(iteration, stage)) is not None:
                 block = item.repeat * self.table.stages + stage
                 tensor = self.buffers.take_input(iteration, stage)
                 outputs[stage] = self.run_block(block, item.microbatch, tensor)
@@ -72,26 +79,26 @@ class ForwardPass:
         local: list[tuple[Move, Tensor]] = []
         for move in moves:
             if move.source in local_stages:
-                value = self.buffers.take(move, late=late)
+                value = self.buffers.take_moved_tensor(move, late=late)
                 (local if move.target in local_stages else outgoing).append((move, value))
             elif move.target in local_stages:
                 incoming.append(move)
         if not outgoing and not incoming:
             return _MovesInFlight(local, incoming, None)
-        to = [(self._find_rank(move.target), self.metas[move.microbatch]) for move, _ in outgoing]
-        sources = [(self._find_rank(move.source), self.metas[move.microbatch]) for move in incoming]
+        to = [(self._get_ring_rank(move.target), self.metas[move.microbatch]) for move, _ in outgoing]
+        sources = [(self._get_ring_rank(move.source), self.metas[move.microbatch]) for move in incoming]
         exchange = RingExchange(self.ring, self.pending_sends, to, sources)
-        self.token = start(exchange, self.token, [value for _, value in outgoing])
+        self.token = start_exchange(exchange, self.token, [value for _, value in outgoing])
         return _MovesInFlight(local, incoming, exchange)
 
     def _finish_moves(self, in_flight: _MovesInFlight) -> None:
         """Wait for incoming tensors, and write all moved tensors into this rank's buffers."""
         received: list[Tensor] = []
         if in_flight.exchange is not None:
-            self.token, received = arrive(in_flight.exchange, self.token)
+            self.token, received = finish_exchange(in_flight.exchange, self.token)
         for move, value in [*in_flight.local, *zip(in_flight.incoming, received, strict=True)]:
-            self.buffers.put(move, value)
+            self.buffers.store_moved_tensor(move, value)
 
-    def _find_rank(self, stage: int) -> int:
+    def _get_ring_rank(self, stage: int) -> int:
         """Return a stage's ring index."""
         return stage // len(self.buffers.local_stages)

@@ -35,7 +35,7 @@ class TensorMeta:
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self) -> Tensor:
+    def allocate_empty(self) -> Tensor:
         """Return an uninitialized tensor (...) with this shape."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
@@ -51,7 +51,7 @@ class PendingSends:
         self._sending = [message for message in self._sending if not message.is_completed()]
         self._sending += messages
 
-    def clear(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all sends have completed."""
         for message in self._sending:
             message.wait()
@@ -72,10 +72,10 @@ class RingExchange:
     sources: Sequence[tuple[int, TensorMeta]]
     _receiving: list[tuple[Pending, Tensor]] = attrs.field(init=False, factory=list)
 
-    def begin(self, tensors: Sequence[Tensor], *, back: bool) -> None:
-        """Post sends for tensors (any shapes), and receives, without waiting; `back` reverses the direction."""
-        to, sources = (self.sources, self.to) if back else (self.to, self.sources)
-        links, boxes = self.ring.links, [(source, meta.empty()) for source, meta in sources]
+    def begin(self, tensors: Sequence[Tensor], *, reversed_direction: bool) -> None:
+        """Post sends for tensors (any shapes), and receives, without waiting, in reverse in a backward pass."""
+        to, sources = (self.sources, self.to) if reversed_direction else (self.to, self.sources)
+        links, boxes = self.ring.links, [(source, meta.allocate_empty()) for source, meta in sources]
         # Receives are posted before sends, so that a transport that blocks in a send finds its receiver ready.
         self._receiving = [(links[source].receive(box), box) for source, box in boxes]
         pairs = zip(to, tensors, strict=True)
@@ -89,17 +89,17 @@ class RingExchange:
         return [box for _, box in incoming]
 
 
-def begin_token(pending_sends: PendingSends, device: torch.device) -> Tensor:
+def create_exchange_token(pending_sends: PendingSends, device: torch.device) -> Tensor:
     """Return a new autograd token, 0-dimensional, whose backward pass waits until all sends have completed."""
     return _apply_node(_BeginToken, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
 
 
-def start(exchange: RingExchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+def start_exchange(exchange: RingExchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """Begin an exchange with these tensors (any shape), and return the token."""
     return _apply_node(_StartExchange, exchange, token, *tensors)[0]
 
 
-def arrive(exchange: RingExchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
+def finish_exchange(exchange: RingExchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Finish an exchange, and return the token and the received tensors (any shape)."""
     token, *received = _apply_node(_FinishExchange, exchange, token)
     return token, received
@@ -124,7 +124,7 @@ class _BeginToken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.pending_sends.clear()
+        ctx.pending_sends.wait_for_all()
         return None, None
 
 
@@ -134,7 +134,7 @@ class _StartExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: RingExchange, token: Tensor, *tensors: Tensor) -> Tensor:
         """Start sending tensors with any shape and dtype, and return the token, 0-dimensional."""
-        exchange.begin(tensors, back=False)
+        exchange.begin(tensors, reversed_direction=False)
         ctx.exchange = exchange
         return token.clone()
 
@@ -156,5 +156,5 @@ class _FinishExchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.exchange.begin(gradients, back=True)
+        ctx.exchange.begin(gradients, reversed_direction=True)
         return None, gradient

@@ -36,7 +36,7 @@ class StagePasses:
         return _Pass.apply(self, stage, microbatch, self.token, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
     def run(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
-        """Run a stage forward with its own graph, and return its output (any shape)."""
+        """Run a stage's forward pass, keep its autograd graph for `run_backward`, and return its output (any shape)."""
         inputs, runner = self.microbatches[microbatch], self.stages[stage]
         with torch.enable_grad():
             own = tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
@@ -48,7 +48,7 @@ class StagePasses:
         runner = self.stages[stage]
         self._done[stage] -= 1
         if (shards := runner.stage.shards) is not None and (shards.by_microbatch or not self._done[stage]):
-            runner.reduce_next(final=not self._done[stage])
+            runner.reduce_in_backward(is_last_in_step=not self._done[stage])
         grads = runner.backward(microbatch, None if runner.last else [grad])
         return grads[0] if grads else None
 

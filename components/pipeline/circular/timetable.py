@@ -43,59 +43,59 @@ class Timetable:
             raise ValueError(f"stages, microbatches and repeats are at least 1, and latency is 1 or 2: {self}")
 
     @property
-    def columns(self) -> int:
-        """Return how many inputs, and later outputs, a stage has in `state_io`."""
+    def column_count(self) -> int:
+        """Columns of a stage's `state_io`, one per input, and later per output."""
         return max(-(-self.microbatches // self.stages), self.latency)
 
     @property
-    def slots(self) -> int:
-        """Return the number of columns in all stages: how many microbatches they can contain."""
-        return self.columns * self.stages
+    def slot_count(self) -> int:
+        """Column count over all stages: the most microbatches they can contain."""
+        return self.column_count * self.stages
 
     @property
-    def iterations(self) -> int:
-        """Return the iteration count."""
-        return self.slots * self.repeats + self.latency * (self.stages - 1)
+    def iteration_count(self) -> int:
+        """Iterations until the last output has arrived in `state_io`."""
+        return self.slot_count * self.repeats + self.latency * (self.stages - 1)
 
     @property
     def uses_circ_storage(self) -> bool:
         """Return whether reentering outputs wait in `circ_storage`, because stage 0 needs them later."""
-        return self.repeats > 1 and self.slots > self.stages * self.latency
+        return self.repeats > 1 and self.slot_count > self.stages * self.latency
 
-    def share(self, stage: int) -> range:
+    def microbatches_of_stage(self, stage: int) -> range:
         """Return the microbatches whose inputs a stage has at the start, and whose outputs it has at the end."""
-        first = min(stage * self.columns, self.microbatches)
-        return range(first, min(first + self.columns, self.microbatches))
+        first = min(stage * self.column_count, self.microbatches)
+        return range(first, min(first + self.column_count, self.microbatches))
 
-    def item(self, iteration: int, stage: int) -> Item | None:
+    def find_item(self, iteration: int, stage: int) -> Item | None:
         """Return a stage's item in an iteration, or None in the bubble and for an empty slot."""
-        repeat, microbatch = divmod(iteration - self.latency * stage, self.slots)
+        repeat, microbatch = divmod(iteration - self.latency * stage, self.slot_count)
         return Item(microbatch, repeat) if 0 <= repeat < self.repeats and microbatch < self.microbatches else None
 
-    def reentering_item(self, iteration: int) -> Item | None:
+    def find_reentering_item(self, iteration: int) -> Item | None:
         """Return the item leaving the last stage in an iteration with repeats left, or None."""
-        item = self.item(iteration, self.stages - 1)
+        item = self.find_item(iteration, self.stages - 1)
         return item if item is not None and item.repeat < self.repeats - 1 else None
 
     def find_finished_microbatch(self, iteration: int) -> int | None:
         """Return the microbatch leaving the last stage in an iteration after its last repeat, or None."""
-        item = self.item(iteration, self.stages - 1)
+        item = self.find_item(iteration, self.stages - 1)
         return item.microbatch if item is not None and item.repeat == self.repeats - 1 else None
 
     def find_moved_microbatch(self, iteration: int, stage: int) -> int | None:
         """
         Return the microbatch whose tensor a stage passes from its `state_io` to the stage before it, or None.
 
-        An iteration moves one column, and every column moves once in `columns` iterations. The slots filled before the
-        first iteration contain inputs, on their way to stage 0. Outputs follow them from the last stage, with empty
+        An iteration moves one column, and every column moves once in `column_count` iterations. The slots filled before
+        the first iteration contain inputs, on their way to stage 0. Outputs follow them from the last stage, with empty
         slots until the first item has finished all repeats.
         """
-        entered = iteration - (self.stages - stage) * self.columns
+        entered = iteration - (self.stages - stage) * self.column_count
         if entered >= 0:
             return self.find_finished_microbatch(entered)
-        microbatch = self.slots + entered
+        microbatch = self.slot_count + entered
         return microbatch if microbatch < self.microbatches else None
 
-    def column(self, number: int) -> int:
-        """Return the column in which the output for microbatch `number` (from 0) in a stage's share ends up."""
-        return (number + self.latency * (self.stages - 1)) % self.columns
+    def compute_output_column(self, index_in_stage: int) -> int:
+        """Return the `state_io` column in which a stage's n-th output ends up; `index_in_stage` is n, from 0."""
+        return (index_in_stage + self.latency * (self.stages - 1)) % self.column_count

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Program
 
 
-def loop(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
+def assign_stages_in_loop(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
     """Return the stages' ranks in a loop: after the last rank, stages continue on the first rank."""
     return tuple(range(ranks)) * stages_per_rank
 
 
-def vee(ranks: int) -> tuple[int, ...]:
+def assign_stages_in_vee(ranks: int) -> tuple[int, ...]:
     """
     Return the stages' ranks in a V, with two stages per rank.
 
@@ -24,7 +24,7 @@ def vee(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def stages_of(rank: int, stage_to_rank: tuple[int, ...]) -> list[int]:
+def list_stages_of_rank(rank: int, stage_to_rank: tuple[int, ...]) -> list[int]:
     """Return a rank's stages, in order."""
     return [stage for stage, owner in enumerate(stage_to_rank) if owner == rank]
 
@@ -39,36 +39,36 @@ _SECOND = 1 << 32
 """Factor of the second op code in the op code of an overlap; the first op code is added."""
 
 
-def forward(local_stage: int) -> int:
+def forward_code(local_stage: int) -> int:
     """Return the forward op code for a rank's n-th stage (`local_stage`, from 0)."""
     # 4 ops for each local stage; the offset of 4 leaves 0 to 3 for local stage -1, any stage of the rank (W).
     return 4 * local_stage + FORWARD + 4
 
 
-def backward(local_stage: int) -> int:
+def backward_code(local_stage: int) -> int:
     """Return the op code for a whole backward pass."""
     return 4 * local_stage + BACKWARD + 4
 
 
-def backward_input(local_stage: int) -> int:
+def backward_input_code(local_stage: int) -> int:
     """Return the op code for input gradients."""
     return 4 * local_stage + BACKWARD_INPUT + 4
 
 
-def backward_weight(local_stage: int) -> int:
+def backward_weight_code(local_stage: int) -> int:
     """Return the op code for this stage's oldest pending weight gradients."""
     return 4 * local_stage + BACKWARD_WEIGHT + 4
 
 
-F0, F1 = forward(0), forward(1)
-B0, B1 = backward(0), backward(1)
-I0, I1 = backward_input(0), backward_input(1)
-W0, W1 = backward_weight(0), backward_weight(1)
-W = backward_weight(-1)
+F0, F1 = forward_code(0), forward_code(1)
+B0, B1 = backward_code(0), backward_code(1)
+I0, I1 = backward_input_code(0), backward_input_code(1)
+W0, W1 = backward_weight_code(0), backward_weight_code(1)
+W = backward_weight_code(-1)
 """Op code of the oldest pending weight gradients of any stage of the rank."""
 
 
-def overlap(first: int, second: int) -> int:
+def overlap_code(first: int, second: int) -> int:
     """Return the op code for an overlap: two ops allowed to run at the same time."""
     return first + second * _SECOND
 
@@ -83,7 +83,7 @@ def build_program(
     the last microbatch to the first. Actions for surplus microbatches are dropped.
     """
     stages = np.argsort(np.array(stage_to_rank), kind="stable").reshape(len(rows), -1)
-    counted = [_number_microbatches(np.array(row, dtype=np.int64)) for row in rows]
+    counted = [_decode_op_codes(np.array(row, dtype=np.int64)) for row in rows]
     local_stage, op, microbatch, overlaps = (np.concatenate(column) for column in zip(*counted, strict=True))
     bounds = np.concatenate([[0], np.cumsum([len(line[0]) for line in counted])])
     stage = stages[np.repeat(np.arange(len(rows)), np.diff(bounds)), local_stage]
@@ -93,7 +93,7 @@ def build_program(
     program = Program(
         stage_to_rank, microbatches, bounds, stage=stage, op=op, microbatch=microbatch, overlaps_previous=overlaps
     )
-    return program if (microbatch < microbatches).all() else program.select(microbatch < microbatches)
+    return program if (microbatch < microbatches).all() else program.select_actions(microbatch < microbatches)
 
 
 class RowSchedule(ABC):
@@ -106,20 +106,20 @@ class RowSchedule(ABC):
         """Return the stages' ranks."""
 
     @abstractmethod
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         """Return one rank's op codes, in order."""
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return all ranks' actions, in order."""
-        return self.program_of(range(ranks), ranks, microbatches)
+        return self.program_for_ranks(range(ranks), ranks, microbatches)
 
-    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+    def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return the program with only the `wanted` ranks' actions."""
-        rows = [self.row(rank, ranks, microbatches) if rank in wanted else [] for rank in range(ranks)]
+        rows = [self.build_row(rank, ranks, microbatches) if rank in wanted else [] for rank in range(ranks)]
         return build_program(rows, self.stage_to_rank(ranks), microbatches, newest_first=self.newest_first)
 
 
-def _number_microbatches(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
+def _decode_op_codes(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
     """
     Decode a row's op codes to local stage, op, microbatch, and overlap with the previous action.
 
@@ -133,10 +133,10 @@ def _number_microbatches(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
             rows = np.flatnonzero(kind & (local_stage == number))
             microbatch[rows] = np.arange(len(rows))
         of_stage = local_stage == number
-        _match_weight_grads(
+        _copy_input_grad_microbatches(
             local_stage, microbatch, of_stage & (op == BACKWARD_INPUT), of_stage & (op == BACKWARD_WEIGHT)
         )
-    _match_weight_grads(local_stage, microbatch, op == BACKWARD_INPUT, local_stage == -1)
+    _copy_input_grad_microbatches(local_stage, microbatch, op == BACKWARD_INPUT, local_stage == -1)
     return local_stage, op, microbatch, overlaps
 
 
@@ -150,7 +150,7 @@ def _split_overlaps(op_codes: Ints) -> tuple[Ints, Bools]:
     return pairs[pairs > 0], overlaps[pairs > 0]
 
 
-def _match_weight_grads(local_stage: Ints, microbatch: Ints, input_grads: Bools, weight_grads: Bools) -> None:
+def _copy_input_grad_microbatches(local_stage: Ints, microbatch: Ints, input_grads: Bools, weight_grads: Bools) -> None:
     """Copy stage and microbatch in place, from the n-th input gradients to the n-th weight gradients."""
     produced, consumed = np.flatnonzero(input_grads), np.flatnonzero(weight_grads)
     local_stage[consumed], microbatch[consumed] = (
@@ -167,12 +167,12 @@ def split_into_rounds(ranks: int, microbatches: int) -> list[int]:
     return [share + 1] * left + [share] * (count - left)
 
 
-def in_rounds(op_code: Callable[[int], int], sizes: list[int], stages: range) -> Row:
+def list_codes_in_rounds(op_code: Callable[[int], int], sizes: list[int], stages: range) -> Row:
     """Return op codes for all rounds, one after another; a round runs all its microbatches stage by stage."""
     return [op_code(local_stage) for size in sizes for local_stage in stages for _ in range(size)]
 
 
-def interleave(
+def build_interleaved_row(
     rank: int,
     ranks: int,
     stages: int,
@@ -188,8 +188,8 @@ def interleave(
     deferred: from backward pass number `lag` on, every one is followed by the oldest pending weight gradients.
     """
     sizes = split_into_rounds(ranks, microbatches)
-    forwards = in_rounds(forward, sizes, range(stages))
-    backwards = in_rounds(op_code, sizes, range(stages)[::-1])
+    forwards = list_codes_in_rounds(forward_code, sizes, range(stages))
+    backwards = list_codes_in_rounds(op_code, sizes, range(stages)[::-1])
     # The first backward pass needs the first round's forward passes of all local stages, then `lead` per later rank.
     ahead = (stages - 1) * sizes[0] + lead * (ranks - 1 - rank)
     row = forwards[:ahead]
@@ -201,13 +201,13 @@ def interleave(
     return row if lag is None else row + [W] * min(lag, len(backwards))
 
 
-def breadth_first(stages: int, microbatches: int) -> Row:
+def build_breadth_first_row(stages: int, microbatches: int) -> Row:
     """Return every rank's breadth-first row: all microbatches through one stage after another, then all back."""
-    row = [forward(local_stage) for local_stage in range(stages) for _ in range(microbatches)]
-    return row + [backward(local_stage) for local_stage in reversed(range(stages)) for _ in range(microbatches)]
+    row = [forward_code(local_stage) for local_stage in range(stages) for _ in range(microbatches)]
+    return row + [backward_code(local_stage) for local_stage in reversed(range(stages)) for _ in range(microbatches)]
 
 
-def forward_only(stage_to_rank: Sequence[int], microbatches: int) -> Program:
+def build_forward_only_program(stage_to_rank: Sequence[int], microbatches: int) -> Program:
     """
     Return a forward-only program; a microbatch is one stage behind the previous microbatch.
 

@@ -56,19 +56,19 @@ class Task:
         memory = [0.0] * self.ranks
         for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
             memory[owner] += size
-        return max(size + self.growth(rank) for rank, size in enumerate(memory))
+        return max(size + self.input_grad_memory(rank) for rank, size in enumerate(memory))
 
-    def growth(self, rank: int) -> float:
-        """Return the most memory a single stage's input gradients add on a rank, at least 0."""
+    def input_grad_memory(self, rank: int) -> float:
+        """Return the most memory that computing a single stage's input gradients adds on a rank, at least 0."""
         sizes = zip(self.stage_to_rank, self.activations, self.pending, strict=True)
         return max(0.0, *(pending - size for owner, size, pending in sizes if owner == rank))
 
     @property
-    def period(self) -> float:
+    def busiest_rank_time(self) -> float:
         """Return the busiest rank's time for one microbatch."""
         busy = [0.0] * self.ranks
         for stage, owner in enumerate(self.stage_to_rank):
-            busy[owner] += sum(self.costs.length(op, stage) for op in "FIW")
+            busy[owner] += sum(self.costs.get_duration(op, stage) for op in "FIW")
         return max(busy)
 
 
@@ -93,7 +93,7 @@ class Policy:
     spared: tuple[float, float] = (0.0, 0.5)
     patience: float = 0.5
 
-    def due(self, stages: int) -> tuple[list[float], list[float]]:
+    def compute_due_times(self, stages: int) -> tuple[list[float], list[float]]:
         """Return due times for the first microbatch's forward passes and input gradients by stage, in periods."""
         forwards, inputs, now = [0.0] * stages, [0.0] * stages, 0.0
         for stage in range(stages):
@@ -143,7 +143,7 @@ class _Rank:
     done: list[int] = attrs.field(factory=list)  # 4 * stage + op
 
 
-def list_schedule(task: Task, policy: Policy) -> Program:
+def build_list_schedule(task: Task, policy: Policy) -> Program:
     """Return the program if every rank follows the policy; all op costs must be above 0."""
     ranks = _simulate_ranks(task, policy)
     bounds = np.cumsum([0, *(len(rank.done) for rank in ranks)])
@@ -163,7 +163,7 @@ def list_schedule(task: Task, policy: Policy) -> Program:
     )
 
 
-def peak_activations(
+def compute_peak_activations(
     program: Program, activations: Sequence[float], pending: Sequence[float] | None = None
 ) -> list[float]:
     """
@@ -178,27 +178,27 @@ def peak_activations(
     return [float(change[program.rows(rank)].cumsum().max(initial=0.0)) for rank in range(program.ranks)]
 
 
-def makespan(task: Task, policy: Policy) -> float:
-    """Return the makespan of `list_schedule`'s program."""
+def compute_makespan(task: Task, policy: Policy) -> float:
+    """Return the makespan of `build_list_schedule`'s program."""
     return max(rank.free for rank in _simulate_ranks(task, policy))
 
 
 def _simulate_ranks(task: Task, policy: Policy) -> list[_Rank]:
     """Simulate the ranks and return their final states."""
     ranks = _create_ranks(task, policy)
-    pace = policy.pace * task.period
+    pace = policy.pace * task.busiest_rank_time
     # Times that differ by rounding errors count as equal.
-    grain = 1e-9 * task.period
+    grain = 1e-9 * task.busiest_rank_time
     events = [(0.0, number) for number in range(len(ranks))]  # (time, rank) at which a rank may have work
     while events:
         now, number = heapq.heappop(events)
         rank = ranks[number]
         if now < rank.free:
             continue
-        queue, soon = _find_most_urgent(rank, now + grain, pace)
+        queue, soon = _find_most_urgent_queue(rank, now + grain, pace)
         if queue is not None:
             end = now + queue.cost
-            _run_head(rank, queue)
+            _run_queue_head(rank, queue)
             if queue.feeds is not None:
                 queue.feeds.ready.append(end + queue.delay)
                 # A busy rank looks at its queues when it becomes free.
@@ -219,7 +219,7 @@ def _simulate_ranks(task: Task, policy: Policy) -> list[_Rank]:
 def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
     """Return all ranks with queues, each linked to the queue its results feed."""
     owners, costs = task.stage_to_rank, task.costs
-    (due_forward, due_input), period = policy.due(len(owners)), task.period
+    (due_forward, due_input), period = policy.compute_due_times(len(owners)), task.busiest_rank_time
     forwards, inputs = [], []
     local: list[list[int]] = [[] for _ in range(task.ranks)]
     for stage, owner in enumerate(owners):
@@ -227,8 +227,8 @@ def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
     for stage, owner in enumerate(owners):
         position = local[owner].index(stage)
         size = task.activations[stage]
-        limit, sum_limits = _compute_limits(task, policy, local[owner], position)
-        forward, back, weights = (costs.length(op, stage) for op in "FIW")
+        limit, sum_limits = _compute_queue_limits(task, policy, local[owner], position)
+        forward, back, weights = (costs.get_duration(op, stage) for op in "FIW")
         new_queue = partial(
             _Queue,
             stage=stage,
@@ -249,25 +249,27 @@ def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
     return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), rank_limit) for own in local]
 
 
-def _compute_limits(task: Task, policy: Policy, own: list[int], position: int) -> tuple[float, list[float]]:
-    """Return `limit` and `sum_limits` for the queue of stage `own[position]`; `own` are its rank's stages."""
-    sizes = [task.activations[stage] for stage in own]
+def _compute_queue_limits(
+    task: Task, policy: Policy, own_stages: list[int], position: int
+) -> tuple[float, list[float]]:
+    """Return `limit` and `sum_limits` for the queue of stage `own_stages[position]`; they are its rank's stages."""
+    sizes = [task.activations[stage] for stage in own_stages]
     # Input gradients need room to grow: otherwise forward passes would wait for them, and they for memory.
-    limit = task.limit * (1 + ROUNDING) - task.growth(task.stage_to_rank[own[0]])
+    limit = task.limit * (1 + ROUNDING) - task.input_grad_memory(task.stage_to_rank[own_stages[0]])
     spared, last = policy.spared
-    spared += (last - spared) * task.stage_to_rank[own[position]] / task.ranks
-    stage_limit = max(sizes[position], limit * (1 - spared)) if position < len(own) - 1 else limit
+    spared += (last - spared) * task.stage_to_rank[own_stages[position]] / task.ranks
+    stage_limit = max(sizes[position], limit * (1 - spared)) if position < len(own_stages) - 1 else limit
     # Without memory for the later stages, activations of earlier ones would never be freed.
-    return stage_limit, [limit - sum(sizes[later:]) for later in range(position + 1, len(own) + 1)]
+    return stage_limit, [limit - sum(sizes[later:]) for later in range(position + 1, len(own_stages) + 1)]
 
 
-def _find_most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
+def _find_most_urgent_queue(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
     """Return the queue with the most urgent ready head, and when the next fitting head will be ready."""
     urgent, first, soon = None, NEVER, NEVER
     for queue in rank.queues:
         done = queue.done
         if done == len(queue.ready) or not (
-            _fits_memory(rank.memory, queue)
+            _fits_memory_limits(rank.memory, queue)
             if queue.op == FORWARD
             else queue.growth <= 0.0 or sum(rank.memory) + queue.growth <= rank.limit
         ):
@@ -280,7 +282,7 @@ def _find_most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | No
     return urgent, soon
 
 
-def _fits_memory(memory: list[float], queue: _Queue) -> bool:
+def _fits_memory_limits(memory: list[float], queue: _Queue) -> bool:
     """Return whether the next forward pass in a queue fits the memory limits."""
     size, position = queue.size, queue.position
     if memory[position] + size > queue.limit:
@@ -293,7 +295,7 @@ def _fits_memory(memory: list[float], queue: _Queue) -> bool:
     return True
 
 
-def _run_head(rank: _Rank, queue: _Queue) -> None:
+def _run_queue_head(rank: _Rank, queue: _Queue) -> None:
     """Run a queue's head on its rank: record the action, and update the rank's memory."""
     rank.done.append(4 * queue.stage + queue.op)
     queue.done += 1

@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.timing import Costs, Timing, time
+from drawloom.components.pipeline.program.timing import Costs, Timing, compute_timing
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.pipeline import PartialSchedule, Schedule
 from drawloom.components.ports.program import (
@@ -35,8 +35,8 @@ from drawloom.components.ports.program import (
     MessageOp,
     Program,
     RankProgram,
-    flat,
     group_overlaps,
+    iterate_actions,
 )
 from drawloom.graph import UserError
 
@@ -44,18 +44,18 @@ ASSUMED_COSTS = Costs(comm=0.25)
 """Costs assumed for the global order: a message takes a quarter of a forward pass."""
 
 
-def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProgram:
+def lower_to_rank_program(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProgram:
     """
     Return a rank's program with its messages; raise DeadlockError if the program can't finish.
 
     If all ranks pass the whole program and the same costs, their orders agree with one global order. If a rank passes
-    the part returned by `program_for`, sends must not block.
+    the part returned by `build_program_for_lowering`, sends must not block.
     """
-    program = with_whole_backwards(program)
-    return with_messages(program, time(program, costs), rank)
+    program = merge_split_backwards(program)
+    return insert_messages(program, compute_timing(program, costs), rank)
 
 
-def program_for(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
+def build_program_for_lowering(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
     """
     Return the actions that a rank needs for lowering: its own and its neighbours'.
 
@@ -65,10 +65,10 @@ def program_for(schedule: Schedule, rank: int, ranks: int, microbatches: int) ->
         return schedule.program(ranks, microbatches)
     hops = pairwise(schedule.stage_to_rank(ranks))
     neighbours = {neighbour for hop in hops if rank in hop for neighbour in hop}
-    return schedule.program_of({rank} | neighbours, ranks, microbatches)
+    return schedule.program_for_ranks({rank} | neighbours, ranks, microbatches)
 
 
-def expect_same(program: Program, rank: int, group: Group) -> None:
+def check_ranks_have_equal_programs(program: Program, rank: int, group: Group) -> None:
     """Raise UserError unless all ranks in this rank's program have the same actions in their own programs."""
     digests = group.gather_json(_hash_actions(program, rank)) if group.size > 1 else []
     for other, theirs in enumerate(digests):
@@ -87,67 +87,84 @@ def _hash_actions(program: Program, rank: int) -> str:
     return sha256(b"".join(column.tobytes() for column in columns)).hexdigest()
 
 
-def with_shard_actions(
-    line: RankProgram, gathered: Set[int], reduced: Set[int], by_microbatch: Set[int] = frozenset()
+def insert_shard_actions(
+    rank_program: RankProgram,
+    gathered_stages: Set[int],
+    reduced_stages: Set[int],
+    stages_reduced_by_microbatch: Set[int] = frozenset(),
 ) -> RankProgram:
     """
-    Return a rank's program with the actions on its sharded stages (FSDP, ZeRO).
+    Insert the actions on a rank's sharded stages (FSDP, ZeRO) into its program.
 
-    Stages in `gathered` are unsharded one compute action before their first action, to overlap it, and resharded after
-    their last action. Stages in `reduced` reduce their gradients, and free their parameters, with the last backward
-    pass. Stages in `by_microbatch` also add gradients to slices in every earlier backward pass (B or W).
+    `gathered_stages` are unsharded one compute action before their first action, to overlap it, and resharded after
+    their last action. `reduced_stages` reduce their gradients, and free their parameters, with the last backward pass.
+    `stages_reduced_by_microbatch` also add gradients to slices in every earlier backward pass (B or W).
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    positioned = [(position, part) for position, item in enumerate(line) for part in flat([item]) if part.op in OPS]
+    positioned = [
+        (position, part)
+        for position, item in enumerate(rank_program)
+        for part in iterate_actions([item])
+        if part.op in OPS
+    ]
     computes = sorted({position for position, _ in positioned})
     first = {part.stage: (position, part.microbatch) for position, part in reversed(positioned)}
     last = {part.stage: (position, part) for position, part in positioned}
     for stage, (position, microbatch) in sorted(first.items(), key=lambda pair: pair[1]):
-        if stage in gathered:
+        if stage in gathered_stages:
             early = computes[max(0, computes.index(position) - 1)]
             before[early].append(Action(stage, "UNSHARD", microbatch))
     for position, part in positioned:
-        if part.stage in by_microbatch and part.op in "BW" and last[part.stage] != (position, part):
+        if part.stage in stages_reduced_by_microbatch and part.op in "BW" and last[part.stage] != (position, part):
             before[position].append(Action(part.stage, "REDUCE_SCATTER", part.microbatch))
     for stage, (position, part) in last.items():
-        if part.op != "F" and stage in reduced:
+        if part.op != "F" and stage in reduced_stages:
             before[position].append(Action(stage, "REDUCE_GRAD", part.microbatch))
-        elif stage in gathered:
+        elif stage in gathered_stages:
             after[position].append(Action(stage, "RESHARD", part.microbatch))
-    return [action for position, item in enumerate(line) for action in (*before[position], item, *after[position])]
+    return [
+        action for position, item in enumerate(rank_program) for action in (*before[position], item, *after[position])
+    ]
 
 
 MIN_GAP = 2
 """Compute actions between a microbatch's forward and backward pass from which on its activations are offloaded."""
 
 
-def offloaded_passes(computes: Sequence[Action], offloaded: Set[int]) -> list[tuple[int, int]]:
+def list_offloaded_passes(computes: Sequence[Action], offloaded_stages: Set[int]) -> list[tuple[int, int]]:
     """Return pairs (forward, backward), as indices of `computes`, for the passes whose activations are offloaded."""
     forwards = {(part.stage, part.microbatch): index for index, part in enumerate(computes) if part.op == "F"}
     pairs = [
         (forwards[part.stage, part.microbatch], index)
         for index, part in enumerate(computes)
-        if part.op in "BI" and part.stage in offloaded
+        if part.op in "BI" and part.stage in offloaded_stages
     ]
     return [(start, end) for start, end in pairs if end - start > MIN_GAP]
 
 
-def with_offload_actions(line: RankProgram, offloaded: Set[int]) -> RankProgram:
+def insert_offload_actions(rank_program: RankProgram, offloaded_stages: Set[int]) -> RankProgram:
     """
-    Return a rank's program in which activations of the stages in `offloaded` wait in host memory.
+    Insert actions into a rank's program, to offload the activations of `offloaded_stages` to host memory.
 
     They leave after the forward pass, and return during the compute action before the backward pass; microbatches with
     fewer than `MIN_GAP` compute actions in between stay.
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    positioned = [(position, part) for position, item in enumerate(line) for part in flat([item]) if part.op in OPS]
-    for start, end in offloaded_passes([part for _, part in positioned], offloaded):
+    positioned = [
+        (position, part)
+        for position, item in enumerate(rank_program)
+        for part in iterate_actions([item])
+        if part.op in OPS
+    ]
+    for start, end in list_offloaded_passes([part for _, part in positioned], offloaded_stages):
         position, part = positioned[start]
         after[position].append(Action(part.stage, "OFFLOAD", part.microbatch))
         before[positioned[end - 1][0]].append(Action(part.stage, "RELOAD", part.microbatch))
-    return [action for position, item in enumerate(line) for action in (*before[position], item, *after[position])]
+    return [
+        action for position, item in enumerate(rank_program) for action in (*before[position], item, *after[position])
+    ]
 
 
 @attrs.frozen
@@ -162,37 +179,37 @@ class Sharding:
     gathered: bool = False
     by_microbatch: bool = False
 
-    def apply(self, line: RankProgram) -> RankProgram:
+    def insert_actions(self, rank_program: RankProgram) -> RankProgram:
         """Return a rank's program with its actions on shards."""
-        stages = {action.stage for action in flat(line)}
-        return with_shard_actions(
-            line, stages if self.gathered else set(), stages, stages if self.by_microbatch else set()
+        stages = {action.stage for action in iterate_actions(rank_program)}
+        return insert_shard_actions(
+            rank_program, stages if self.gathered else set(), stages, stages if self.by_microbatch else set()
         )
 
 
-def with_whole_backwards(program: Program) -> Program:
+def merge_split_backwards(program: Program) -> Program:
     """Replace every I directly followed by its W by a B, unless another rank consumes I's result."""
     merged = np.zeros(len(program.stage), dtype=bool)
     merged[:-1] = (program.op[:-1] == BACKWARD_INPUT) & (program.op[1:] == BACKWARD_WEIGHT)
-    for column in (program.stage, program.microbatch, program.rank):
+    for column in (program.stage, program.microbatch, program.rank_by_action):
         merged[:-1] &= column[:-1] == column[1:]
     merged[:-1] &= ~program.overlaps_previous[1:]
-    merged &= dest_ranks(program) == program.rank
+    merged &= find_consumer_ranks(program) == program.rank_by_action
     op = np.where(merged, BACKWARD, program.op)
-    return attrs.evolve(program, op=op).select(~np.roll(merged, 1))
+    return attrs.evolve(program, op=op).select_actions(~np.roll(merged, 1))
 
 
-def dest_ranks(program: Program) -> NDArray[np.int64]:
+def find_consumer_ranks(program: Program) -> NDArray[np.int64]:
     """Return the rank consuming an action's result, by action (actions,); its own rank without a consumer."""
-    stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank
+    stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank_by_action
     dest_stage = program.stage + np.where(program.op == FORWARD, 1, -1)
     has_dest = (program.op != BACKWARD_WEIGHT) & (dest_stage >= 0) & (dest_stage < program.stages)
     return np.where(has_dest, stage_to_rank[np.where(has_dest, dest_stage, 0)], rank_of)
 
 
-def with_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
+def insert_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
     """Return one rank's program with sends and receives inserted, ordered by the whole program's timing."""
-    rank_of, dest_of = program.rank, dest_ranks(program)
+    rank_of, dest_of = program.rank_by_action, find_consumer_ranks(program)
     computes, sends, receives = (
         rank_of == rank,
         (rank_of == rank) & (dest_of != rank),

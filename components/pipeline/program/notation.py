@@ -9,7 +9,7 @@ from drawloom.components.ports.program import OPS, Action, Overlap, Program, Ran
 ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
-def read_action(text: str) -> Action | Overlap:
+def parse_action(text: str) -> Action | Overlap:
     """Parse an action's or an overlap's label; ValueError if it is neither."""
     parts = tuple(_parse_action(part) for part in text.split("|"))
     return parts[0] if len(parts) == 1 else Overlap(parts)
@@ -22,16 +22,16 @@ def _parse_action(text: str) -> Action:
     return Action(int(match[1]), match[2], int(match[3]))  # type: ignore[arg-type]
 
 
-def read_program(text: str) -> Program:
-    """Parse a program in `write_program`'s format; ValueError if the text is not a program."""
-    return Program.of([_parse_row(row.partition(":")[2]) for row in text.splitlines() if row.strip()])
+def parse_program(text: str) -> Program:
+    """Parse a program in `format_program`'s format; ValueError if the text is not a program."""
+    return Program.of([_parse_rank_program(row.partition(":")[2]) for row in text.splitlines() if row.strip()])
 
 
-def _parse_row(text: str) -> RankProgram:
-    return [read_action(word) for word in text.split()]
+def _parse_rank_program(text: str) -> RankProgram:
+    return [parse_action(word) for word in text.split()]
 
 
-def write_program(program: Program) -> str:
+def format_program(program: Program) -> str:
     """Return a program as text with a row per rank, such as `0: 0F0 0F1 0B0`."""
     return "".join(f"{rank}: {' '.join(map(str, program.rank_program(rank)))}\n" for rank in range(program.ranks))
 
@@ -41,27 +41,32 @@ OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_SCATTER|REDUCE_GRAD|OFFLOAD|RELOAD)\d*")
 
 
-def read_csv(text: str) -> Program:
+def parse_program_csv(text: str) -> Program:
     """Parse a program in torch's CSV format; ValueError with the cell if the text is not a program."""
     try:
         rows = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
         raise ValueError(str(error)) from error
     lines = [_parse_csv_row(cells, row) for row, cells in enumerate(rows, 1) if cells]
-    _check_size(lines)
+    _check_enough_actions(lines)
     return Program.of(lines)
 
 
-def _check_size(lines: list[RankProgram]) -> None:
+def _check_enough_actions(rank_programs: list[RankProgram]) -> None:
     """Raise ValueError if there are far too few actions for the stages and microbatches, whose product is allocated."""
-    parts = [part for line in lines for item in line for part in (item.parts if isinstance(item, Overlap) else (item,))]
+    parts = [
+        part
+        for line in rank_programs
+        for item in line
+        for part in (item.parts if isinstance(item, Overlap) else (item,))
+    ]
     stages = 1 + max((part.stage for part in parts), default=0)
     microbatches = 1 + max((part.microbatch for part in parts), default=0)
     if stages * microbatches > 1000 + 2 * len(parts):
         raise ValueError(f"{len(parts)} actions are too few for {microbatches} microbatches on {stages} stages")
 
 
-def begins_with_action(text: str) -> bool:
+def is_first_cell_an_action(text: str) -> bool:
     """Return whether the first non-empty cell is an action: a schedule then, even with wrong cells later."""
     first = text.lstrip(", \t\r\n").partition("\n")[0].partition(",")[0]
     try:
@@ -70,7 +75,7 @@ def begins_with_action(text: str) -> bool:
         return False
 
 
-def write_csv(program: Program) -> str:
+def format_program_csv(program: Program) -> str:
     """Return a program in torch's CSV format."""
     text = io.StringIO()
     csv.writer(text).writerows(
@@ -97,7 +102,7 @@ def _parse_cell(cell: str) -> Action | Overlap | None:
     if not cell or IGNORED_ACTION.fullmatch(cell):
         return None
     overlap = OVERLAP.fullmatch(cell)
-    item = read_action(overlap[1].replace(";", "|") if overlap else cell)
+    item = parse_action(overlap[1].replace(";", "|") if overlap else cell)
     return item if isinstance(item, Overlap) or item.op in OPS else None
 
 

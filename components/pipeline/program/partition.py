@@ -21,7 +21,7 @@ from drawloom.components.pipeline.program.recomputation import (
     LiveMicrobatches,
     Options,
     Recomputed,
-    list_choices,
+    list_option_choices,
 )
 from drawloom.components.pipeline.program.timing import CostTable, ManyTimings
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
@@ -38,7 +38,7 @@ MAX_TIMED_ACTIONS = 3_000_000
 
 
 @attrs.frozen(eq=False)
-class Slices:
+class ModelSlices:
     """
     A microbatch's costs by model slice: `lengths` (slices, ops), ordered like OPS.
 
@@ -61,31 +61,33 @@ class Slices:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def table(self, sizes: Sizes) -> CostTable:
+    def compute_cost_table(self, sizes: Sizes) -> CostTable:
         """Return the stages' costs without recomputation."""
         forward, whole, inputs, weights = self.lengths.mean(0).tolist()
-        return CostTable(forward, inputs, weights, whole, self.comm, lengths=self.costs_of([sizes])[0])
+        return CostTable(forward, inputs, weights, whole, self.comm, lengths=self.sum_costs_by_stage([sizes])[0])
 
-    def tasks(self, stage_to_rank: tuple[int, ...], microbatches: int, limit: float, sizes: Sizes) -> Iterator[Task]:
+    def iterate_tasks(
+        self, stage_to_rank: tuple[int, ...], microbatches: int, limit: float, sizes: Sizes
+    ) -> Iterator[Task]:
         """Yield a partition's scheduling tasks by choice of recompute policies; the first recomputes nothing."""
-        table = self.table(sizes)
-        options, stages = self.options([sizes]), range(len(sizes))
+        table = self.compute_cost_table(sizes)
+        options, stages = self.list_recompute_options([sizes]), range(len(sizes))
         local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
-        for way in list_choices(len(options.policies), 1 + max(local)):
+        for way in list_option_choices(len(options.policies), 1 + max(local)):
             chosen = way[local], 0, stages
             costs = attrs.evolve(table, lengths=_add_repeated_time(table.lengths, options.again[chosen]))
             activations, pending = (tuple(sizes.tolist()) for sizes in (options.kept[chosen], options.pending[0]))
             yield Task(stage_to_rank, microbatches, costs, activations, limit, pending)
 
-    def costs_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+    def sum_costs_by_stage(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
         """Return costs (partitions, stages, ops) for partitions with equal stage counts."""
         return _sum_by_stage(self.lengths, partitions) + self.per_stage
 
-    def activations_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+    def sum_activations_by_stage(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
         """Return a microbatch's activations (partitions, stages) for partitions with equal stage counts."""
         return _sum_by_stage(self.activations, partitions)
 
-    def join(self, sizes: Sizes) -> "Slices":
+    def merge_into_stages(self, sizes: Sizes) -> "ModelSlices":
         """Return the costs with every stage in a partition merged into one slice."""
         recomputed = [
             attrs.evolve(
@@ -96,8 +98,8 @@ class Slices:
         activations, pending, parts = (
             _sum_by_stage(values, [sizes])[0] for values in (self.activations, self.pending, self.parts)
         )
-        return Slices(
-            lengths=self.costs_of([sizes])[0],
+        return ModelSlices(
+            lengths=self.sum_costs_by_stage([sizes])[0],
             activations=activations,
             per_stage=np.zeros_like(self.per_stage),
             comm=self.comm,
@@ -106,9 +108,9 @@ class Slices:
             parts=parts,
         )
 
-    def options(self, partitions: Sequence[Sizes]) -> Options:
+    def list_recompute_options(self, partitions: Sequence[Sizes]) -> Options:
         """Return the stages' recompute options in these partitions."""
-        activations, parts = self.activations_of(partitions), _sum_by_stage(self.parts, partitions)
+        activations, parts = self.sum_activations_by_stage(partitions), _sum_by_stage(self.parts, partitions)
         policies: list[Recompute] = ["none"]
         again, kept = [np.zeros_like(activations)], [activations]
         for recomputed in self.recomputed:
@@ -124,11 +126,11 @@ class Slices:
                     kept.append(activations + share * (all_kept - activations))
         return Options(tuple(policies), np.stack(again), np.stack(kept), _sum_by_stage(self.pending, partitions))
 
-    def starts(self, stage_to_rank: Sequence[int]) -> list[Sizes]:
+    def list_starting_partitions(self, stage_to_rank: Sequence[int]) -> list[Sizes]:
         """Return starting points for a search: equal sizes, equal costs by rank, and equal activations by rank."""
         every_op = self.lengths[:, [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]].sum(1)
-        balanced = [_balance_stages(values, stage_to_rank) for values in (every_op, self.activations)]
-        return [even(len(self), len(stage_to_rank)), *balanced]
+        balanced = [_balance_stage_sums(values, stage_to_rank) for values in (every_op, self.activations)]
+        return [partition_evenly(len(self), len(stage_to_rank)), *balanced]
 
 
 @attrs.frozen(eq=False)
@@ -151,7 +153,7 @@ class Fit:
     """Fit of a model into a program's stages, with activations up to `limit` on a rank."""
 
     program: Program
-    slices: Slices
+    slices: ModelSlices
     limit: float
     _timings: ManyTimings = attrs.field(init=False)
     _live: list[LiveMicrobatches] = attrs.field(init=False)
@@ -159,30 +161,32 @@ class Fit:
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "_timings", ManyTimings(self.program, self.slices.comm))
         object.__setattr__(
-            self, "_live", [LiveMicrobatches.of(self.program, rank) for rank in range(self.program.ranks)]
+            self, "_live", [LiveMicrobatches.count(self.program, rank) for rank in range(self.program.ranks)]
         )
 
-    def best(self, starts: Sequence[Sizes] = ()) -> Fitted:
+    def search_best_partition(self, starts: Sequence[Sizes] = ()) -> Fitted:
         """Search for the partition with the shortest makespan, from `starts` or from the usual starting points."""
         slices, stages, actions = len(self.slices), self.program.stages, len(self.program.op)
-        starts = starts or self.slices.starts(self.program.stage_to_rank)
+        starts = starts or self.slices.list_starting_partitions(self.program.stage_to_rank)
         if math.comb(slices - 1, stages - 1) <= min(MAX_EXHAUSTIVE, MAX_TIMED_ACTIONS // actions):
-            return self._select_shortest([*starts, *_all_partitions(slices, stages)])
-        best, room, chance = self._select_shortest(starts), MAX_TIMED_ACTIONS // actions, random.Random(0)
-        while moves := _list_neighbours(best.sizes):
+            return self._select_fastest_partition([*starts, *_iterate_all_partitions(slices, stages)])
+        best, room, chance = self._select_fastest_partition(starts), MAX_TIMED_ACTIONS // actions, random.Random(0)
+        while moves := _list_neighbouring_partitions(best.sizes):
             moves = chance.sample(moves, room) if len(moves) > room else moves
             room -= len(moves)
-            if not moves or (fitted := self._select_shortest(moves)).makespan >= best.makespan * (1 - 1e-9):
+            if not moves or (fitted := self._select_fastest_partition(moves)).makespan >= best.makespan * (1 - 1e-9):
                 break
             best = fitted
         return best
 
-    def _select_shortest(self, partitions: Sequence[Sizes]) -> Fitted:
+    def _select_fastest_partition(self, partitions: Sequence[Sizes]) -> Fitted:
         """Return the partition with the shortest makespan; without one that fits, the one with the least memory."""
-        options = self.slices.options(partitions)
+        options = self.slices.list_recompute_options(partitions)
         chosen, fits = options.choose_fastest(self._live, self.limit * (1 + ROUNDING))
         index = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
-        makespans = self._timings.makespans(_add_repeated_time(self.slices.costs_of(partitions), options.again[index]))
+        makespans = self._timings.compute_makespans(
+            _add_repeated_time(self.slices.sum_costs_by_stage(partitions), options.again[index])
+        )
         makespans[~fits] = math.inf
         smallest = options.kept.min(0)
         growth = np.maximum(options.pending - smallest, 0.0)
@@ -200,13 +204,13 @@ class Fit:
         return Fitted(program, partitions[number], float(makespans[number]), float(peaks[number]))
 
 
-def even(slices: int, stages: int) -> Sizes:
+def partition_evenly(slices: int, stages: int) -> Sizes:
     """Return stage sizes as equal as possible; the earlier stages have the remainder."""
     size, remainder = divmod(slices, stages)
     return (size + 1,) * remainder + (size,) * (stages - remainder)
 
 
-def _balance_stages(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes:
+def _balance_stage_sums(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes:
     """Return stage sizes with similar sums of `values` (slices,) by rank; inner slices count with their mean."""
     mean = float(values[1:-1].mean() if len(values) > 2 else values.mean())
     stages, sizes, ranks = [mean] * len(stage_to_rank), [1] * len(stage_to_rank), [0.0] * (max(stage_to_rank) + 1)
@@ -230,13 +234,13 @@ def _sum_by_stage(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> N
     return sums
 
 
-def _all_partitions(slices: int, stages: int) -> Iterator[Sizes]:
+def _iterate_all_partitions(slices: int, stages: int) -> Iterator[Sizes]:
     """Yield the sizes in all partitions."""
     for cuts in combinations(range(1, slices), stages - 1):
         yield tuple(last - first for first, last in pairwise((0, *cuts, slices)))
 
 
-def _list_neighbours(sizes: Sizes) -> list[Sizes]:
+def _list_neighbouring_partitions(sizes: Sizes) -> list[Sizes]:
     """Return all partitions with one slice moved from one stage to another."""
     neighbours = []
     for source in range(len(sizes)):
@@ -250,7 +254,7 @@ def _list_neighbours(sizes: Sizes) -> list[Sizes]:
 
 
 def _add_repeated_time(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return `lengths` (..., stages, ops) with `again` (..., stages) added to the backward passes."""
+    """Add recomputation time `again` (..., stages) to the backward durations in `lengths` (..., stages, ops)."""
     lengths = lengths.copy()
     lengths[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]
     return lengths

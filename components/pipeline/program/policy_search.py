@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Policy, Task, makespan
+from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Policy, Task, compute_makespan
 
 WAVE = Policy(down=(0.4, 0.25), up=(0.2, 0.4), turn=0.0, pace=1.2, spared=(0.0, 0.5), patience=0.25)
 """Policy with a period between microbatches."""
@@ -36,18 +36,18 @@ BEAM = 3
 """Number of best policies that are changed further, and of ways to recompute that are searched."""
 
 
-def best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: int = TRIALS) -> Policy:
+def search_best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: int = TRIALS) -> Policy:
     """Search for the policy with the shortest makespan: from `starts`, with at most `trials` policies per size."""
     return _search_policies(task, starts, trials)[0]
 
 
-def select_promising(tasks: Sequence[Task]) -> list[Task]:
+def select_promising_tasks(tasks: Sequence[Task]) -> list[Task]:
     """Return the tasks (equal in size) with the shortest programs under two usual policies: BEAM, or 1 if large."""
 
     def length(task: Task) -> float:
         while _count_actions(task) > MAX_DIRECT_ACTIONS and task.ranks >= 8:
-            task = halve(task)
-        return min(makespan(task, policy) for policy in (FORWARDS_FIRST, WAVE))
+            task = halve_task_size(task)
+        return min(compute_makespan(task, policy) for policy in (FORWARDS_FIRST, WAVE))
 
     return sorted(tasks, key=length)[: BEAM if tasks and _count_actions(tasks[0]) <= MAX_DIRECT_ACTIONS else 1]
 
@@ -57,12 +57,12 @@ def _search_policies(task: Task, starts: Sequence[Policy], trials: int) -> list[
     count = min(trials, MAX_SCHEDULED_ACTIONS // _count_actions(task))
     if _count_actions(task) <= MAX_DIRECT_ACTIONS or task.ranks < 8:
         return _improve_policies(task, starts[: max(1, count)], count)
-    policies = _search_policies(halve(task), starts, trials)
+    policies = _search_policies(halve_task_size(task), starts, trials)
     # The best policy of the smaller task may not be the best here; a task that is too large keeps it.
     return _improve_policies(task, [*policies, *starts][:count], count) or policies
 
 
-def halve(task: Task) -> Task:
+def halve_task_size(task: Task) -> Task:
     """Return the task with half as many ranks and microbatches, and half the memory."""
     count, last = task.ranks // 2, task.ranks - 1
     # The first and the last rank stay, because their stages have different costs.
@@ -71,7 +71,7 @@ def halve(task: Task) -> Task:
     half = Task(
         tuple(new_ranks[task.stage_to_rank[stage]] for stage in stages),
         max(1, task.microbatches // 2),
-        task.costs.of_stages(stages),
+        task.costs.select_stages(stages),
         tuple(task.activations[stage] for stage in stages),
         task.limit / 2,
         tuple(task.pending[stage] for stage in stages),
@@ -81,13 +81,13 @@ def halve(task: Task) -> Task:
 
 def _improve_policies(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
     """Improve policies by random changes, and return the best ones, the best first."""
-    best = sorted(((makespan(task, policy), policy) for policy in starts), key=_get_makespan)[:BEAM]
+    best = sorted(((compute_makespan(task, policy), policy) for policy in starts), key=_get_makespan)[:BEAM]
     trials, chance = trials - len(starts), random.Random(0)
     for trial in range(trials):
         # First all of the best policies are changed in turn, then only the best one.
         index = trial % len(best) if trial < trials // 3 else 0
-        policy = _change_policy(best[index][1], chance)
-        length = makespan(task, policy)
+        policy = _change_policy_randomly(best[index][1], chance)
+        length = compute_makespan(task, policy)
         if length <= best[index][0]:
             best[index] = length, policy
             best.sort(key=_get_makespan)
@@ -98,16 +98,16 @@ def _get_makespan(candidate: tuple[float, Policy]) -> float:
     return candidate[0]
 
 
-def _change_policy(policy: Policy, chance: random.Random) -> Policy:
+def _change_policy_randomly(policy: Policy, chance: random.Random) -> Policy:
     """Return the policy with one or two numbers changed at random."""
     for _ in range(chance.choice((1, 1, 2))):
         match chance.choice(("down", "up", "turn", "pace", "spared", "patience")):
             case "down":
-                policy = attrs.evolve(policy, down=_change_one_number(policy.down, chance))
+                policy = attrs.evolve(policy, down=_change_one_number_randomly(policy.down, chance))
             case "up":
-                policy = attrs.evolve(policy, up=_change_one_number(policy.up, chance))
+                policy = attrs.evolve(policy, up=_change_one_number_randomly(policy.up, chance))
             case "turn":
-                policy = attrs.evolve(policy, turn=_change_number(policy.turn, chance))
+                policy = attrs.evolve(policy, turn=_change_number_randomly(policy.turn, chance))
             case "pace":
                 policy = attrs.evolve(policy, pace=chance.choice((0.0, 0.5, 0.8, 1.0, 1.2)))
             case "spared":
@@ -117,13 +117,17 @@ def _change_policy(policy: Policy, chance: random.Random) -> Policy:
     return policy
 
 
-def _change_one_number(numbers: tuple[float, float], chance: random.Random) -> tuple[float, float]:
+def _change_one_number_randomly(numbers: tuple[float, float], chance: random.Random) -> tuple[float, float]:
     first, second = numbers
-    return (_change_number(first, chance), second) if chance.random() < 0.5 else (first, _change_number(second, chance))
+    return (
+        (_change_number_randomly(first, chance), second)
+        if chance.random() < 0.5
+        else (first, _change_number_randomly(second, chance))
+    )
 
 
-def _change_number(number: float, chance: random.Random) -> float:
-    """Return a similar number: somewhat larger or smaller, or with the opposite sign."""
+def _change_number_randomly(number: float, chance: random.Random) -> float:
+    """Return a random number near a number, or near its negative."""
     return chance.choice((number / 2, number * 0.8, number * 1.25, number * 2, -number)) + chance.uniform(-0.2, 0.2)
 
 

@@ -30,7 +30,7 @@ MAX_INDEPENDENT_STAGES = 2
 """A rank with more stages uses one policy for all of them."""
 
 
-def repeat_fraction(policy: Recompute) -> float:
+def recomputed_fraction(policy: Recompute) -> float:
     """Return approximately the fraction repeated in the backward pass, from 0 to 1, for a stage's forward pass."""
     if isinstance(policy, int):
         return 1 / policy
@@ -88,7 +88,7 @@ class Options:
             nothing, partitions = np.zeros((1, len(rank.stages)), dtype=np.int64), np.arange(len(self.pending))
             over = np.flatnonzero(self._compute_peaks(rank, nothing, partitions)[0] > limit)
             if len(over) and len(self.policies) > 1:
-                tried = list_choices(len(self.policies), len(rank.stages))
+                tried = list_option_choices(len(self.policies), len(rank.stages))
                 more = self.again[tried[..., None], over, rank.stages[:, None]].sum(1)
                 more[self._compute_peaks(rank, tried, over) > limit] = np.inf
                 best = more.argmin(0)
@@ -99,14 +99,14 @@ class Options:
         return chosen, fits
 
     def _compute_peaks(self, rank: "LiveMicrobatches", tried: Ints, partitions: Ints) -> Floats:
-        """Return a rank's peak activations (ways, partitions) for the choices `tried` (ways, stages)."""
+        """Compute a rank's peak activations (ways, partitions) for recompute choices `tried` (ways, stages)."""
         kept = self.kept[tried[..., None], partitions, rank.stages[:, None]]
         waiting = rank.pending @ self.pending[partitions[:, None], rank.stages].T
         peaks: Floats = (np.einsum("ts,wsp->twp", rank.kept, kept) + waiting[:, None]).max(0)
         return peaks
 
 
-def list_choices(options: int, stages: int) -> Ints:
+def list_option_choices(options: int, stages: int) -> Ints:
     """
     Return all choices for a rank (ways, stages), as option indices by stage; the first recomputes nothing.
 
@@ -130,7 +130,7 @@ class LiveMicrobatches:
     pending: Ints
 
     @classmethod
-    def of(cls, program: Program, rank: int) -> "LiveMicrobatches":
+    def count(cls, program: Program, rank: int) -> "LiveMicrobatches":
         """Count a rank's live microbatches at all times where its memory may peak, whatever the sizes."""
         rows = program.rows(rank)
         stages = np.unique(program.stage[rows])

@@ -39,12 +39,12 @@ class Costs:
     def _sum_backward(self) -> float:
         return self.backward_input + self.backward_weight
 
-    def of(self, program: Program) -> NDArray[np.float64]:
+    def get_durations(self, program: Program) -> NDArray[np.float64]:
         """Return the durations (actions,) for a program's actions."""
         lengths = np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[program.op]
         return lengths * np.array(self.factors)[program.stage] if self.factors else lengths
 
-    def length(self, work: str, stage: int = 0) -> float:
+    def get_duration(self, work: str, stage: int = 0) -> float:
         """Return an action's duration by op and stage; every message takes `comm`."""
         lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
         if work in lengths:
@@ -52,11 +52,11 @@ class Costs:
         shards = {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
         return shards.get(work, self.comm)
 
-    def of_stages(self, stages: Sequence[int]) -> "Costs":
+    def select_stages(self, stages: Sequence[int]) -> "Costs":
         """Return the costs for some stages."""
         return attrs.evolve(self, factors=tuple(self.factors[stage] for stage in stages) if self.factors else ())
 
-    def divide(self, stages_per_rank: int) -> "Costs":
+    def divide_by_stages(self, stages_per_rank: int) -> "Costs":
         """Return costs per stage, given costs per rank; the message size does not change."""
         names = ("forward", "backward_input", "backward_weight", "backward", "unshard", "reduce")
         return attrs.evolve(self, **{name: getattr(self, name) / stages_per_rank for name in names})
@@ -68,21 +68,21 @@ class CostTable(Costs):
 
     lengths: NDArray[np.float64] = attrs.field(factory=lambda: np.ones((1, len(OPS))))
 
-    def of(self, program: Program) -> NDArray[np.float64]:
+    def get_durations(self, program: Program) -> NDArray[np.float64]:
         """Return the durations (actions,) for a program's actions."""
         lengths: NDArray[np.float64] = self.lengths[program.stage, program.op]
         return lengths
 
-    def length(self, work: str, stage: int = 0) -> float:
+    def get_duration(self, work: str, stage: int = 0) -> float:
         """Return an action's duration by op and stage."""
-        return float(self.lengths[stage, OPS.index(work)]) if work in OPS else super().length(work, stage)
+        return float(self.lengths[stage, OPS.index(work)]) if work in OPS else super().get_duration(work, stage)
 
-    def of_stages(self, stages: Sequence[int]) -> "CostTable":
+    def select_stages(self, stages: Sequence[int]) -> "CostTable":
         """Return the costs for some stages."""
         return attrs.evolve(self, lengths=self.lengths[list(stages)])
 
-    def resample(self, sizes: Sequence[int]) -> "CostTable":
-        """Return the same model's costs for stages with relative `sizes`, if costs are even within old stages."""
+    def resample_to_sizes(self, sizes: Sequence[int]) -> "CostTable":
+        """Return the model's costs for other stages with relative `sizes`; costs count as even within an old stage."""
         whole = np.concatenate([np.zeros((1, len(OPS))), self.lengths.cumsum(0)])
         cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))
         columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, sums)) for sums in whole.T]
@@ -107,21 +107,21 @@ class Timing:
         return float(self.end.max(initial=0.0))
 
 
-def time(program: Program, costs: Costs) -> Timing:
+def compute_timing(program: Program, costs: Costs) -> Timing:
     """
     Return a program's timing if messages take `costs.comm` and don't share channels.
 
     Results from ranks without actions are ready from the start: a program reduced to some ranks is timed as if the
     other ranks were never late. Raises DeadlockError if the program can't finish.
     """
-    produces, consumes, delay = dependencies(program, costs)
+    produces, consumes, delay = list_input_cells(program, costs)
     if not np.diff(program.bounds).all():
-        return _time_few_ranks(
-            program, produces.tolist(), (consumes.tolist(), delay.tolist(), costs.of(program).tolist())
+        return _compute_timing_of_few_ranks(
+            program, produces.tolist(), (consumes.tolist(), delay.tolist(), costs.get_durations(program).tolist())
         )
     end_of = np.full(produces.max(initial=0) + 1, np.inf)
     end_of[_NO_INPUT] = 0.0
-    length, next_action, free_at = costs.of(program), program.bounds[:-1].copy(), np.zeros(program.ranks)
+    length, next_action, free_at = costs.get_durations(program), program.bounds[:-1].copy(), np.zeros(program.ranks)
     timing = Timing(np.zeros(len(produces)), np.zeros(len(produces)), np.zeros(len(produces), dtype=np.int64))
     wave = 0
     while len(ranks := np.flatnonzero(next_action < program.bounds[1:])):
@@ -152,14 +152,16 @@ class ManyTimings:
 
     def __attrs_post_init__(self) -> None:
         # Waves do not depend on costs.
-        wave = time(self.program, Costs()).wave
+        wave = compute_timing(self.program, Costs()).wave
         object.__setattr__(self, "_order", np.argsort(wave, kind="stable"))
         object.__setattr__(self, "_bounds", np.cumsum([0, *np.bincount(wave)]))
 
-    def makespans(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+    def compute_makespans(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the makespans (costs,) for `lengths` (costs, stages, ops), ordered like OPS."""
-        produces, consumes, delay = (cells[self._order] for cells in dependencies(self.program, Costs(comm=self.comm)))
-        rank = self.program.rank[self._order]
+        produces, consumes, delay = (
+            cells[self._order] for cells in list_input_cells(self.program, Costs(comm=self.comm))
+        )
+        rank = self.program.rank_by_action[self._order]
         kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
         table = np.ascontiguousarray(lengths.reshape(len(lengths), -1).T)
         end_of = np.zeros((int(produces.max(initial=0)) + 1, len(lengths)))
@@ -173,7 +175,7 @@ class ManyTimings:
         return makespans
 
 
-def _time_few_ranks(
+def _compute_timing_of_few_ranks(
     program: Program, produces: list[int], inputs: tuple[list[int], list[float], list[float]]
 ) -> Timing:
     """Time a few ranks with numbers, faster than arrays; `inputs` are input cells, message delays and durations."""
@@ -205,7 +207,9 @@ _NO_INPUT = 0
 """Cell of actions without an input, which is ready from the start."""
 
 
-def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+def list_input_cells(
+    program: Program, costs: Costs
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """
     Return the actions' output cells, their input cells, and their inputs' message delays.
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from itertools import product
 
-from drawloom.components.pipeline.program.timing import Costs, DeadlockError, time
-from drawloom.components.ports.program import Program, flat
+from drawloom.components.pipeline.program.timing import Costs, DeadlockError, compute_timing
+from drawloom.components.ports.program import Program, iterate_actions
 
 TRAINS = ("FB", "FIW")
 INFERS = ("F",)
 
 
-def violations(program: Program) -> list[str]:
+def find_violations(program: Program) -> list[str]:
     """
     Return a program's violations, or an empty list if it is valid.
 
@@ -23,7 +23,7 @@ def violations(program: Program) -> list[str]:
 def _find_wrong_ranks(program: Program) -> Iterator[str]:
     """Yield a sentence for every action outside the stages, or on another rank than its stage."""
     for rank in range(program.ranks):
-        for action in flat(program.rank_program(rank)):
+        for action in iterate_actions(program.rank_program(rank)):
             if not 0 <= action.stage < program.stages:
                 yield f"{action} on rank {rank}: there are stages 0 to {program.stages - 1}"
             elif program.stage_to_rank[action.stage] != rank:
@@ -34,7 +34,7 @@ def _find_wrong_ops(program: Program) -> Iterator[str]:
     """Yield a sentence for every stage and microbatch without exactly its passes, in order."""
     done = dict.fromkeys(product(range(program.stages), range(program.microbatches)), "")
     for rank in range(program.ranks):
-        for action in flat(program.rank_program(rank)):
+        for action in iterate_actions(program.rank_program(rank)):
             key = action.stage, action.microbatch
             done[key] = done.get(key, "") + action.op
     allowed = TRAINS if any(ops.strip("F") for ops in done.values()) else INFERS
@@ -45,7 +45,7 @@ def _find_wrong_ops(program: Program) -> Iterator[str]:
 
 def _find_deadlocks(program: Program) -> list[str]:
     try:
-        time(program, Costs())
+        compute_timing(program, Costs())
     except DeadlockError as deadlock:
         return [str(deadlock)]
     return []

@@ -22,14 +22,19 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, detach, floating
+from drawloom.components.pipeline.runtime.stage_runner import (
+    StageRunner,
+    detach_leaf,
+    list_floating_leaves,
+    start_stage_graph,
+)
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import LOSSES, Loss
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import Stage
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.pipeline")
@@ -45,19 +50,19 @@ class Slot:
     _grads: list[Tensor] | None = None
     _passes: dict[str, Recorded] = attrs.field(factory=dict)
 
-    def open(self, given: Any) -> None:
-        """Record all passes, for tensors shaped like `given`: inputs, context and batch."""
-        self._given = transform(_copy_leaf, given)
+    def record_passes(self, example: Any) -> None:
+        """Record all passes, for tensors shaped like `example`: inputs, context and batch."""
+        self._given = map_leaves(_copy_leaf, example)
         self._passes["forward"] = self.record(self._run_forward)
         if not self.runner.last:
             output, _ = self._passes["forward"].outputs
-            self._grads = [torch.zeros_like(leaf) for leaf in floating(output)]
+            self._grads = [torch.zeros_like(leaf) for leaf in list_floating_leaves(output)]
         for name in ("backward_input", "backward_weight") if self.runner.split else ("backward",):
             self._passes[name] = self.record(partial(self._run_backward, name))
 
-    def forward(self, given: Any) -> tuple[Any, Any]:
+    def forward(self, inputs_context_batch: Any) -> tuple[Any, Any]:
         """Return copies of the stage's output and, on the last stage, the losses; None on others."""
-        _copy_into(self._given, given)
+        _copy_tree_into(self._given, inputs_context_batch)
         output, losses = self._replay_pass("forward")
         return output, losses
 
@@ -77,7 +82,7 @@ class Slot:
     def _replay_backward(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
         """Launch a backward graph by name with output gradients (any shapes), and return the input gradients."""
         if grads is not None:
-            _copy_into(self._grads, grads)
+            _copy_tree_into(self._grads, grads)
         input_grads: list[Tensor] = self._replay_pass(name)
         return input_grads
 
@@ -89,7 +94,7 @@ class Slot:
         """Run the runner's forward pass for recording, and return the output and the losses."""
         inputs, shared, batch = self._given
         # Inputs start the stage's autograd graph, except for token ids.
-        output = self.runner.forward(0, as_input(transform(detach, inputs)), shared, batch)
+        output = self.runner.forward(0, start_stage_graph(map_leaves(detach_leaf, inputs)), shared, batch)
         return output, self.runner.state.microbatch(0).get(LOSSES)
 
     def _run_backward(self, name: str) -> Any:
@@ -101,7 +106,7 @@ class Slot:
         """Launch a pass's graph, and return copies of its outputs."""
         recorded = self._passes[name]
         recorded.replay()
-        return transform(_copy_leaf, recorded.outputs)
+        return map_leaves(_copy_leaf, recorded.outputs)
 
 
 @attrs.define(eq=False)
@@ -111,13 +116,13 @@ class WeightSums:
     _sums: dict[nn.Parameter, Tensor] = attrs.field(factory=dict)
     _left: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum, the gradient that it replaced
 
-    def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep the current gradients as sums; a parameter without a gradient gets no sum."""
+    def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the parameters' current gradients, if any, as the sums to reuse in all later steps."""
         for parameter in parameters:
             if parameter.grad is not None and parameter not in self._sums:
                 self._sums[parameter] = parameter.grad.contiguous()  # kernels only add to contiguous tensors
 
-    def attach(self) -> None:
+    def attach_to_parameters(self) -> None:
         """Set the sums as their parameters' `.grad`, and remember the replaced gradients."""
         for parameter, summed in self._sums.items():
             if parameter.grad is not summed:
@@ -154,24 +159,24 @@ class StageGraphs:
         """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
         return self._first is not None and len(self._slots) < in_flight
 
-    def begin(self, in_flight: int) -> None:
+    def begin_step(self, in_flight: int) -> None:
         """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
         while self.lacks_slots(in_flight):
             example, split = self._first
             self._slots.append(Slot(self._create_runner(split), self.new_record()))
-            self._slots[-1].open(example)
+            self._slots[-1].record_passes(example)
         self._free = list(self._slots)
 
-    def take(self, given: Any, stage: Stage, split: bool) -> Slot | None:
-        """Take a free slot, or None if the microbatch must run kernel by kernel. The first one sets the shape."""
+    def take_slot(self, inputs_context_batch: Any, stage: Stage, split: bool) -> Slot | None:
+        """Take a free slot; None if there is none, or if the microbatch has other shapes than the first one."""
         if self._first is None:
-            self._first, self.stage = (transform(_copy_leaf, given), split), stage
-        if _get_graph_key((given, split)) != _get_graph_key(self._first):
+            self._first, self.stage = (map_leaves(_copy_leaf, inputs_context_batch), split), stage
+        if _get_graph_key((inputs_context_batch, split)) != _get_graph_key(self._first):
             self._warn_once()
             return None
         return self._free.pop() if self._free else None
 
-    def give_back(self, slot: Slot) -> None:
+    def return_slot(self, slot: Slot) -> None:
         """Free a finished microbatch's slot."""
         self._free.append(slot)
 
@@ -199,7 +204,9 @@ class CapturedRunner(StageRunner):
     ) -> Any:
         # Graphs must serve batches with other counts, such as padding, which only the host reads.
         given = inputs, shared, None if batch is None else batch.without_host_values()
-        slot = self.graphs.take(given, self.stage, self.split) if torch.is_grad_enabled() and finish is None else None
+        slot = (
+            self.graphs.take_slot(given, self.stage, self.split) if torch.is_grad_enabled() and finish is None else None
+        )
         if slot is None:
             return super().forward(microbatch, inputs, shared, batch, finish)
         self._slots[microbatch] = slot
@@ -212,7 +219,7 @@ class CapturedRunner(StageRunner):
         if (slot := self._slots.pop(microbatch, None)) is None:
             return super().backward(microbatch, grads)
         input_grads = slot.backward(grads)
-        self.graphs.give_back(slot)
+        self.graphs.return_slot(slot)
         return input_grads
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
@@ -224,7 +231,7 @@ class CapturedRunner(StageRunner):
         if (slot := self._slots.pop(microbatch, None)) is None:
             return super().backward_weight(microbatch)
         slot.backward_weight()
-        self.graphs.give_back(slot)
+        self.graphs.return_slot(slot)
 
 
 @attrs.define(eq=False)
@@ -238,19 +245,19 @@ class Captures:
     _whole_rows: bool = True
 
     @classmethod
-    def on(cls, device: torch.device, objective: Loss) -> "Captures | None":
+    def create_on_gpu(cls, device: torch.device, objective: Loss) -> "Captures | None":
         """Create the graphs on a GPU; return None on a CPU, whose kernels take longer than their launches."""
         if device.type == "cpu":
             return None
         stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return cls(objective, lambda: CudaRecord(stream))
 
-    def runner(self, stage: Stage, state: StepState, split: bool) -> CapturedRunner:
+    def create_runner(self, stage: Stage, state: StepState, split: bool) -> CapturedRunner:
         """Return a stage's runner for one step."""
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
         return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
 
-    def unify_rows(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
+    def unify_whole_rows_flags(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
         """
         Return a step's microbatches with one `whole_rows` flag: true until a row with several documents occurs.
 
@@ -260,33 +267,33 @@ class Captures:
         if self._whole_rows and not all(microbatch.shared.whole_rows for microbatch in inputs):
             self._whole_rows = False
             self._graphs.clear()
-        return inputs if self._whole_rows else [microbatch.as_any_rows() for microbatch in inputs]
+        return inputs if self._whole_rows else [microbatch.without_whole_rows_flag() for microbatch in inputs]
 
-    def begin(self, actions: Iterable[Action]) -> None:
+    def begin_step(self, actions: Iterable[Action]) -> None:
         """
         Record missing graphs before a step's first microbatch; UserError if a pass can't be recorded.
 
         No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
         for this rank's message.
         """
-        most = count_most_in_flight(actions)
+        most = count_peak_microbatches_in_flight(actions)
         if any(graphs.lacks_slots(most[index]) for index, graphs in self._graphs.items()):
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
-        self._sums.attach()
+        self._sums.attach_to_parameters()
         for index, graphs in self._graphs.items():
             try:
-                graphs.begin(most[index])
+                graphs.begin_step(most[index])
             except RuntimeError as error:
-                raise UserError(_describe_refusal(index, error), exit_code=2) from error
+                raise UserError(_describe_capture_error(index, error), exit_code=2) from error
         self._sums.reset()
 
-    def end(self) -> None:
-        """Keep the gradients' memory for later steps, after a step's last microbatch, before they are handed over."""
+    def end_step(self) -> None:
+        """Reuse the step's gradient tensors in later steps; call this before `hand_over_gradients`."""
         for graphs in self._graphs.values():
-            self._sums.adopt(graphs.stage.module.parameters())
+            self._sums.adopt_gradients(graphs.stage.module.parameters())
 
 
-def count_most_in_flight(actions: Iterable[Action]) -> Counter[int]:
+def count_peak_microbatches_in_flight(actions: Iterable[Action]) -> Counter[int]:
     """Return the maximum microbatch count between forward pass and weight gradients, by stage."""
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
@@ -296,7 +303,7 @@ def count_most_in_flight(actions: Iterable[Action]) -> Counter[int]:
     return most
 
 
-def _describe_refusal(stage: int, error: RuntimeError) -> str:
+def _describe_capture_error(stage: int, error: RuntimeError) -> str:
     """Return a message with the reason why CUDA rejects a stage's recording, and the remedy."""
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return (
@@ -304,9 +311,9 @@ def _describe_refusal(stage: int, error: RuntimeError) -> str:
     )
 
 
-def _copy_into(targets: Any, values: Any) -> None:
+def _copy_tree_into(targets: Any, values: Any) -> None:
     """Copy a tree's tensors into a tree with the same structure."""
-    pairs = zip(leaves(targets), leaves(values), strict=True)
+    pairs = zip(list_leaves(targets), list_leaves(values), strict=True)
     tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]
     with torch.no_grad():
         torch._foreach_copy_([target for target, _ in tensors], [value for _, value in tensors])
@@ -318,4 +325,4 @@ def _copy_leaf(leaf: Any) -> Any:
 
 def _get_graph_key(tree: Any) -> list[Any]:
     """Return the properties a graph is recorded for: tensor shapes and dtypes, and other leaves' values."""
-    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves(tree)]
+    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in list_leaves(tree)]

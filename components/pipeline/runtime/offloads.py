@@ -19,13 +19,13 @@ class Offloads:
     transfers: Transfers
     _pool: dict[int, list[tuple[Tensor, Ticket]]] = attrs.field(factory=lambda: defaultdict(list))
 
-    def begin(self, kept: Iterable[ref[Kept]], others: Iterable[Tensor]) -> "OffloadedTensors":
+    def start_offload(self, kept: Iterable[ref[Kept]], not_offloaded: Iterable[Tensor]) -> "OffloadedTensors":
         """
-        Start to copy kept tensors to host memory, by storage; tensors in the storages of `others` stay.
+        Start to copy kept tensors to host memory, by storage; tensors in the storages of `not_offloaded` stay.
 
         Tensors that autograd has released already are left out.
         """
-        stay = {tensor.untyped_storage().data_ptr() for tensor in others}
+        stay = {tensor.untyped_storage().data_ptr() for tensor in not_offloaded}
         by_storage: dict[int, list[Kept]] = defaultdict(list)
         for weak in kept:
             if (wrapper := weak()) is not None:
@@ -33,11 +33,11 @@ class Offloads:
         groups = [wrappers for address, wrappers in by_storage.items() if address and address not in stay]
         return OffloadedTensors(self, [_Storage(wrappers) for wrappers in groups])
 
-    def take(self, size: int) -> tuple[Tensor, Ticket]:
+    def take_host_memory(self, byte_count: int) -> tuple[Tensor, Ticket]:
         """Return host memory, uint8 (size,), from the pool or new, and a ticket for the end of its last use."""
-        return self._pool[size].pop() if self._pool[size] else (self.transfers.allocate(size), None)
+        return self._pool[byte_count].pop() if self._pool[byte_count] else (self.transfers.allocate(byte_count), None)
 
-    def give(self, memory: Tensor, ticket: Ticket) -> None:
+    def return_host_memory(self, memory: Tensor, ticket: Ticket) -> None:
         """Return host memory to the pool; the ticket is for the end of its use."""
         self._pool[memory.numel()].append((memory, ticket))
 
@@ -54,7 +54,7 @@ class _Storage:
         storage = tensors[0].untyped_storage()
         self.bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
-    def move_to(self, memory: Tensor) -> None:
+    def point_views_to(self, memory: Tensor) -> None:
         """Replace the wrappers' tensors by equal views into other memory, uint8 (bytes,)."""
         for weak, (dtype, shape, strides, offset) in zip(self.wrappers, self.views, strict=True):
             if (wrapper := weak()) is not None:
@@ -67,48 +67,48 @@ class OffloadedTensors:
     """
     A microbatch's activations on their way to host memory and back.
 
-    After `free`, wrappers are views of host memory; after `reload` and `wait` again of the device's.
+    After `free_device_memory`, wrappers are views of host memory; after `reload` and `wait` again of the device's.
     """
 
     def __init__(self, offloads: Offloads, storages: Sequence[_Storage]) -> None:
         self._offloads, self._storages = offloads, storages
-        taken = [offloads.take(storage.bytes.numel()) for storage in storages]
+        taken = [offloads.take_host_memory(storage.bytes.numel()) for storage in storages]
         self._host = [memory for memory, _ in taken]
         transfers = offloads.transfers
         copies = [(memory, storage.bytes) for memory, storage in zip(self._host, storages, strict=True)]
-        self._left = transfers.store(copies, [transfers.mark(), *(ticket for _, ticket in taken)])
+        self._left = transfers.copy_to_host(copies, [transfers.mark_computation(), *(ticket for _, ticket in taken)])
         self._arrived: Ticket = None
         self._is_on_host = False
 
     @property
-    def size(self) -> int:
+    def byte_count(self) -> int:
         """Return the bytes copied to host memory."""
         return sum(memory.numel() for memory in self._host)
 
-    def free(self) -> None:
+    def free_device_memory(self) -> None:
         """Free the device memory, after the copies to the host."""
         self._offloads.transfers.wait(self._left)
         for storage, memory in zip(self._storages, self._host, strict=True):
-            storage.move_to(memory)
+            storage.point_views_to(memory)
             storage.bytes = storage.bytes.new_empty(0)
         self._is_on_host = True
 
     def reload(self) -> None:
         """Allocate device memory, and start to copy the activations back."""
         if not self._is_on_host:
-            self.free()
+            self.free_device_memory()
         transfers = self._offloads.transfers
         for storage, memory in zip(self._storages, self._host, strict=True):
             storage.bytes = torch.empty(memory.numel(), dtype=torch.uint8, device=storage.bytes.device)
         copies = [(storage.bytes, memory) for storage, memory in zip(self._storages, self._host, strict=True)]
         # The allocator may hand out memory that computation still uses.
-        self._arrived = transfers.fetch(copies, [transfers.mark(), self._left])
+        self._arrived = transfers.copy_to_device(copies, [transfers.mark_computation(), self._left])
         for storage in self._storages:
-            storage.move_to(storage.bytes)
+            storage.point_views_to(storage.bytes)
 
     def wait(self) -> None:
         """Let later kernels wait for the reloaded activations, and give the host memory back to the pool."""
         self._offloads.transfers.wait(self._arrived)
         for memory in self._host:
-            self._offloads.give(memory, self._arrived)
+            self._offloads.return_host_memory(memory, self._arrived)
         self._host, self._storages = [], []

@@ -11,13 +11,13 @@ from torch.autograd import profiler
 
 from drawloom.components.ports.distributed import P2PChannel, Pending
 from drawloom.components.ports.program import MessageOp
-from drawloom.components.state.trees import branches, leaves, transform
+from drawloom.components.state.trees import list_labelled_children, list_leaves, map_leaves
 
 WAIT = "wait for a message"
 """Name of the trace range in which an action waits for a message of another rank."""
 
 
-def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
+def describe_tree_mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
     """
     Describe how a tensor tree differs from the receiver's tree; return None if it doesn't.
 
@@ -25,16 +25,16 @@ def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
     own values.
     """
     if isinstance(payload, Tensor) and isinstance(expected, Tensor):
-        if _have_same_form(payload, expected):
+        if _have_same_shape_and_dtype(payload, expected):
             return None
         return f"leaf {path or 'itself'} is {_describe_leaf(payload)}, and {_describe_leaf(expected)} is expected"
     if (
         type(payload) is type(expected) is list
         and len(payload) == len(expected)
-        and all(map(_have_same_form, payload, expected))
+        and all(map(_have_same_shape_and_dtype, payload, expected))
     ):
         return None  # mostly gradients: this is far cheaper than naming every leaf
-    sent, wanted = branches(payload), branches(expected)
+    sent, wanted = list_labelled_children(payload), list_labelled_children(expected)
     if sent is None or wanted is None or type(payload) is not type(expected):
         are_leaves = sent is None and wanted is None and type(payload) is type(expected)
         same = are_leaves and bool(payload == expected)
@@ -45,12 +45,14 @@ def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
         )
     if [name for name, _ in sent] != [name for name, _ in wanted]:
         where = f" in {path}" if path else ""
-        return f"there are {len(leaves(payload))} leaves{where}, and {len(leaves(expected))} are expected"
+        return f"there are {len(list_leaves(payload))} leaves{where}, and {len(list_leaves(expected))} are expected"
     parts = zip(sent, wanted, strict=True)
-    return next(filter(None, (mismatch(part, other, path + name) for (name, part), (_, other) in parts)), None)
+    return next(
+        filter(None, (describe_tree_mismatch(part, other, path + name) for (name, part), (_, other) in parts)), None
+    )
 
 
-def all_tensors(items: Iterable[Any]) -> bool:
+def are_all_tensors(items: Iterable[Any]) -> bool:
     """Return whether all items are tensors."""
     for item in items:  # noqa: SIM110  # a generator takes longer to start than most of the lists take
         if not isinstance(item, Tensor):
@@ -58,16 +60,16 @@ def all_tensors(items: Iterable[Any]) -> bool:
     return True
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
+def list_tensors(tree: Any) -> list[Tensor]:
     """Return a tree's tensors, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    if type(tree) is list and all_tensors(tree):
+    if type(tree) is list and are_all_tensors(tree):
         return tree
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in list_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _have_same_form(first: Any, second: Any) -> bool:
+def _have_same_shape_and_dtype(first: Any, second: Any) -> bool:
     """Return whether both leaves are tensors with the same shape and dtype."""
     are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
     return are_tensors and first.shape == second.shape and first.dtype == second.dtype
@@ -76,7 +78,7 @@ def _have_same_form(first: Any, second: Any) -> bool:
 def _describe_leaf(leaf: Any) -> str:
     """Return a leaf as text for a message: a tensor's dtype and shape."""
     if not isinstance(leaf, Tensor):
-        return repr(leaf) if branches(leaf) is None else f"a {type(leaf).__name__}"
+        return repr(leaf) if list_labelled_children(leaf) is None else f"a {type(leaf).__name__}"
     return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
 
 
@@ -116,9 +118,9 @@ class P2PBuffers:
             tree: Any = torch.empty(like.shape, dtype=like.dtype, device=self.device)
             messages = [link.receive(tree)]
         else:
-            flat = type(like) is list and all_tensors(like)
-            tree = [self._allocate_like(leaf) for leaf in like] if flat else transform(self._allocate_like, like)
-            messages = [link.receive(tensor) for tensor in tensors_of(tree)]
+            flat = type(like) is list and are_all_tensors(like)
+            tree = [self._allocate_like(leaf) for leaf in like] if flat else map_leaves(self._allocate_like, like)
+            messages = [link.receive(tensor) for tensor in list_tensors(tree)]
         self._receiving[key] = tree, messages
 
     def wait_recv(self, key: MessageKey) -> Any:
@@ -126,12 +128,12 @@ class P2PBuffers:
         tree, messages = self._receiving.pop(key)
         if profiler._is_profiler_enabled:  # so that a trace separates waiting from computing
             with profiler.record_function(WAIT):
-                _wait_for_all(messages)
+                _wait_for_messages(messages)
         else:
-            _wait_for_all(messages)
+            _wait_for_messages(messages)
         return tree
 
-    def finish(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until all sends have completed."""
         while self._sending:
             self._sending.popleft().wait()
@@ -141,6 +143,6 @@ class P2PBuffers:
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device) if isinstance(leaf, Tensor) else leaf
 
 
-def _wait_for_all(messages: Sequence[Pending]) -> None:
+def _wait_for_messages(messages: Sequence[Pending]) -> None:
     for message in messages:
         message.wait()

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from drawloom.components.pipeline.runtime.offloads import OffloadedTensors
-from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch, tensors_of
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
+from drawloom.components.pipeline.runtime.p2p import P2PBuffers, describe_tree_mismatch, list_tensors
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, start_stage_graph
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.program import OPS, Action
 from drawloom.components.ports.stages import StageInputs
 from drawloom.components.state.batch import Batch
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 
 StageMicrobatch = tuple[int, int]
@@ -29,7 +29,7 @@ class MicrobatchInputs:
     """
     Microbatch for the stages: the first stage's inputs, such as token ids, and the context for all stages.
 
-    The last stage computes the loss with `batch`; without a batch it returns `finish`'s result.
+    The last stage computes the loss with `batch`; without a batch it returns `wait_for_sends`'s result.
     """
 
     inputs: Any
@@ -37,7 +37,7 @@ class MicrobatchInputs:
     batch: Batch | None = None
     finish: Finish | None = None
 
-    def as_any_rows(self) -> "MicrobatchInputs":
+    def without_whole_rows_flag(self) -> "MicrobatchInputs":
         """Return the microbatch with `whole_rows` false: rows may contain several documents."""
         return attrs.evolve(self, shared=attrs.evolve(self.shared, whole_rows=False))
 
@@ -75,17 +75,17 @@ class ProgramRunner:
             "RECV_B": self._receive_backward,
             "UNSHARD": lambda action: self.stages[action.stage].unshard(),
             "RESHARD": lambda action: self.stages[action.stage].reshard(),
-            "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_next(final=False),
-            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_next(final=True),
+            "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_in_backward(is_last_in_step=False),
+            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_in_backward(is_last_in_step=True),
             "OFFLOAD": lambda action: self._leaving.append((2, self.stages[action.stage].offload(action.microbatch))),
             "RELOAD": lambda action: self.stages[action.stage].reload(action.microbatch),
         }
         if self.streams is not None:
-            run, streams = self.streams.run, self.streams
+            run, streams = self.streams.run_in_stream, self.streams
             operations = {
                 name: partial(run, operation, self._find_local_inputs) for name, operation in operations.items()
             }
-            streams.begin()
+            streams.wait_for_current_stream()
         for action in actions:
             if self._leaving and action.op in OPS:
                 self._free_offloaded()
@@ -101,22 +101,24 @@ class ProgramRunner:
             except Exception as error:
                 error.add_note(f"in the pipeline at {action}: stage {action.stage}, microbatch {action.microbatch}")
                 raise
-        self.p2p.finish()
+        self.p2p.wait_for_sends()
         if self.streams is not None:
-            self.streams.end()
+            self.streams.join_current_stream()
 
     def _free_offloaded(self) -> None:
         """Free the device memory for activations whose offload began before the last compute action."""
         waiting = [(actions - 1, tensors) for actions, tensors in self._leaving]
         for actions, tensors in waiting:
             if actions == 0:
-                tensors.free()
+                tensors.free_device_memory()
         self._leaving = [(actions, tensors) for actions, tensors in waiting if actions]
 
     def _find_local_inputs(self, action: Action) -> list[Tensor]:
-        """Return a pass's input tensors from another stage of this rank."""
+        """Return the tensors that a pass consumes from another stage on this rank; [] if they come as a message."""
         buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
-        return [leaf for leaf in leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)]
+        return [
+            leaf for leaf in list_leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)
+        ]
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
@@ -134,7 +136,7 @@ class ProgramRunner:
         key = action.stage, action.microbatch
         inputs = self._outputs.pop(key) if key in self._outputs else self.p2p.wait_recv(("RECV_F", *key))
         # Detached tensors become leaves: every stage has its own graph, which its backward pass frees.
-        return as_input(inputs) if torch.is_grad_enabled() else inputs
+        return start_stage_graph(inputs) if torch.is_grad_enabled() else inputs
 
     def _send_forward(self, action: Action) -> None:
         output = self._outputs.pop((action.stage + 1, action.microbatch))
@@ -142,24 +144,24 @@ class ProgramRunner:
 
     def _receive_forward(self, action: Action) -> None:
         like = self._infer_stage_input(action.stage, action.microbatch)
-        self.p2p.receive(("RECV_F", action.stage, action.microbatch), _get_peer(action), like)
+        self.p2p.receive(("RECV_F", action.stage, action.microbatch), _get_peer_rank(action), like)
 
     def _infer_stage_input(self, stage: int, microbatch: int) -> Any:
         """Return a stage's input for a microbatch as meta tensors; sender and receiver both derive them."""
         inputs = self.microbatches[microbatch]
-        return self.boundaries.boundary(stage, inputs.inputs, inputs.shared)
+        return self.boundaries.infer_stage_inputs(stage, inputs.inputs, inputs.shared)
 
     def _send_tree(self, action: Action, payload: Any, expected: Any) -> None:
         """Send a tensor tree; UserError if the receiver expects other shapes or dtypes."""
         # The receiver has allocated the expected tree, and neither NCCL nor gloo compares shapes and dtypes.
-        if problem := mismatch(payload, expected):
+        if problem := describe_tree_mismatch(payload, expected):
             kind = "output" if action.op == "SEND_F" else "gradient"
             raise UserError(
                 f"stage {action.stage} has another {kind} for microbatch {action.microbatch} than rank "
                 f"{action.peer} of the pipeline expects: {problem}; a stage must return the shapes and dtypes that its "
                 "module returns on the meta device, so check autocast, and shapes or dtypes that depend on values"
             )
-        self.p2p.send(_get_peer(action), tensors_of(payload))
+        self.p2p.send(_get_peer_rank(action), list_tensors(payload))
 
     def _run_backward(self, action: Action) -> None:
         self._store_input_grads(
@@ -190,14 +192,14 @@ class ProgramRunner:
 
     def _send_backward(self, action: Action) -> None:
         grads = self._grads.pop((action.stage - 1, action.microbatch))
-        self._send_tree(action, grads, floating(self._infer_stage_input(action.stage, action.microbatch)))
+        self._send_tree(action, grads, list_floating_leaves(self._infer_stage_input(action.stage, action.microbatch)))
 
     def _receive_backward(self, action: Action) -> None:
-        like = floating(self._infer_stage_input(action.stage + 1, action.microbatch))
-        self.p2p.receive(("RECV_B", action.stage, action.microbatch), _get_peer(action), like)
+        like = list_floating_leaves(self._infer_stage_input(action.stage + 1, action.microbatch))
+        self.p2p.receive(("RECV_B", action.stage, action.microbatch), _get_peer_rank(action), like)
 
 
-def _get_peer(action: Action) -> int:
+def _get_peer_rank(action: Action) -> int:
     if action.peer is None:
         raise ValueError(f"the message {action} has no peer rank; insert messages with `lower`")
     return action.peer

@@ -19,10 +19,10 @@ from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.recompute import Collecting, Kept
-from drawloom.kernels.recompute_policy import recomputing
+from drawloom.kernels.recompute_policy import apply_recompute_policy
 
 
 @attrs.define(eq=False)
@@ -74,14 +74,16 @@ class StageRunner:
         collecting = Collecting() if keeps and self.stage.offload else None
         with Accumulation() if split is None else split.forward(), collecting or nullcontext():
             if keeps and self.stage.recompute != "none":
-                with recomputing(self.stage.recompute):
+                with apply_recompute_policy(self.stage.recompute):
                     outputs = self._run_module(microbatch, inputs, shared, batch, finish)
             else:
                 outputs = self._run_module(microbatch, inputs, shared, batch, finish)
         if keeps:
             kept = () if collecting is None else collecting.kept
-            self._in_flight[microbatch] = InFlight(floating(inputs), floating(outputs), split, kept)
-        return outputs.detach() if isinstance(outputs, Tensor) else transform(detach, outputs)
+            self._in_flight[microbatch] = InFlight(
+                list_floating_leaves(inputs), list_floating_leaves(outputs), split, kept
+            )
+        return outputs.detach() if isinstance(outputs, Tensor) else map_leaves(detach_leaf, outputs)
 
     def _run_module(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None
@@ -118,21 +120,23 @@ class StageRunner:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         if self._reduces_next:
             self._end_reduction()
-        return [_default_to_zeros(leaf, leaf.grad) for leaf in kept.inputs]
+        return [_get_gradient_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
         kept = self._in_flight[microbatch]
         _wait_until_reloaded(kept)
-        grads_of_inputs = _get_split(kept).backward_input(kept.outputs, grads, kept.inputs)
-        input_grads = [_default_to_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, grads_of_inputs, strict=True)]
+        grads_of_inputs = _get_split_backward(kept).backward_input(kept.outputs, grads, kept.inputs)
+        input_grads = [
+            _get_gradient_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, grads_of_inputs, strict=True)
+        ]
         # Activations are freed here, because W may come much later.
         kept.inputs, kept.outputs = [], []
         return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run W: accumulate the weight gradients; after `reduce_next`, reduce every part once it is computed."""
-        split = _get_split(self._in_flight.pop(microbatch))
+        """Run W: accumulate the weight gradients; after `reduce_in_backward`, reduce every part once it is computed."""
+        split = _get_split_backward(self._in_flight.pop(microbatch))
         if not self._reduces_next:
             split.backward_weight()
             return
@@ -148,7 +152,7 @@ class StageRunner:
         # The memory of inputs, outputs and parameters stays, whoever saved it.
         parameters = (parameter for parameter in self.stage.module.parameters() if not is_dtensor(parameter))
         others = (*in_flight.inputs, *in_flight.outputs, *parameters)
-        in_flight.offloaded = self.offloads.begin(in_flight.kept, others)
+        in_flight.offloaded = self.offloads.start_offload(in_flight.kept, others)
         return in_flight.offloaded
 
     def reload(self, microbatch: int) -> None:
@@ -166,13 +170,13 @@ class StageRunner:
         """Free the gathered parameters."""
         self._shards.reshard()
 
-    def reduce_next(self, final: bool) -> None:
-        """Reduce gradients with the next backward pass; if `final`, they are then complete for the step."""
-        self._shards.reduce_next(final)
+    def reduce_in_backward(self, is_last_in_step: bool) -> None:
+        """Reduce gradients with the next backward pass; if `is_last_in_step`, they are then complete for the step."""
+        self._shards.reduce_in_backward(is_last_in_step)
         self._reduces_next = True
 
     def _end_reduction(self) -> None:
-        """End the gradient reduction requested by `reduce_next`."""
+        """End the gradient reduction requested by `reduce_in_backward`."""
         self._shards.end_reduction()
         self._reduces_next = False
 
@@ -192,36 +196,36 @@ def _wait_until_reloaded(kept: InFlight) -> None:
         kept.offloaded.wait()
 
 
-def _get_split(kept: InFlight) -> SplitBackward:
+def _get_split_backward(kept: InFlight) -> SplitBackward:
     """Return a microbatch's split backward pass; ValueError if the stage does not split it."""
     if kept.split is None:
         raise ValueError("this stage's backward is not split: its program has no action I")
     return kept.split
 
 
-def floating(tree: Any) -> list[Tensor]:
+def list_floating_leaves(tree: Any) -> list[Tensor]:
     """Return a tree's leaves with gradients: real or complex floating-point tensors."""
     if isinstance(tree, Tensor):  # the usual case between stages, where microseconds matter
         return [tree] if tree.is_floating_point() or tree.is_complex() else []
-    return [leaf for leaf in leaves(tree) if _has_gradient(leaf)]
+    return [leaf for leaf in list_leaves(tree) if _has_gradient(leaf)]
 
 
 def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def detach(leaf: Any) -> Any:
+def detach_leaf(leaf: Any) -> Any:
     """Return a leaf without its autograd graph."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def as_input(tree: Any) -> Any:
-    """Return the previous stage's output as the start of this stage's own autograd graph."""
+def start_stage_graph(tree: Any) -> Any:
+    """Make the previous stage's output the leaves of this stage's own autograd graph: they require gradients."""
     if isinstance(tree, Tensor):
         return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree
-    return transform(lambda leaf: leaf.requires_grad_() if _has_gradient(leaf) else leaf, tree)
+    return map_leaves(lambda leaf: leaf.requires_grad_() if _has_gradient(leaf) else leaf, tree)
 
 
-def _default_to_zeros(leaf: Tensor, grad: Tensor | None) -> Tensor:
+def _get_gradient_or_zeros(leaf: Tensor, grad: Tensor | None) -> Tensor:
     """Return a leaf's gradient, with its shape, as zeros if there is none."""
     return torch.zeros_like(leaf) if grad is None else grad

@@ -30,25 +30,27 @@ class StageStreams:
     _events: dict[tuple[str, int, int], Any] = attrs.field(init=False, factory=dict)
 
     @classmethod
-    def of(cls, stages: Sequence[Stage], new: Callable[[], Any]) -> "StageStreams":
-        """Create the streams with `new`, such as `torch.cuda.Stream`."""
+    def create(cls, stages: Sequence[Stage], create_stream: Callable[[], Any]) -> "StageStreams":
+        """Create the streams with `create_stream`, such as `torch.cuda.Stream`."""
         parameters = [parameter for stage in stages for parameter in set(stage.module.parameters())]
         if len(set(parameters)) < len(parameters):  # two streams would add to one gradient at the same time
-            stream = new()
+            stream = create_stream()
             return cls({stage.index: stream for stage in stages})
-        return cls({stage.index: new() for stage in stages})
+        return cls({stage.index: create_stream() for stage in stages})
 
-    def begin(self) -> None:
+    def wait_for_current_stream(self) -> None:
         """Let all streams wait for the current stream."""
         for stream in self._distinct_streams():
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
-    def end(self) -> None:
+    def join_current_stream(self) -> None:
         """Let the current stream wait for all streams."""
         for stream in self._distinct_streams():
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    def run(self, operation: Operation, local_inputs: Callable[[Action], Iterable[Tensor]], action: Action) -> None:
+    def run_in_stream(
+        self, operation: Operation, local_inputs: Callable[[Action], Iterable[Tensor]], action: Action
+    ) -> None:
         """Run an action in its stage's stream; `local_inputs` returns its inputs from another local stage."""
         stream = self.streams[action.stage]
         other = action.stage + NEIGHBOUR.get(action.op, 0)

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 
 
 @attrs.define
@@ -22,21 +22,21 @@ class Uploads:
 
     device: torch.device
 
-    def start(self, tree: Any) -> Any:
+    def start_upload(self, tree: Any) -> Any:
         """Return the tree on the device; later operations on the current stream wait for the copies."""
         if self.device.type == "cpu":
             return tree
         with torch.cuda.stream(self._stream):
-            copies = transform(self._copy_leaf, tree)
+            copies = map_leaves(self._start_leaf_copy, tree)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
-        for leaf in leaves(copies):
+        for leaf in list_leaves(copies):
             if isinstance(leaf, Tensor):
                 # The copy stream must not reuse the memory of a leaf before the current stream has read it.
                 leaf.record_stream(current)
         return copies
 
-    def _copy_leaf(self, leaf: Any) -> Any:
+    def _start_leaf_copy(self, leaf: Any) -> Any:
         """Return a tensor's copy on the device, issued without waiting; other leaves stay."""
         if not isinstance(leaf, Tensor) or not leaf.is_cpu:
             return leaf

@@ -18,10 +18,15 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from drawloom.components.pipeline.program.builders import loop, vee
-from drawloom.components.pipeline.program.list_scheduling import ROUNDING, list_schedule
-from drawloom.components.pipeline.program.partition import Fit, Fitted, Sizes, Slices, even
-from drawloom.components.pipeline.program.policy_search import STARTS, TRIALS, best_policy, select_promising
+from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
+from drawloom.components.pipeline.program.list_scheduling import ROUNDING, build_list_schedule
+from drawloom.components.pipeline.program.partition import Fit, Fitted, ModelSlices, Sizes, partition_evenly
+from drawloom.components.pipeline.program.policy_search import (
+    STARTS,
+    TRIALS,
+    search_best_policy,
+    select_promising_tasks,
+)
 from drawloom.components.pipeline.program.recomputation import Recomputed
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.pipeline.schedules.gpipe import GPipe
@@ -38,7 +43,7 @@ from drawloom.components.ports.program import FORWARD, OPS, Program
 from drawloom.graph import UserError, above, at_least, between, component, setting
 
 
-def list_published(stages_per_rank: int) -> list[Schedule]:
+def list_published_schedules(stages_per_rank: int) -> list[Schedule]:
     """Return all published schedules with this many stages per rank."""
     if stages_per_rank == 1:
         # GPipe has the bubble of 1F1B, and is better if messages take time.
@@ -55,38 +60,38 @@ Cost = float | Sequence[float]
 """Cost of a slice: its times of F, B, I and W, or a factor of the times of a slice of cost 1."""
 
 
-def _fault_of_activations(values: list[float]) -> str | None:
+def _describe_activations_fault(values: list[float]) -> str | None:
     return None if all(value > 0 for value in values) else f"{min(values)} is not above 0"
 
 
-def _fault_of_slices(values: Sequence[Cost]) -> str | None:
-    small = [least for cost in values if (least := min(_list_numbers(cost), default=1.0)) <= 0]
-    faults = [fault for cost in values if (fault := _fault_of_cost(cost))]
+def _describe_slices_fault(values: Sequence[Cost]) -> str | None:
+    small = [least for cost in values if (least := min(_list_cost_numbers(cost), default=1.0)) <= 0]
+    faults = [fault for cost in values if (fault := _describe_cost_fault(cost))]
     return next(iter(faults), None) or (f"{small[0]} is not above 0" if small else None)
 
 
-def _fault_of_cost(cost: Cost) -> str | None:
+def _describe_cost_fault(cost: Cost) -> str | None:
     """Return the fault in a cost: a wrong number count, or a negative number; None if there is none."""
-    numbers = _list_numbers(cost)
+    numbers = _list_cost_numbers(cost)
     if len(numbers) not in (1, len(OPS)):
         return f"{numbers} has {len(numbers)} times; write one number, or {len(OPS)}, for {', '.join(OPS)}"
     return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
 
 
-def _fault_of_parts(parts: float | Sequence[float]) -> str | None:
-    numbers = _list_numbers(parts)
+def _describe_parts_fault(parts: float | Sequence[float]) -> str | None:
+    numbers = _list_cost_numbers(parts)
     if not numbers:
         return "the list is empty; write a number, or one for each slice"
     return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
 
 
-def _fault_of_kept(parts: float | Sequence[float]) -> str | None:
+def _describe_kept_fractions_fault(parts: float | Sequence[float]) -> str | None:
     """Return the fault in fractions outside 0 to 1; None if there is none."""
-    most = max(_list_numbers(parts), default=0.0)
-    return _fault_of_parts(parts) or (f"{most} is above 1, which is all activations" if most > 1 else None)
+    most = max(_list_cost_numbers(parts), default=0.0)
+    return _describe_parts_fault(parts) or (f"{most} is above 1, which is all activations" if most > 1 else None)
 
 
-def _list_numbers(cost: Cost) -> list[float]:
+def _list_cost_numbers(cost: Cost) -> list[float]:
     return [cost] if isinstance(cost, float | int) else [*cost]
 
 
@@ -95,10 +100,11 @@ class Recomputation:
     """Costs of a recompute policy: a number per slice, or one number for all slices."""
 
     again: float | Sequence[float] = setting(
-        check=_fault_of_parts, doc="additional time of a backward pass, as a fraction of the forward pass"
+        check=_describe_parts_fault, doc="additional time of a backward pass, as a fraction of the forward pass"
     )
     kept: float | Sequence[float] = setting(
-        check=_fault_of_kept, doc="fraction of the activations that is kept from the forward to the backward pass"
+        check=_describe_kept_fractions_fault,
+        doc="fraction of the activations kept from the forward to the backward pass",
     )
 
 
@@ -119,20 +125,20 @@ class Auto:
     comm: float = setting(default=0.0, check=at_least(0), doc="time of a message between ranks")
     slices: Sequence[Cost] = setting(
         factory=list,
-        check=_fault_of_slices,
+        check=_describe_slices_fault,
         doc="costs of the model's slices, or their times of F, B, I and W; if empty, a rank's equal share costs 1",
     )
     per_stage: Cost = setting(
-        default=0.0, check=_fault_of_cost, doc="additional cost of every stage, or its times of F, B, I and W"
+        default=0.0, check=_describe_cost_fault, doc="additional cost of every stage, or its times of F, B, I and W"
     )
     activations: list[float] = setting(
         factory=list,
-        check=_fault_of_activations,
+        check=_describe_activations_fault,
         doc="sizes of a microbatch's activations by slice; if empty, 1 in a rank's share",
     )
     pending: list[float] = setting(
         factory=list,
-        check=_fault_of_activations,
+        check=_describe_activations_fault,
         doc="sizes kept from input gradients until weight gradients, by slice; default: the activations",
     )
     recompute: dict[Literal["selective", "blocks"], Recomputation] = setting(
@@ -157,7 +163,7 @@ class Auto:
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks; UserError if slices or memory do not fit."""
-        return self._find_plan(ranks).program.stage_to_rank
+        return self._find_planned_program(ranks).program.stage_to_rank
 
     def layers_by_stage(self, ranks: int, layers: int) -> Sizes:
         """Return the numbers of layers by stage; UserError if layers are not divisible into the slices."""
@@ -165,9 +171,9 @@ class Auto:
         if layers_per_slice > 1 and "blocks" in self.recompute:  # blocks are layers, so slices must be layers
             text = f"recompute.blocks takes a slice for each layer, and {layers} layers have {self._slice_count} slices"
             raise UserError(f"{text}; write {layers} slices")
-        sizes = self._find_plan(ranks).sizes
+        sizes = self._find_planned_program(ranks).sizes
         if not self._slice_count:
-            return even(layers, len(sizes))
+            return partition_evenly(layers, len(sizes))
         if rest or not layers_per_slice:
             slices = f"{self._slice_count} slices"
             raise UserError(f"{layers} layers are not divisible into {slices}; write {layers} slices")
@@ -175,73 +181,80 @@ class Auto:
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return all ranks' actions, in order; UserError if slices or memory do not fit."""
-        planned = self._find_plan(ranks)
+        planned = self._find_planned_program(ranks)
         if microbatches == planned.program.microbatches:
             return planned.program
         # Stages keep their layers when a step has another number of microbatches.
-        return self._find_fastest(ranks, microbatches, planned).program
+        return self._find_fastest_program(ranks, microbatches, planned).program
 
-    def _find_plan(self, ranks: int) -> Fitted:
+    def _find_planned_program(self, ranks: int) -> Fitted:
         """Return the fastest program for `microbatches`, whose stages all other programs keep."""
-        return self._find_fastest(ranks, self.microbatches or 4 * ranks)
+        return self._find_fastest_program(ranks, self.microbatches or 4 * ranks)
 
-    def _find_fastest(self, ranks: int, microbatches: int, planned: Fitted | None = None) -> Fitted:
+    def _find_fastest_program(self, ranks: int, microbatches: int, planned: Fitted | None = None) -> Fitted:
         """Return the shortest program, with `planned` among programs with its stages; UserError if none fits."""
         size = ranks, microbatches
         if size not in self._cache:
-            counts = [planned.program.stages // ranks] if planned else self._stage_counts(ranks)
+            counts = [planned.program.stages // ranks] if planned else self._list_stages_per_rank(ranks)
             # Programs without recomputation come first, so that they win if nothing is faster.
             ways = [(count, again) for again in (False, True)[: 1 + bool(self.recompute)] for count in counts]
             candidates = [
                 fitted
                 for count, again in ways
-                for fitted in self._fit_programs(ranks, microbatches, count, recomputes=again, planned=planned)
+                for fitted in self._iterate_fitted_programs(
+                    ranks, microbatches, count, recomputes=again, planned=planned
+                )
             ]
             shortest = min(candidates, key=lambda fitted: fitted.makespan)  # the first of equals
             if shortest.makespan == math.inf:
                 least = min(fitted.microbatch_peak for fitted in candidates)
                 text = f"a microbatch's activations are {least:g} on a rank"
-                raise UserError(f"memory = {self._get_limit(ranks):g}: {text}; write more")
+                raise UserError(f"memory = {self._get_memory_limit(ranks):g}: {text}; write more")
             self._cache[size] = shortest
         return self._cache[size]
 
-    def _fit_programs(
+    def _iterate_fitted_programs(
         self, ranks: int, microbatches: int, count: int, recomputes: bool, planned: Fitted | None
     ) -> Iterator[Fitted]:
         """Yield programs with `count` stages per rank, published or searched, with the best stage sizes."""
-        slices, placement = self._build_slices(ranks, count), vee(ranks) if count == 2 else loop(ranks, count)
-        limit = self._get_limit(ranks)
+        slices, placement = (
+            self._build_slices(ranks, count),
+            assign_stages_in_vee(ranks) if count == 2 else assign_stages_in_loop(ranks, count),
+        )
+        limit = self._get_memory_limit(ranks)
         if planned:
-            slices, placement = slices.join(planned.sizes), planned.program.stage_to_rank
+            slices, placement = slices.merge_into_stages(planned.sizes), planned.program.stage_to_rank
         if not recomputes:
             slices = attrs.evolve(slices, recomputed=())
         comparable = []
-        for schedule in list_published(count):
+        for schedule in list_published_schedules(count):
             if planned is None or schedule.stage_to_rank(ranks) == placement:
-                fitted = Fit(schedule.program(ranks, microbatches), slices, limit).best()
+                fitted = Fit(schedule.program(ranks, microbatches), slices, limit).search_best_partition()
                 comparable += [fitted] if fitted.program.stage_to_rank == placement else []
                 yield fitted
         # If no program fits, the search starts from the stages with the least memory.
         first = min(comparable, key=lambda fitted: (fitted.makespan, fitted.microbatch_peak)).sizes
-        starts = slices.starts(placement)
+        starts = slices.list_starting_partitions(placement)
         cuts = list(dict.fromkeys((first, starts[1])))
         # The first task of every cut recomputes nothing.
-        by_cut = [[*slices.tasks(placement, microbatches, limit, cut)] for cut in cuts]
+        by_cut = [[*slices.iterate_tasks(placement, microbatches, limit, cut)] for cut in cuts]
         tasks = [
             task for of_cut in by_cut for task in of_cut[recomputes:] if task.microbatch_peak <= limit * (1 + ROUNDING)
         ]
         policy = None
-        for number, task in enumerate(select_promising(tasks) if recomputes else tasks):
-            policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
-            yield Fit(list_schedule(task, policy), slices, limit).best([*cuts, *starts])
+        for number, task in enumerate(select_promising_tasks(tasks) if recomputes else tasks):
+            policy = search_best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
+            yield Fit(build_list_schedule(task, policy), slices, limit).search_best_partition([*cuts, *starts])
 
-    def _get_limit(self, ranks: int) -> float:
+    def _get_memory_limit(self, ranks: int) -> float:
         """Return `memory`, or the peak of 1F1B: a microbatch per rank in the largest stage, if ranks cost the same."""
         slices = self._build_slices(ranks, 1)
         most = attrs.evolve(slices, activations=np.maximum(slices.activations, slices.pending))
-        return self.memory or ranks * float(most.activations_of([slices.starts(loop(ranks))[1]]).max())
+        return self.memory or ranks * float(
+            most.sum_activations_by_stage([slices.list_starting_partitions(assign_stages_in_loop(ranks))[1]]).max()
+        )
 
-    def _stage_counts(self, ranks: int) -> list[int]:
+    def _list_stages_per_rank(self, ranks: int) -> list[int]:
         """Return the numbers of stages per rank for which there are enough slices."""
         wanted = [self.stages_per_rank] if self.stages_per_rank else [1, 2]
         if counts := [count for count in wanted if ranks * count <= (self._slice_count or ranks * count)]:
@@ -260,16 +273,16 @@ class Auto:
         first, count = next(iter(counts.items()), ("slices", 0))
         for name, other in counts.items():
             if other != count:
-                raise UserError(f"{first} has {count} values, and {name} has {other}; write equally many")
+                raise UserError(f"{first} has {count} values, and {name} has {other}; write as many values in both")
         return count
 
-    def _build_slices(self, ranks: int, count: int) -> Slices:
+    def _build_slices(self, ranks: int, count: int) -> ModelSlices:
         """Return the settings' slices; without any, one slice of equal cost for every stage."""
         number = self._slice_count or ranks * count
         share = [ranks / number] * number
         costs = np.array([self._get_op_times(cost) for cost in self.slices or share])
         activations = np.array(self.activations or share, dtype=np.float64)
-        return Slices(
+        return ModelSlices(
             costs,
             activations,
             np.array(self._get_op_times(self.per_stage)),
@@ -285,7 +298,7 @@ class Auto:
 
     def _get_op_times(self, cost: Cost) -> list[float]:
         """Return a cost's times of F, B, I and W."""
-        if len(numbers := _list_numbers(cost)) == len(OPS):
+        if len(numbers := _list_cost_numbers(cost)) == len(OPS):
             return numbers
         unit = self.forward, self.backward_input + self.backward_weight, self.backward_input, self.backward_weight
         return [numbers[0] * seconds for seconds in unit]

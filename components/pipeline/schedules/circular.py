@@ -11,7 +11,12 @@ has all of them, and computes them data-parallel, for its share of the microbatc
 
 from typing import ClassVar
 
-from drawloom.components.pipeline.program.builders import Row, RowSchedule, breadth_first, loop
+from drawloom.components.pipeline.program.builders import (
+    Row,
+    RowSchedule,
+    assign_stages_in_loop,
+    build_breadth_first_row,
+)
 from drawloom.graph import UserError, between, component, setting
 
 
@@ -30,7 +35,7 @@ class Circular(RowSchedule):
     )
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return loop(ranks, self.stages_per_rank)
+        return assign_stages_in_loop(ranks, self.stages_per_rank)
 
     def layers_in_stages(self, ranks: int, layers: int) -> int:
         """Return the number of a model's layers in all stages; UserError if the setting does not fit the model."""
@@ -49,5 +54,5 @@ class Circular(RowSchedule):
             )
         return inside
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return breadth_first(self.stages_per_rank, microbatches)
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        return build_breadth_first_row(self.stages_per_rank, microbatches)

@@ -2,10 +2,22 @@
 DualPipeV: two stages on each rank, laid in a V, where the forward of one overlaps the backward of the other.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1 and figure 5 (DualPipe); cut in half at its axis of
-symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are the eight lines of `_row`.
+symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are the eight lines of `_build_full_row`.
 """
 
-from drawloom.components.pipeline.program.builders import B0, B1, F0, F1, I0, I1, Row, RowSchedule, W, overlap, vee
+from drawloom.components.pipeline.program.builders import (
+    B0,
+    B1,
+    F0,
+    F1,
+    I0,
+    I1,
+    Row,
+    RowSchedule,
+    W,
+    assign_stages_in_vee,
+    overlap_code,
+)
 from drawloom.graph import component
 
 
@@ -14,27 +26,27 @@ class DualPipeV(RowSchedule):
     """DualPipeV: forward passes overlap backward passes, on a V."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return vee(ranks)
+        return assign_stages_in_vee(ranks)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         # The eight steps need 2 p microbatches; build_program drops the surplus.
-        return _row(rank, ranks, max(microbatches, 2 * ranks))
+        return _build_full_row(rank, ranks, max(microbatches, 2 * ranks))
 
 
-def _row(r: int, p: int, m: int) -> Row:
+def _build_full_row(rank: int, ranks: int, microbatches: int) -> Row:
     """Return the row of rank r of p, for m microbatches, at least 2 p."""
-    half = r + 1
-    steady = [overlap(F0, B1), overlap(F1, B0)] * (m - 2 * p + half)
-    if r == p - 1:
+    half = rank + 1
+    steady = [overlap_code(F0, B1), overlap_code(F1, B0)] * (microbatches - 2 * ranks + half)
+    if rank == ranks - 1:
         steady[:1] = [F0, B1]  # the bubble is smaller without this overlap
     return (
-        [F0] * (2 * (p - r - 1))
-        + [F0, F1] * (r + 1)
-        + [I1, W, F1] * (p - r - 1)
+        [F0] * (2 * (ranks - rank - 1))
+        + [F0, F1] * (rank + 1)
+        + [I1, W, F1] * (ranks - rank - 1)
         + steady
-        + [B1, overlap(F1, B0)] * (p - r - 1)
+        + [B1, overlap_code(F1, B0)] * (ranks - rank - 1)
         + ([B1, B0] * half)[:half]
         + ([I1, I0] * half)[half:]
-        + [W, I0] * (p - r - 1)
-        + [W] * (r + 1)
+        + [W, I0] * (ranks - rank - 1)
+        + [W] * (rank + 1)
     )

@@ -7,7 +7,7 @@ Every rank keeps the activations of all microbatches.
 
 from typing import ClassVar
 
-from drawloom.components.pipeline.program.builders import B0, F0, Row, RowSchedule, loop
+from drawloom.components.pipeline.program.builders import B0, F0, Row, RowSchedule, assign_stages_in_loop
 from drawloom.graph import component
 
 
@@ -18,7 +18,7 @@ class GPipe(RowSchedule):
     newest_first: ClassVar[bool] = True
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return loop(ranks)
+        return assign_stages_in_loop(ranks)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         return [F0] * microbatches + [B0] * microbatches

@@ -6,7 +6,13 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 equal, so that any number of microbatches is possible.
 """
 
-from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward, interleave, loop
+from drawloom.components.pipeline.program.builders import (
+    Row,
+    RowSchedule,
+    assign_stages_in_loop,
+    backward_code,
+    build_interleaved_row,
+)
 from drawloom.graph import between, component, setting
 
 
@@ -17,7 +23,7 @@ class Interleaved1F1B(RowSchedule):
     stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages per rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return loop(ranks, self.stages_per_rank)
+        return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return interleave(rank, ranks, self.stages_per_rank, microbatches, backward, lead=2)
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        return build_interleaved_row(rank, ranks, self.stages_per_rank, microbatches, backward_code, lead=2)

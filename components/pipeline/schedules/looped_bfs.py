@@ -7,7 +7,12 @@ on a rank; every rank keeps the activations of all microbatches.
 
 from typing import ClassVar
 
-from drawloom.components.pipeline.program.builders import Row, RowSchedule, breadth_first, loop
+from drawloom.components.pipeline.program.builders import (
+    Row,
+    RowSchedule,
+    assign_stages_in_loop,
+    build_breadth_first_row,
+)
 from drawloom.graph import between, component, setting
 
 
@@ -19,7 +24,7 @@ class LoopedBreadthFirst(RowSchedule):
     stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages per rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return loop(ranks, self.stages_per_rank)
+        return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return breadth_first(self.stages_per_rank, microbatches)
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        return build_breadth_first_row(self.stages_per_rank, microbatches)

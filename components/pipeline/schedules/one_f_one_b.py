@@ -7,7 +7,7 @@ microbatches. With twice the warm-up, rank r keeps 2 (p - r) - 1, and no rank wa
 long as a forward pass.
 """
 
-from drawloom.components.pipeline.program.builders import B0, F0, Row, RowSchedule, loop
+from drawloom.components.pipeline.program.builders import B0, F0, Row, RowSchedule, assign_stages_in_loop
 from drawloom.graph import component, setting
 
 
@@ -18,9 +18,9 @@ class OneFOneB(RowSchedule):
     hide_latency: bool = setting(default=False, doc="double the warm-up, to hide the latency of messages")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return loop(ranks)
+        return assign_stages_in_loop(ranks)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         lead = 2 if self.hide_latency else 1
         warmup = min(lead * (ranks - 1 - rank), microbatches)
         return [F0] * warmup + [F0, B0] * (microbatches - warmup) + [B0] * warmup

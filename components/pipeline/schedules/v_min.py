@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, vee
-from drawloom.components.pipeline.program.list_scheduling import Task, list_schedule, peak_activations
-from drawloom.components.pipeline.program.policy_search import best_policy
-from drawloom.components.pipeline.program.timing import Costs, time
+from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, assign_stages_in_vee
+from drawloom.components.pipeline.program.list_scheduling import Task, build_list_schedule, compute_peak_activations
+from drawloom.components.pipeline.program.policy_search import search_best_policy
+from drawloom.components.pipeline.program.timing import Costs, compute_timing
 from drawloom.components.ports.program import Program
 from drawloom.graph import at_least, component, setting
 
@@ -37,40 +37,47 @@ class VMin(RowSchedule):
     )
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return vee(ranks)
+        return assign_stages_in_vee(ranks)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         """Return the op codes of one rank, in order, for messages that take no time."""
-        return _row(_block(rank, ranks), microbatches)
+        return _repeat_slots(_compute_first_microbatch_slots(rank, ranks), microbatches)
 
-    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+    def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return the program with the wanted ranks' actions; a searched order has all ranks' actions."""
-        published = super().program_of(range(ranks) if self.comm else wanted, ranks, microbatches)
+        published = super().program_for_ranks(range(ranks) if self.comm else wanted, ranks, microbatches)
         if not self.comm:
             return published
         sizes, costs = (1.0,) * (2 * ranks), Costs(comm=self.comm)
-        task = Task(vee(ranks), microbatches, costs, sizes, max(peak_activations(published, sizes)))
-        other = list_schedule(task, best_policy(task))
-        return min(published, other, key=lambda program: time(program, costs).makespan)
+        task = Task(
+            assign_stages_in_vee(ranks), microbatches, costs, sizes, max(compute_peak_activations(published, sizes))
+        )
+        other = build_list_schedule(task, search_best_policy(task))
+        return min(published, other, key=lambda program: compute_timing(program, costs).makespan)
 
 
-def _block(r: int, p: int) -> dict[int, int]:
+def _compute_first_microbatch_slots(rank: int, ranks: int) -> dict[int, int]:
     """Return the first microbatch's slots by op; they are distinct modulo PERIOD, so that blocks don't collide."""
-    late = 2 if p % PERIOD in (0, 3) else 0  # or F0 and I1 would be 2 p slots apart, a multiple of the period
-    block = {F0: r, F1: late + 2 * p - 1 - r, I1: late + 2 * p + r, I0: 2 * late + 4 * p - 1 - r}
+    late = 2 if ranks % PERIOD in (0, 3) else 0  # or F0 and I1 would be 2 p slots apart, a multiple of the period
+    block = {
+        F0: rank,
+        F1: late + 2 * ranks - 1 - rank,
+        I1: late + 2 * ranks + rank,
+        I0: 2 * late + 4 * ranks - 1 - rank,
+    }
     for weight, after in ((W1, block[I1]), (W0, block[I0])):
-        block[weight] = _next_free(after, block.values())
+        block[weight] = _find_next_free_slot(after, block.values())
     return block
 
 
-def _next_free(slot: int, used_slots: Iterable[int]) -> int:
+def _find_next_free_slot(slot: int, used_slots: Iterable[int]) -> int:
     residues = {slot % PERIOD for slot in used_slots}
     return next(later for later in range(slot + 1, slot + PERIOD) if later % PERIOD not in residues)
 
 
-def _row(block: dict[int, int], microbatches: int) -> Row:
+def _repeat_slots(slot_by_op: dict[int, int], microbatches: int) -> Row:
     """Return a rank's op codes in the order of their slots, with the block repeated for all microbatches."""
-    slots = np.add.outer(list(block.values()), PERIOD * np.arange(microbatches)).ravel()
-    op_codes = np.repeat(list(block), microbatches)
+    slots = np.add.outer(list(slot_by_op.values()), PERIOD * np.arange(microbatches)).ravel()
+    op_codes = np.repeat(list(slot_by_op), microbatches)
     row: Row = op_codes[np.argsort(slots)].tolist()
     return row

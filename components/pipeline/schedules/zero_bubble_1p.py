@@ -5,7 +5,13 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2
 interleaved form. Rank r defers r weight gradients, so that every rank needs the memory of rank 0 in 1F1B.
 """
 
-from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward_input, interleave, loop
+from drawloom.components.pipeline.program.builders import (
+    Row,
+    RowSchedule,
+    assign_stages_in_loop,
+    backward_input_code,
+    build_interleaved_row,
+)
 from drawloom.graph import between, component, setting
 
 
@@ -16,7 +22,9 @@ class ZeroBubble1P(RowSchedule):
     stages_per_rank: int = setting(default=1, check=between(1, 1001), doc="stages per rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return loop(ranks, self.stages_per_rank)
+        return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return interleave(rank, ranks, self.stages_per_rank, microbatches, backward_input, lead=1, lag=rank)
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        return build_interleaved_row(
+            rank, ranks, self.stages_per_rank, microbatches, backward_input_code, lead=1, lag=rank
+        )

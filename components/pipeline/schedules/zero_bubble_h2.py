@@ -6,7 +6,13 @@ forward passes and defers 2 r weight gradients, so that every rank keeps 2 p - 1
 first action and its last.
 """
 
-from drawloom.components.pipeline.program.builders import Row, RowSchedule, backward_input, interleave, loop
+from drawloom.components.pipeline.program.builders import (
+    Row,
+    RowSchedule,
+    assign_stages_in_loop,
+    backward_input_code,
+    build_interleaved_row,
+)
 from drawloom.graph import component
 
 
@@ -15,7 +21,7 @@ class ZeroBubbleH2(RowSchedule):
     """ZB-H2: no bubble except the skew of the ranks' starts and ends, with nearly twice the memory of 1F1B."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return loop(ranks)
+        return assign_stages_in_loop(ranks)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return interleave(rank, ranks, 1, microbatches, backward_input, lead=2, lag=2 * rank)
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+        return build_interleaved_row(rank, ranks, 1, microbatches, backward_input_code, lead=2, lag=2 * rank)

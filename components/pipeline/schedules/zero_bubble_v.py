@@ -5,7 +5,7 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6
 gradients cost the same and there are 2 p - 1 microbatches or more, no rank waits between its first action and its last.
 """
 
-from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, vee
+from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, assign_stages_in_vee
 from drawloom.graph import component
 
 
@@ -14,23 +14,23 @@ class ZeroBubbleV(RowSchedule):
     """ZBV: zero bubble on a V, in the memory of 1F1B."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return vee(ranks)
+        return assign_stages_in_vee(ranks)
 
-    def row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
         # The row below needs 2 p - 1 microbatches; build_program drops the surplus.
-        return _row(rank, ranks, max(microbatches, 2 * ranks - 1))
+        return _build_full_row(rank, ranks, max(microbatches, 2 * ranks - 1))
 
 
-def _row(r: int, p: int, m: int) -> Row:
+def _build_full_row(rank: int, ranks: int, microbatches: int) -> Row:
     """Return the row of rank r of p, for m microbatches, at least 2 p - 1."""
     return (
-        [F0] * (2 * (p - r) - 1)
-        + [F1, F0] * r
-        + [F1, I1, W1] * (p - r)
-        + [F0, I0, W0, F1, I1, W1] * (m - (2 * p - 1 - r))
-        + [I0, W0, F1, I1, W1] * (p - 1 - r)
-        + [I0, I1] * r
-        + [I0, W0] * (p - r)
-        + [W1] * r
-        + [W0] * r
+        [F0] * (2 * (ranks - rank) - 1)
+        + [F1, F0] * rank
+        + [F1, I1, W1] * (ranks - rank)
+        + [F0, I0, W0, F1, I1, W1] * (microbatches - (2 * ranks - 1 - rank))
+        + [I0, W0, F1, I1, W1] * (ranks - 1 - rank)
+        + [I0, I1] * rank
+        + [I0, W0] * (ranks - rank)
+        + [W1] * rank
+        + [W0] * rank
     )

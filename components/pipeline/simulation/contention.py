@@ -17,7 +17,7 @@ from typing import Literal
 import attrs
 
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
-from drawloom.components.ports.program import OPS, Action, RankProgram, flat
+from drawloom.components.ports.program import OPS, Action, RankProgram, iterate_actions
 
 Channels = Literal["free", "direction", "pair", "rank", "blocking"]
 """
@@ -51,24 +51,24 @@ class TimedEvent:
 Events = dict[EventKey, TimedEvent]
 
 
-def run_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Channels = "free") -> Events:
+def simulate_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Channels = "free") -> Events:
     """Return the events of all ranks' lowered programs with their times; DeadlockError if they never end."""
     events: Events = {}
     for rank_program in rank_programs:
-        _add_rank(events, rank_program, costs, channels)
-    _compute_times(list(events.values()))
+        _add_rank_events(events, rank_program, costs, channels)
+    _compute_event_times(list(events.values()))
     return events
 
 
-def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels: Channels) -> None:
+def _add_rank_events(events: Events, rank_program: RankProgram, costs: Costs, channels: Channels) -> None:
     """Add a rank's events, with their dependencies on earlier events."""
     last: dict[Hashable, TimedEvent] = {}
     reductions: dict[int, TimedEvent] = {}  # by stage, reductions that wait for the next backward pass
-    for action in flat(rank_program):
+    for action in iterate_actions(rank_program):
         if action.op == "RESHARD":
             continue  # it frees memory and takes no time
-        key = event_key(action)
-        event = events.setdefault(key, TimedEvent(key, costs.length(action.op, action.stage)))
+        key = get_event_key(action)
+        event = events.setdefault(key, TimedEvent(key, costs.get_duration(action.op, action.stage)))
         event.dependencies += [last[key] for key in _list_dependency_keys(action, channels) if key in last]
         last.update(dict.fromkeys(_list_updated_keys(action, channels), event))
         if action.op in REDUCTIONS:
@@ -121,10 +121,10 @@ def _get_channel_key(action: Action, channels: Channels) -> Hashable:
             return action.peer
         case "rank":
             return "messages"
-    return event_key(action)
+    return get_event_key(action)
 
 
-def event_key(action: Action) -> EventKey:
+def get_event_key(action: Action) -> EventKey:
     """Return an action's key among the events, the same for both sides of a message."""
     match action.op:
         case "RECV_F":
@@ -134,7 +134,7 @@ def event_key(action: Action) -> EventKey:
     return action.stage, action.op, action.microbatch
 
 
-def _compute_times(events: Sequence[TimedEvent]) -> None:
+def _compute_event_times(events: Sequence[TimedEvent]) -> None:
     """Compute the start and end of every event, in topological order."""
     followers: dict[int, list[TimedEvent]] = {id(event): [] for event in events}
     unfinished = dict.fromkeys(followers, 0)

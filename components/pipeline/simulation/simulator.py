@@ -6,9 +6,15 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.lowering import Sharding, dest_ranks, with_messages
-from drawloom.components.pipeline.program.timing import Costs, time
-from drawloom.components.pipeline.simulation.contention import SHARD_OPS, Channels, Events, event_key, run_events
+from drawloom.components.pipeline.program.lowering import Sharding, find_consumer_ranks, insert_messages
+from drawloom.components.pipeline.program.timing import Costs, compute_timing
+from drawloom.components.pipeline.simulation.contention import (
+    SHARD_OPS,
+    Channels,
+    Events,
+    get_event_key,
+    simulate_events,
+)
 from drawloom.components.ports.program import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -18,7 +24,7 @@ from drawloom.components.ports.program import (
     Action,
     Program,
     RankProgram,
-    flat,
+    iterate_actions,
 )
 
 
@@ -45,7 +51,7 @@ class Simulation:
     shard_bars: Sequence[Sequence[Bar]] = ()
     """Actions that gather parameters and reduce gradients by rank, in order; empty without shards."""
 
-    def bars(self, rank: int) -> Iterator[Bar]:
+    def iterate_bars(self, rank: int) -> Iterator[Bar]:
         """Yield a rank's actions with their times, in order."""
         for row in range(*self.program.bounds[rank : rank + 2]):
             action, overlaps_previous = self.program.action(row), bool(self.program.overlaps_previous[row])
@@ -57,22 +63,25 @@ class Simulation:
         return max(float(self.end.max(initial=0.0)), *(bar.end for bars in self.shard_bars for bar in bars), 0.0)
 
     @property
-    def ideal(self) -> float:
+    def ideal_makespan(self) -> float:
         """Return the busiest rank's compute time, a lower bound for the makespan."""
         length = self.end - self.start
         return max(float(length[self.program.rows(rank)].sum()) for rank in range(self.program.ranks))
 
     @property
-    def bubble(self) -> float:
+    def bubble_fraction(self) -> float:
         """Return the idle fraction of the makespan."""
-        return _compute_idle_fraction(self.ideal, self.makespan)
+        return _compute_idle_fraction(self.ideal_makespan, self.makespan)
 
     @property
-    def span(self) -> float:
+    def longest_rank_span(self) -> float:
         """Return the longest time from a rank's first start to its last end: a step's time if steps overlap."""
-        return max((end - start for start, end in map(self._find_edges, range(self.program.ranks))), default=0.0)
+        return max(
+            (end - start for start, end in map(self._find_first_start_and_last_end, range(self.program.ranks))),
+            default=0.0,
+        )
 
-    def _find_edges(self, rank: int) -> tuple[float, float]:
+    def _find_first_start_and_last_end(self, rank: int) -> tuple[float, float]:
         """Return a rank's first start and last end, including actions on shards."""
         rows, shards = self.program.rows(rank), self.shard_bars[rank] if self.shard_bars else ()
         starts = [*self.start[rows].tolist(), *(bar.start for bar in shards)]
@@ -80,33 +89,33 @@ class Simulation:
         return min(starts, default=0.0), max(ends, default=0.0)
 
     @property
-    def span_bubble(self) -> float:
+    def span_bubble_fraction(self) -> float:
         """Return the idle fraction of the span."""
-        return _compute_idle_fraction(self.ideal, self.span)
+        return _compute_idle_fraction(self.ideal_makespan, self.longest_rank_span)
 
     @property
     def peak_activations(self) -> list[int]:
         """Return by rank the peak number of activations (one per stage and microbatch), kept from F until B or I."""
-        return self._count_peaks(FORWARD, BACKWARD, BACKWARD_INPUT)
+        return self._count_peak_open_ops(FORWARD, BACKWARD, BACKWARD_INPUT)
 
     @property
     def peak_live_weights(self) -> list[int]:
         """Return by rank the peak number of stages' microbatches between F and their weight gradients (B or W)."""
-        return self._count_peaks(FORWARD, BACKWARD, BACKWARD_WEIGHT)
+        return self._count_peak_open_ops(FORWARD, BACKWARD, BACKWARD_WEIGHT)
 
     @property
     def peak_pending_weight_grads(self) -> list[int]:
         """Return the peak of pending weight gradients, by rank."""
-        return self._count_peaks(BACKWARD_INPUT, BACKWARD_WEIGHT)
+        return self._count_peak_open_ops(BACKWARD_INPUT, BACKWARD_WEIGHT)
 
     @property
-    def peak_boundary(self) -> list[int]:
+    def peak_p2p_tensors(self) -> list[int]:
         """Return the peak of tensors in P2P buffers by rank: in flight, or received and not consumed yet."""
         rank_programs = _lower_all_ranks(self.program, self.costs, self.sharding)
-        events = run_events(rank_programs, self.costs, self.channels)
-        return [_count_peak_boundary(rank_program, events) for rank_program in rank_programs]
+        events = simulate_events(rank_programs, self.costs, self.channels)
+        return [_count_peak_p2p_tensors(rank_program, events) for rank_program in rank_programs]
 
-    def _count_peaks(self, opening: int, *closing: int) -> list[int]:
+    def _count_peak_open_ops(self, opening: int, *closing: int) -> list[int]:
         """Return by rank the peak number of `opening` ops not followed yet by one of the `closing` ops."""
         if not np.isin(self.program.op, closing).any():
             return [0] * self.program.ranks  # forward passes alone keep no activations
@@ -115,12 +124,12 @@ class Simulation:
         return [int(rank_program.cumsum().max(initial=0)) for rank_program in rank_programs]
 
     @property
-    def messages(self) -> int:
+    def message_count(self) -> int:
         """Return the number of tensors sent between ranks."""
-        return int((dest_ranks(self.program) != self.program.rank).sum())
+        return int((find_consumer_ranks(self.program) != self.program.rank_by_action).sum())
 
     @property
-    def actions(self) -> dict[str, int]:
+    def action_counts(self) -> dict[str, int]:
         """Return the number of actions by op."""
         return {work: int((self.program.op == number).sum()) for number, work in enumerate(OPS)}
 
@@ -131,11 +140,11 @@ def simulate(
     """Simulate a program, optionally with sharded parameters; raise DeadlockError if it can't finish."""
     # Without contention the vectorized timing suffices, which is far faster than simulating single events.
     if channels == "free" and sharding is None:
-        timing = time(program, costs)
+        timing = compute_timing(program, costs)
         return Simulation(program, costs, channels, timing.start, timing.end)
     rank_programs = _lower_all_ranks(program, costs, sharding)
-    events = run_events(rank_programs, costs, channels)
-    rows = [events[event_key(program.action(row))] for row in range(len(program.stage))]
+    events = simulate_events(rank_programs, costs, channels)
+    rows = [events[get_event_key(program.action(row))] for row in range(len(program.stage))]
     start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
     shard_bars = [_collect_shard_bars(line, events) for line in rank_programs] if sharding else ()
     return Simulation(program, costs, channels, start, end, sharding=sharding, shard_bars=shard_bars)
@@ -147,31 +156,31 @@ def _lower_all_ranks(program: Program, costs: Costs, sharding: Sharding | None) 
 
     Actions are ordered by their times under these costs.
     """
-    timing = time(program, costs)
-    lines = [with_messages(program, timing, rank) for rank in range(program.ranks)]
-    return [sharding.apply(line) for line in lines] if sharding else lines
+    timing = compute_timing(program, costs)
+    lines = [insert_messages(program, timing, rank) for rank in range(program.ranks)]
+    return [sharding.insert_actions(line) for line in lines] if sharding else lines
 
 
 def _collect_shard_bars(line: RankProgram, events: Events) -> list[Bar]:
     """Return bars for a rank's actions on shards: gathering parameters and reducing gradients."""
-    timed = [(action, events[event_key(action)]) for action in flat(line) if action.op in SHARD_OPS]
+    timed = [(action, events[get_event_key(action)]) for action in iterate_actions(line) if action.op in SHARD_OPS]
     return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
 
 
-def _count_peak_boundary(rank_program: RankProgram, events: Events) -> int:
+def _count_peak_p2p_tensors(rank_program: RankProgram, events: Events) -> int:
     """Return the peak number of tensors in one rank's P2P buffers."""
     peak, now = 0, 0.0
     sent: list[float] = []
     received: set[tuple[int, bool, int]] = set()
-    for action in flat(rank_program):
+    for action in iterate_actions(rank_program):
         key = action.stage, action.op.endswith("F"), action.microbatch
         if action.op in OPS:
             received.discard(key)
-            now = events[event_key(action)].end
+            now = events[get_event_key(action)].end
         # A sent tensor stays alive until its transfer ends.
         sent = [end for end in sent if end > now]
         if action.op.startswith("SEND"):
-            sent.append(events[event_key(action)].end)
+            sent.append(events[get_event_key(action)].end)
         elif action.op.startswith("RECV_"):
             received.add(key)
         peak = max(peak, len(sent) + len(received))

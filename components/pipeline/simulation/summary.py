@@ -44,8 +44,8 @@ class Summary:
         """Return makespan, span, bubbles and recomputation as text."""
         run = self.simulation
         simulated = (
-            f"makespan {run.makespan:.5g}, ideal {run.ideal:.5g}: bubble {run.bubble:.1%}; "
-            f"longest span of a rank {run.span:.5g}: bubble {run.span_bubble:.1%}"
+            f"makespan {run.makespan:.5g}, ideal {run.ideal_makespan:.5g}: bubble {run.bubble_fraction:.1%}; "
+            f"longest span of a rank {run.longest_rank_span:.5g}: bubble {run.span_bubble_fraction:.1%}"
         )
         if recomputed := describe_policies(run.program.recompute):
             simulated += f"; recomputed: {recomputed}"
@@ -63,35 +63,35 @@ class Summary:
             "stages_per_rank": self.stages_per_rank,
             "microbatches": run.program.microbatches,
             "makespan": run.makespan,
-            "ideal": run.ideal,
-            "bubble": run.bubble,
-            "span_bubble": run.span_bubble,
+            "ideal": run.ideal_makespan,
+            "bubble": run.bubble_fraction,
+            "span_bubble": run.span_bubble_fraction,
             "peak_activations": run.peak_activations,
             "peak_live_weights": run.peak_live_weights,
-            "messages": run.messages,
+            "messages": run.message_count,
             **({"recompute": list(run.program.recompute)} if run.program.recompute else {}),
             **({} if self.measured is None else {"measured_makespan": self.measured.makespan}),
             **({} if self.memory is None else {"activation_bytes": list(self.memory)}),
-            "actions": run.actions,
+            "actions": run.action_counts,
             "shard_actions": [
                 [{"action": str(bar.action), "start": bar.start, "end": bar.end} for bar in bars]
                 for bars in run.shard_bars
             ],
         }
 
-    def by_rank(self) -> str:
+    def format_peaks_by_rank(self) -> str:
         """Return a table with every rank's peak counts: activations, live and pending weights, messages."""
         run = self.simulation
-        columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_boundary)
+        columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_p2p_tensors)
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
-        return table([("peak", "live", "until weights", "weights pending", "messages"), *rows])
+        return format_table([("peak", "live", "until weights", "weights pending", "messages"), *rows])
 
 
-def compare(summaries: Sequence[Summary]) -> str:
+def format_comparison(summaries: Sequence[Summary]) -> str:
     """Return a table of schedules with equal sizes, sorted by makespan, then by memory."""
     head = ["schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches"]
     head += ["messages", *(["GB"] if any(summary.memory for summary in summaries) else [])]
-    return table([head, *(_format_row(summary) for summary in sorted(summaries, key=_get_sort_key))])
+    return format_table([head, *(_format_row(summary) for summary in sorted(summaries, key=_get_sort_key))])
 
 
 LEGEND = """\
@@ -119,18 +119,18 @@ def _format_row(summary: Summary) -> tuple[str, ...]:
         summary.schedule,
         str(summary.stages_per_rank),
         f"{run.makespan:.5g}",
-        f"{run.ideal:.5g}",
-        f"{run.bubble:.1%}",
-        f"{run.span_bubble:.1%}",
+        f"{run.ideal_makespan:.5g}",
+        f"{run.bubble_fraction:.1%}",
+        f"{run.span_bubble_fraction:.1%}",
         str(max(run.peak_activations)),
         str(live_weights),
         f"{live_weights / summary.stages_per_rank:g}",
-        str(run.messages),
+        str(run.message_count),
         *([] if summary.memory is None else [f"{max(summary.memory) / 1e9:.3f}"]),
     )
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as text, with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]

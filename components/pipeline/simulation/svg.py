@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 import attrs
 
-from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
 
 Colour = tuple[int, int, int]
@@ -51,7 +51,7 @@ SMALLEST_DIGITS = 5
 
 def draw_svg(simulation: Simulation, title: str, caption: str, measured: Simulation | None = None) -> str:
     """Return an SVG document on white, with the measured timeline below every rank's row, if there is one."""
-    return "\n".join(_Picture(simulation, title, caption, measured).draw()) + "\n"
+    return "\n".join(_Picture(simulation, title, caption, measured).draw_elements()) + "\n"
 
 
 @attrs.define(eq=False)
@@ -72,32 +72,32 @@ class _Picture:
         self.row = BAR + GAP + ((SHARD_BAR + 3) if self.simulation.shard_bars else 0)
         self.row += (BAR + GAP) * (self.measured is not None)
         owners = self.simulation.program.stage_to_rank
-        self.local_stage = {stage: stages_of(rank, owners).index(stage) for stage, rank in enumerate(owners)}
+        self.local_stage = {stage: list_stages_of_rank(rank, owners).index(stage) for stage, rank in enumerate(owners)}
         self.stages_per_rank = 1 + max(self.local_stage.values())
         lengths = self.simulation.end - self.simulation.start
         shortest = float(lengths[lengths > 0].min(initial=math.inf))
-        self.unit = min(LARGEST_UNIT / shortest, WIDEST / (self.longest or 1.0))
+        self.unit = min(LARGEST_UNIT / shortest, WIDEST / (self.longest_makespan or 1.0))
         digits = len(str(max(1, self.simulation.program.microbatches) - 1))
         # A digit is 0.6 em wide in Helvetica: 1.55 em for as many digits as the longest number has leaves a margin.
         self.digits = min(11.0, 1.55 * (shortest * self.unit - 1.5) / digits)
 
     @property
-    def longest(self) -> float:
+    def longest_makespan(self) -> float:
         """Return the longer makespan of both timelines."""
         return max(self.simulation.makespan, self.measured.makespan if self.measured else 0.0)
 
     @property
-    def right(self) -> float:
+    def right_x(self) -> float:
         """Return the x coordinate at which the bars end."""
-        return LEFT + self.longest * self.unit
+        return LEFT + self.longest_makespan * self.unit
 
     @property
-    def bottom(self) -> float:
+    def bottom_y(self) -> float:
         """Return the y coordinate at which the rows end."""
         return TOP + self.simulation.program.ranks * self.row
 
-    def draw(self) -> Iterator[str]:
-        width, height = max(self.right, LEFT + NARROWEST) + RIGHT, self.bottom + BOTTOM
+    def draw_elements(self) -> Iterator[str]:
+        width, height = max(self.right_x, LEFT + NARROWEST) + RIGHT, self.bottom_y + BOTTOM
         yield (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
             f'height="{_n(height)}" font-family="Helvetica, Arial, sans-serif" fill="{INK}">'
@@ -106,7 +106,7 @@ class _Picture:
         yield f'<rect width="{_n(width)}" height="{_n(height)}" fill="#fff"/>'
         yield _format_text(LEFT, 24, self.title, 15, weight="bold")
         yield _format_text(LEFT, 43, self.caption, 12, PALE)
-        yield _format_text(self.right + 8, TOP - 7, "peak live", 10, PALE)
+        yield _format_text(self.right_x + 8, TOP - 7, "peak live", 10, PALE)
         for rank, live in enumerate(self.simulation.peak_activations):
             yield from self._draw_row(rank, live)
         yield from self._draw_axis()
@@ -115,9 +115,9 @@ class _Picture:
 
     def _draw_row(self, rank: int, live: int) -> Iterator[str]:
         y = TOP + rank * self.row
-        bars = list(self.simulation.bars(rank))
+        bars = list(self.simulation.iterate_bars(rank))
         yield _format_text(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, anchor="end")
-        yield f'<rect x="{LEFT}" y="{y}" width="{_n(self.right - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
+        yield f'<rect x="{LEFT}" y="{y}" width="{_n(self.right_x - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
         for bar in bars:
             yield from self._draw_bar(bar, y)
         for bar in self.simulation.shard_bars[rank] if self.simulation.shard_bars else ():
@@ -128,11 +128,11 @@ class _Picture:
                 f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" rx="2" fill="none" stroke="{INK}" '
                 'stroke-width="1.5"/>'
             )
-        yield _format_text(self.right + 8, y + BAR / 2 + 4, str(live), 11, PALE)
+        yield _format_text(self.right_x + 8, y + BAR / 2 + 4, str(live), 11, PALE)
         if self.measured is not None:
             y += self.row - BAR - GAP
             yield _format_text(LEFT - 10, y + BAR / 2 - 1, "measured", 10, PALE, anchor="end")
-            for bar in self.measured.bars(rank):
+            for bar in self.measured.iterate_bars(rank):
                 yield from self._draw_bar(bar, y - GAP)
 
     def _draw_bar(self, bar: Bar, y: float) -> Iterator[str]:
@@ -162,18 +162,18 @@ class _Picture:
         return red, green, blue
 
     def _draw_axis(self) -> Iterator[str]:
-        y = self.bottom + 3
-        yield f'<path d="M{LEFT} {_n(y)}H{_n(self.right)}" stroke="{PALE}" stroke-width="0.8"/>'
-        step = _round_step(70 / self.unit)
-        for number in range(math.floor(self.longest / step + 1e-9) + 1):
+        y = self.bottom_y + 3
+        yield f'<path d="M{LEFT} {_n(y)}H{_n(self.right_x)}" stroke="{PALE}" stroke-width="0.8"/>'
+        step = _round_up_axis_step(70 / self.unit)
+        for number in range(math.floor(self.longest_makespan / step + 1e-9) + 1):
             x = LEFT + number * step * self.unit
             yield f'<path d="M{_n(x)} {_n(y)}v4" stroke="{PALE}" stroke-width="0.8"/>'
             yield _format_text(x, y + 15, f"{number * step:g}", 10, PALE, anchor="middle")
-        yield _format_text(self.right + 8, y + 15, "time", 10, PALE)
+        yield _format_text(self.right_x + 8, y + 15, "time", 10, PALE)
 
     def _draw_legend(self) -> Iterator[str]:
-        x, y = float(LEFT), self.bottom + 40
-        done = {work for work, count in self.simulation.actions.items() if count}
+        x, y = float(LEFT), self.bottom_y + 40
+        done = {work for work, count in self.simulation.action_counts.items() if count}
         done |= {bar.action.op for bars in self.simulation.shard_bars for bar in bars}
         for work in filter(done.__contains__, NAMES):
             for local_stage in range(self.stages_per_rank):
@@ -194,7 +194,7 @@ def _find_overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
             yield bars[first], bar
 
 
-def _round_step(least: float) -> float:
+def _round_up_axis_step(least: float) -> float:
     """Return an axis step: the smallest 1, 2 or 5 times a power of ten not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))

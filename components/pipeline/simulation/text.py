@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from drawloom.components.pipeline.program.builders import stages_of
+from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import Action
 
@@ -58,7 +58,7 @@ class _Labels:
         program = simulation.program
         self.brief = brief
         self.local_stage = {
-            stage: stages_of(rank, program.stage_to_rank).index(stage)
+            stage: list_stages_of_rank(rank, program.stage_to_rank).index(stage)
             for stage, rank in enumerate(program.stage_to_rank)
         }
         self.stages_per_rank = 1 + max(self.local_stage.values())
@@ -72,7 +72,7 @@ class _Labels:
             self.stages_per_rank, "; stage before, microbatch behind"
         )
 
-    def of(self, action: Action) -> str:
+    def get_label(self, action: Action) -> str:
         """Return an action's label."""
         if self.stages_per_rank > 2 and not self.brief:
             return str(action)
@@ -83,9 +83,9 @@ class _Labels:
 def _draw_row(simulation: Simulation, rank: int, labels: _Labels, scale: float) -> str:
     """Return a rank's timeline on one line, with `scale` columns per unit of time."""
     row, blank = "", "·" if labels.brief else " "
-    for bar in simulation.bars(rank):
+    for bar in simulation.iterate_bars(rank):
         row = row.ljust(round(bar.start * scale), blank)
-        length, label = round(bar.end * scale) - len(row), labels.of(bar.action)
+        length, label = round(bar.end * scale) - len(row), labels.get_label(bar.action)
         if labels.brief:
             row += label * length
         elif length:

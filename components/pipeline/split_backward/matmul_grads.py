@@ -18,13 +18,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, record_versions
-from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, wrapper_of
+from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, get_recompute_wrapper
 
 Users = dict[Node | None, list[Node | None]]
 """Nodes with an edge to a node, by this node; None stands for the outputs of the graph."""
 
 
-def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
+def find_node_users(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
     """
     Return the users of all nodes between outputs and inputs (tensors of any shape), without the inputs' nodes.
 
@@ -36,7 +36,7 @@ def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
             input_leaves.add(id(tensor))  # the walk reaches the leaf's node anyway; asking torch for it takes 3 us
         else:
             stops.append(tensor.grad_fn)
-    roots = [(_node_of(output), 0) for output in outputs]
+    roots = [(_get_gradient_node(output), 0) for output in outputs]
     users: Users = {node: [] for node in (None, *stops)}
     nodes: list[Node | None] = [None]
     for node in nodes:  # a breadth-first search: the list grows during the loop
@@ -46,18 +46,18 @@ def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
             else:
                 users[child] = [node]
                 nodes.append(child)
-    leaves = [node for node in nodes if type(node) is LEAF and _id_of(node) in input_leaves]
+    leaves = [node for node in nodes if type(node) is LEAF and _get_leaf_tensor_id(node) in input_leaves]
     for node in {None, *stops, *leaves}:
         del users[node]
     return users
 
 
-def _id_of(leaf: Any) -> int:
+def _get_leaf_tensor_id(leaf: Any) -> int:
     """Return the id of the tensor whose gradient a leaf's node accumulates."""
     return id(leaf.variable)
 
 
-def _node_of(tensor: Tensor) -> Node:
+def _get_gradient_node(tensor: Tensor) -> Node:
     """Return the node that computed a tensor (any shape), or that accumulates a leaf's gradient."""
     # get_gradient_edge also returns the first kind, but takes microseconds.
     return tensor.grad_fn or get_gradient_edge(tensor).node
@@ -71,14 +71,14 @@ class Edges:
     names: tuple[str, str]
     bias: int | None = None
     saved: tuple[str, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _prefix_names("_saved_", self), True)
+        init=False, default=attrs.Factory(lambda self: _prefix_factor_names("_saved_", self), True)
     )
     raw: tuple[str, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _prefix_names("_raw_saved_", self), True)
+        init=False, default=attrs.Factory(lambda self: _prefix_factor_names("_raw_saved_", self), True)
     )
 
 
-def _prefix_names(prefix: str, edges: Edges) -> tuple[str, ...]:
+def _prefix_factor_names(prefix: str, edges: Edges) -> tuple[str, ...]:
     """Return the factors' attribute names on a node."""
     return tuple(prefix + name for name in edges.names)
 
@@ -107,10 +107,10 @@ class Product:
     bias: Tensor | None
     bias_gradient: Compute
 
-    def capture(self, deferral: Deferral) -> RemovableHandle:
+    def hook_gradient_capture(self, deferral: Deferral) -> RemovableHandle:
         """Register a hook that queues the gradients of weight and bias once the product's gradient is computed."""
-        queue, gradient, other = deferral.grad_for(self.weight).queue_versioned, self.gradient, self.other
-        queue_bias = None if self.bias is None else deferral.grad_for(self.bias).queue_versioned
+        queue, gradient, other = deferral.gradient_function_for(self.weight).queue_versioned, self.gradient, self.other
+        queue_bias = None if self.bias is None else deferral.gradient_function_for(self.bias).queue_versioned
         bias_gradient = self.bias_gradient
 
         def capture_gradient(_: object, grads: tuple[Tensor | None, ...]) -> None:
@@ -123,7 +123,7 @@ class Product:
         return self.node.register_hook(capture_gradient)
 
 
-def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list[RemovableHandle]]:
+def defer_product_gradients(users: Users, deferral: Deferral) -> tuple[list[Tensor], list[RemovableHandle]]:
     """
     Queue in `deferral` the weight gradients of leaves used only by products.
 
@@ -155,7 +155,7 @@ _CANDIDATES = {*EDGES, *_PASSED}
 
 def _register_hooks(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
     """Register hooks on all products; none if a product has a foreign hook, which may change the weight's gradient."""
-    handles = [product.capture(deferral) for product in products]
+    handles = [product.hook_gradient_capture(deferral) for product in products]
     if all(len(handle.hooks_dict_ref() or ()) == 1 for handle in handles):
         return handles
     for handle in handles:
@@ -192,7 +192,7 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
     side = edges.factors.index(position)
     if not _needs_backward(children[edges.factors[1 - side]], users):
         return None
-    weight = leaf if type(factor) is LEAF else _weight_from_graph(node, edges, side)
+    weight = leaf if type(factor) is LEAF else _get_weight_with_graph(node, edges, side)
     other = _find_other_factor(node, edges, 1 - side)
     if weight is None or other is None or weight.is_complex():
         return None
@@ -205,43 +205,43 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
         if side == 0 or (below is not None and bias is None):
             return None
         gradients = ConvolutionGradients(node, weight, bias)
-        return Product(node, weight, other, gradients.of_weight, bias, gradients.of_bias)
-    sum_to_bias = partial(_sum_to, () if bias is None else bias.shape)
+        return Product(node, weight, other, gradients.compute_weight_gradient, bias, gradients.compute_bias_gradient)
+    sum_to_bias = partial(_sum_gradient_to_shape, () if bias is None else bias.shape)
     # A gradient with the weight's own strides is accumulated without a copy.
     by_columns = weight.stride() == (1, weight.shape[0])
     # Without saved-tensor hooks a node returns the saved tensor itself, with its hooks.
     original = getattr(node, edges.saved[side]) is weight
-    if weight is leaf or not original or not _is_private(factor, weight, leaf, users):
+    if weight is leaf or not original or not _is_only_derived_for_product(factor, weight, leaf, users):
         return Product(node, weight, other, _GRADIENTS[side, by_columns, False], bias, sum_to_bias)
     gradient = _GRADIENTS[side, by_columns, type(factor) is TRANSPOSE]
     if weight.dtype != leaf.dtype:
-        gradient = partial(_cast_to, leaf.dtype, gradient)
+        gradient = partial(_compute_gradient_in_dtype, leaf.dtype, gradient)
     return Product(node, leaf, other, gradient, bias, sum_to_bias)
 
 
-def _weight_from_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
-    """Return a weight's transpose or cast with its graph, or None if it would have to be recomputed."""
+def _get_weight_with_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
+    """Return the saved weight, transposed or cast, with its autograd graph; None if it would have to be recomputed."""
     variable = getattr(node, edges.raw[side])
-    if variable.unpack_hook is not None and not isinstance(wrapper_of(variable), Kept):
+    if variable.unpack_hook is not None and not isinstance(get_recompute_wrapper(variable), Kept):
         return None
     made: Tensor = getattr(node, edges.saved[side])
     return made
 
 
-def _is_private(factor: Any, made: Tensor, leaf: Tensor, users: Users) -> bool:
+def _is_only_derived_for_product(factor: Any, derived: Tensor, leaf: Tensor, users: Users) -> bool:
     """
-    Return whether `made`, a result of node `factor`, is a leaf's transpose, cast or both, and has no other use or hook.
+    Return whether only transposes and casts, without other users or hooks, derive `derived` from the leaf.
 
-    The leaf's gradient is then computed without the nodes in between.
+    `factor` is the node with the result `derived`. The leaf's gradient is then computed without the nodes in between.
     """
-    tensor: Any = made
+    tensor: Any = derived
     while type(factor) is not LEAF:
         if tensor is None or tensor.grad_fn is not factor or len(users[factor]) > 1:
             return False
         if tensor._backward_hooks or tensor.retains_grad:
             return False
         factor, tensor = factor.next_functions[0][0], tensor._base
-    return made.device == leaf.device
+    return derived.device == leaf.device
 
 
 def _find_bias(node: Node, below: Node, users: Users) -> Tensor | None:
@@ -252,12 +252,12 @@ def _find_bias(node: Node, below: Node, users: Users) -> Tensor | None:
     return None if leaf._backward_hooks else leaf
 
 
-def _sum_to(shape: Sequence[int], grad: Tensor, _: Tensor) -> Tensor:
+def _sum_gradient_to_shape(shape: Sequence[int], grad: Tensor, _: Tensor) -> Tensor:
     """Sum a matrix product's gradient (rows, columns) to the bias's shape."""
     return grad.sum_to_size(shape)
 
 
-def _cast_to(dtype: torch.dtype, gradient: Compute, *tensors: Tensor) -> Tensor:
+def _compute_gradient_in_dtype(dtype: torch.dtype, gradient: Compute, *tensors: Tensor) -> Tensor:
     """Compute a gradient (any shape) and cast it."""
     return gradient(*tensors).to(dtype)
 
@@ -278,25 +278,27 @@ class ConvolutionGradients:
         self._arguments = None if bias is None else [*bias.shape], *geometry, *options, [False, True, bias is not None]
         self._gradients: list[Tensor] = []
 
-    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the weight's gradient, given the output's gradient and the input; call before `of_bias`."""
-        return self._compute_once(grad, x).pop(0)
+    def compute_weight_gradient(self, grad: Tensor, convolution_input: Tensor) -> Tensor:
+        """Return the weight's gradient, given the output's gradient and the input; call this method first."""
+        return self._compute_gradients_once(grad, convolution_input).pop(0)
 
-    def of_bias(self, grad: Tensor, x: Tensor) -> Tensor:
+    def compute_bias_gradient(self, grad: Tensor, convolution_input: Tensor) -> Tensor:
         """Return the bias's gradient (channels,)."""
-        return self._compute_once(grad, x).pop()
+        return self._compute_gradients_once(grad, convolution_input).pop()
 
-    def _compute_once(self, grad: Tensor, x: Tensor) -> list[Tensor]:
+    def _compute_gradients_once(self, grad: Tensor, convolution_input: Tensor) -> list[Tensor]:
         """Return the remaining gradients (any shapes), computed by the first call."""
         if not self._gradients:
-            self._gradients = [*torch.ops.aten.convolution_backward(grad, x, self._like, *self._arguments)[1:]]
+            self._gradients = [
+                *torch.ops.aten.convolution_backward(grad, convolution_input, self._like, *self._arguments)[1:]
+            ]
         return self._gradients
 
 
 def _find_other_factor(node: Node, edges: Edges, side: int) -> Saved | None:
     """Return the other factor, perhaps to be recomputed; None if foreign saved-tensor hooks keep it."""
     variable = getattr(node, edges.raw[side])
-    return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else wrapper_of(variable)
+    return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else get_recompute_wrapper(variable)
 
 
 def _needs_backward(node: Node | None, users: Users) -> bool:
@@ -315,13 +317,13 @@ _PRODUCTS = {
 """Gradient of a weight by its side in the product; its transpose if the weight's columns are contiguous."""
 
 
-def _compute_transpose(gradient: Compute, grad: Tensor, other: Tensor) -> Tensor:
+def _compute_transposed_gradient(gradient: Compute, grad: Tensor, other: Tensor) -> Tensor:
     """Compute a gradient (rows, columns) and return its transpose (columns, rows)."""
     return gradient(grad, other).t()
 
 
 _GRADIENTS: dict[tuple[int, bool, bool], Compute] = {
-    (*key, transposed): gradient if key[1] == transposed else partial(_compute_transpose, gradient)
+    (*key, transposed): gradient if key[1] == transposed else partial(_compute_transposed_gradient, gradient)
     for key, gradient in _PRODUCTS.items()
     for transposed in (False, True)
 }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.split_backward.matmul_grads import defer_products, users_of
+from drawloom.components.pipeline.split_backward.matmul_grads import defer_product_gradients, find_node_users
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.stages import ReducedPart
 from drawloom.graph import UserError
@@ -73,11 +73,13 @@ class SplitBackward:
             raise RuntimeError("backward_input was already called; call backward_weight, or create a new SplitBackward")
         differentiable = [tensor for tensor in inputs if _is_differentiable(tensor)]
         try:
-            grads = iter(self._compute_input_grads(_select_roots(outputs, output_grads), differentiable))
+            grads = iter(
+                self._compute_input_grads(_select_differentiable_outputs(outputs, output_grads), differentiable)
+            )
         except BaseException:
-            _clear_grads(self._deferral.take())
+            _drop_kept_tensors(self._deferral.take_queued_gradients())
             raise
-        self._deferred = self._deferral.take()
+        self._deferred = self._deferral.take_queued_gradients()
         # autograd.grad only returned gradients of the differentiable inputs.
         return [next(grads) if _is_differentiable(tensor) else None for tensor in inputs]
 
@@ -96,11 +98,11 @@ class SplitBackward:
         try:
             *by_part, rest = _group_by_part(deferred, parts)
             for part, gradients in zip(parts, by_part, strict=True):
-                self._weights.add(gradients)
+                self._weights.accumulate(gradients)
                 part.reduce()
-            self._weights.add(rest)
+            self._weights.accumulate(rest)
         except BaseException as error:
-            _clear_grads(deferred)
+            _drop_kept_tensors(deferred)
             if not isinstance(error, ChangedInPlaceError):
                 raise
             raise UserError(f"split backward: between the two passes, {error}") from error
@@ -108,7 +110,7 @@ class SplitBackward:
     def _compute_input_grads(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
         """Return the inputs' gradients, and queue the leaves' gradients for W."""
         outputs, grads = [output for output, _ in roots], [grad for _, grad in roots]
-        leaves, handles = defer_products(users_of(outputs, inputs), self._deferral)
+        leaves, handles = defer_product_gradients(find_node_users(outputs, inputs), self._deferral)
         # autograd.grad raises an error for an empty list of inputs or outputs.
         if not (inputs or leaves) or not roots:
             return [None] * len(inputs)
@@ -117,7 +119,7 @@ class SplitBackward:
                 asked = [*inputs, *leaves]
                 return torch.autograd.grad(outputs, asked, grads, allow_unused=True)[: len(inputs)]
         except RuntimeError as error:
-            if (refusal := _explain_error(error)) is None:
+            if (refusal := _explain_split_error(error)) is None:
                 raise
             raise refusal from error
         finally:
@@ -125,7 +127,7 @@ class SplitBackward:
                 handle.remove()
 
 
-def _select_roots(outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None) -> Roots:
+def _select_differentiable_outputs(outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None) -> Roots:
     """Return the differentiable outputs (any shapes) with their gradients; unused outputs are left out."""
     if output_grads is None:
         return [(output, None) for output in outputs if _is_differentiable(output)]
@@ -146,10 +148,10 @@ def _group_by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReducedPart
     return groups
 
 
-def _clear_grads(deferred: Iterable[DeferredGrad]) -> None:
-    """Drop the tensors kept for deferred gradients."""
+def _drop_kept_tensors(deferred: Iterable[DeferredGrad]) -> None:
+    """Drop the tensors from which deferred gradients would be computed."""
     for gradient in deferred:
-        gradient.clear()
+        gradient.drop_queued_summands()
 
 
 _CAPTURE = -1
@@ -172,11 +174,11 @@ class _Capturing:
 
     def __enter__(self) -> None:
         for leaf in self._leaves:
-            hooks = _get_hooks(leaf)
+            hooks = _get_leaf_hooks(leaf)
             if hooks:
                 self._suspended.append((hooks, dict(hooks)))
                 hooks.clear()
-            hooks[_CAPTURE] = self._deferral.grad_for(leaf).add
+            hooks[_CAPTURE] = self._deferral.gradient_function_for(leaf).queue_computed_summand
             self._captured.append(hooks)
 
     def __exit__(self, *_: object) -> None:
@@ -186,7 +188,7 @@ class _Capturing:
             hooks.update(others)
 
 
-def _get_hooks(leaf: Tensor) -> dict[int, Any]:
+def _get_leaf_hooks(leaf: Tensor) -> dict[int, Any]:
     """Return the dict of a leaf's hooks, which torch calls with its gradient."""
     # torch creates the dict with the first hook.
     if leaf._backward_hooks is None:
@@ -204,7 +206,7 @@ _REFUSED = {
 """Error messages, by a part of torch's message."""
 
 
-def _explain_error(error: RuntimeError) -> UserError | None:
+def _explain_split_error(error: RuntimeError) -> UserError | None:
     """Return a UserError explaining torch's message for a graph that can't be split; None for other errors."""
     text = next((ours for theirs, ours in _REFUSED.items() if theirs in str(error)), None)
     return None if text is None else UserError(f"split backward: {text}")

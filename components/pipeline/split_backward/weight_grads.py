@@ -27,7 +27,7 @@ class WeightGrads:
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, ...], _Root] = {}
 
-    def add(self, deferred: Sequence[DeferredGrad]) -> None:
+    def accumulate(self, deferred: Sequence[DeferredGrad]) -> None:
         """Accumulate the deferred gradients of weights (any shapes), whose hooks are called once."""
         # The first layers come first, because their tensors are still in the caches.
         with torch.no_grad():
@@ -35,7 +35,7 @@ class WeightGrads:
         if not left:
             return
         # Autograd starts at the root created last.
-        nodes = [self._get_node(chunk) for chunk in reversed(_split_into_chunks(left))]
+        nodes = [self._get_reusable_node(chunk) for chunk in reversed(_split_into_chunks(left))]
         try:
             roots, grads = zip(*((node.root, node.grad) for node in nodes), strict=True)
             torch.autograd.backward(roots, grads, retain_graph=True)
@@ -43,7 +43,7 @@ class WeightGrads:
             for node in nodes:
                 node.deferred.clear()
 
-    def _get_node(self, chunk: list[DeferredGrad]) -> "_Root":
+    def _get_reusable_node(self, chunk: list[DeferredGrad]) -> "_Root":
         """Return a node to compute a chunk's gradients, reused for the same weights."""
         weights = [gradient.weight for gradient in chunk]
         key = tuple(map(id, weights))
@@ -93,4 +93,4 @@ class _Computing(Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *[gradient.compute() for gradient in ctx.deferred]
+        return None, *[gradient.compute_sum() for gradient in ctx.deferred]

@@ -66,7 +66,7 @@ class Entry:
     end: int
 
 
-def map_file(path: Path) -> Any:
+def map_safetensors_file(path: Path) -> Any:
     """
     Map a file with the safetensors library. The caller must check for a regular file.
 
@@ -91,7 +91,7 @@ def read_entries(mapped: Any) -> dict[str, Entry]:
     end = 0
     for name in mapped.offset_keys():
         part = mapped.get_slice(name)
-        if not is_name(name):
+        if not is_valid_tensor_name(name):
             raise HeaderError(f"{name!r:.99} is not a valid name of a tensor")
         if part.get_dtype() not in DTYPES:
             raise HeaderError(f"{name} has the dtype {part.get_dtype()}, which is not supported")
@@ -103,6 +103,6 @@ def read_entries(mapped: Any) -> dict[str, Entry]:
     return entries
 
 
-def is_name(name: str) -> bool:
+def is_valid_tensor_name(name: str) -> bool:
     """Return whether a tensor may have this name: it has no control characters, and can't lead outside a folder."""
     return bool(NAME.fullmatch(name)) and ".." not in name and name != METADATA

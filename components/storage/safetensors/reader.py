@@ -13,10 +13,16 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.storage.regular_file import RegularFile, open_regular_file
-from drawloom.components.storage.safetensors.header import Entry, HeaderError, format_names, map_file, read_entries
-from drawloom.components.storage.strict_json import parse
-from drawloom.components.storage.tensor_source import TensorSpec, empty
+from drawloom.components.storage.regular_file import RegularFile, open_untrusted_file
+from drawloom.components.storage.safetensors.header import (
+    Entry,
+    HeaderError,
+    format_names,
+    map_safetensors_file,
+    read_entries,
+)
+from drawloom.components.storage.strict_json import parse_strictly
+from drawloom.components.storage.tensor_source import TensorSpec, allocate_tensor
 from drawloom.graph import UserError
 
 SINGLE = "model.safetensors"
@@ -54,12 +60,12 @@ class SafetensorsFolder:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, any shape, on the CPU. Raises UserError if its file has changed."""
         file = self.files[name]
-        with open_regular_file(file.path) as opened:
+        with open_untrusted_file(file.path) as opened:
             if opened.identity != file.identity:
                 raise UserError(f"{file.path} was changed while {name} was read; copy it again")
         if self._mapped is None or self._mapped[0] != file.path:
             with _convert_header_errors(file.path):
-                self._mapped = file.path, map_file(file.path)
+                self._mapped = file.path, map_safetensors_file(file.path)
         tensor: Tensor = self._mapped[1].get_tensor(name)
         return tensor
 
@@ -73,7 +79,7 @@ def read_verified_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
     """
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     file.read(8, min(length, max(file.size - 8, 0)))
-    entries = read_entries(map_file(file.path))
+    entries = read_entries(map_safetensors_file(file.path))
     return 8 + length, entries
 
 
@@ -88,7 +94,7 @@ def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None 
     if rows is not None:
         row = TensorSpec(spec.shape[1:], spec.dtype)
         spec, start = TensorSpec((len(rows), *row.shape), row.dtype), start + rows.start * row.bytes
-    tensor, memory = empty(spec)
+    tensor, memory = allocate_tensor(spec)
     file.read_into(memory, start)
     return tensor
 
@@ -116,9 +122,9 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
 
 def read_safetensors_header(path: Path) -> SafetensorsFile:
     """Return a file's header. Raises UserError if it is invalid."""
-    with open_regular_file(path) as file, _convert_header_errors(path):
+    with open_untrusted_file(path) as file, _convert_header_errors(path):
         return SafetensorsFile(
-            path, {name: entry.spec for name, entry in read_entries(map_file(path)).items()}, file.identity
+            path, {name: entry.spec for name, entry in read_entries(map_safetensors_file(path)).items()}, file.identity
         )
 
 
@@ -144,12 +150,14 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     Return file names by tensor, and the stated total size. Raises UserError unless all are plain file
     names.
     """
-    with open_regular_file(path) as file:
+    with open_untrusted_file(path) as file:
         if file.size > MAX_INDEX_SIZE:
-            raise UserError(f"{path} has {file.size} bytes, and more than {MAX_INDEX_SIZE} are not read; copy it again")
+            raise UserError(
+                f"{path} has {file.size} bytes, above the limit of {MAX_INDEX_SIZE} for an index; copy it again"
+            )
         text = file.read(0, file.size)
     try:
-        index = parse(text, most=3 * MAX_TENSORS)
+        index = parse_strictly(text, most=3 * MAX_TENSORS)
     except ValueError as error:
         raise UserError(f"{path} is not readable JSON: {error}; copy the file again") from error
     files_by_tensor = index.get("weight_map") if isinstance(index, dict) else None
@@ -160,7 +168,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
             problem = f"{path} places {name!r:.99} in {file_name!r:.99}"
             raise UserError(f"{problem}, which is not a plain file name; take another copy")
     if (count := len(set(files_by_tensor.values()))) > MAX_FILES:
-        raise UserError(f"{path} names {count} files, and more than {MAX_FILES} are not read; take another copy")
+        raise UserError(f"{path} names {count} files, above the limit of {MAX_FILES}; use another copy of the model")
     return files_by_tensor, _read_total_size(index, path)
 
 

@@ -17,9 +17,16 @@ from torch import Tensor
 
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import FileWriter
-from drawloom.components.storage.safetensors.header import CODES, MAX_DIMENSIONS, METADATA, Entry, format_names, is_name
+from drawloom.components.storage.safetensors.header import (
+    CODES,
+    MAX_DIMENSIONS,
+    METADATA,
+    Entry,
+    format_names,
+    is_valid_tensor_name,
+)
 from drawloom.components.storage.sha256_stream import Content
-from drawloom.components.storage.tensor_source import InMemory, TensorSpec, bytes_of
+from drawloom.components.storage.tensor_source import InMemory, TensorSpec, view_bytes
 
 
 @attrs.define
@@ -36,7 +43,7 @@ class SafetensorsWriter:
         actual = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if actual != entry.spec:
             raise ValueError(f"{name} has {actual}, but was planned with {entry.spec}")
-        self.file.put(bytes_of(tensor), self.begin + entry.start)
+        self.file.put(view_bytes(tensor), self.begin + entry.start)
 
     def finish(self) -> None:
         """Raise ValueError if a planned tensor is not written."""
@@ -45,36 +52,38 @@ class SafetensorsWriter:
 
 
 @contextmanager
-def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
+def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
     """Create a file for these tensors, and flush it to disk when the context ends. Raises OSError if it exists."""
-    head, entries = layout(specs)  # before the file is created, because it refuses tensors that can't be written
-    with durable_files.new_file(path) as file:
+    head, entries = plan_layout(specs)  # before the file is created, because it refuses tensors that can't be written
+    with durable_files.create_file(path) as file:
         file.put(memoryview(head), 0)
         writer = SafetensorsWriter(file, len(head), entries)
         yield writer
         writer.finish()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
+def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> Content:
     """Create and flush a file with tensors, any shape and dtype. Raises OSError if it exists."""
-    head, entries = layout(InMemory(tensors).specs())  # before the file is created, as above
-    with durable_files.new_file(path) as file:
-        put_tensors(file, tensors, head, entries)
+    head, entries = plan_layout(InMemory(tensors).specs())  # before the file is created, as above
+    with durable_files.create_file(path) as file:
+        write_planned_tensors(file, tensors, head, entries)
     return file.content()
 
 
-def put_tensors(file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, entries: Mapping[str, Entry]) -> None:
+def write_planned_tensors(
+    file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, entries: Mapping[str, Entry]
+) -> None:
     """
-    Write tensors, any shape and dtype, planned by `layout`, into an open, empty file.
+    Write tensors, any shape and dtype, planned by `plan_layout`, into an open, empty file.
 
     Writes from start to end, so the file can be hashed.
     """
     file.put(memoryview(head), 0)
     for name, entry in entries.items():
-        file.put(bytes_of(tensors[name]), len(head) + entry.start)
+        file.put(view_bytes(tensors[name]), len(head) + entry.start)
 
 
-def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
+def plan_layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
     """
     Return the header for a file with these tensors, with its length, and the entries in file order.
 
@@ -97,9 +106,9 @@ def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
 def check_writable(specs: Mapping[str, TensorSpec]) -> None:
     """Raise ValueError for a tensor that the format does not support, or the reader would refuse."""
     for name, spec in specs.items():
-        if not is_name(name):
+        if not is_valid_tensor_name(name):
             raise ValueError(f"{name!r:.99} is not a valid name of a tensor")
         if spec.dtype not in CODES:
-            raise ValueError(f"{name} has the dtype {spec.dtype}, which safetensors does not have")
+            raise ValueError(f"{name} has the dtype {spec.dtype}, which the safetensors format does not support")
         if len(spec.shape) > MAX_DIMENSIONS:
-            raise ValueError(f"{name} has {len(spec.shape)} dimensions, and more than {MAX_DIMENSIONS} are not read")
+            raise ValueError(f"{name} has {len(spec.shape)} dimensions, above the limit of {MAX_DIMENSIONS}")

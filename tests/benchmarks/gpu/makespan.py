@@ -26,8 +26,8 @@ from benchmarks.gpu.pipeline import TINY, Run, training_run
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.pipeline.program.lowering import with_whole_backwards
-from drawloom.components.pipeline.program.timing import time as simulated
+from drawloom.components.pipeline.program.lowering import merge_split_backwards
+from drawloom.components.pipeline.program.timing import compute_timing as simulated
 from drawloom.components.planning.traces import TracedStep, read_traced_step
 from support.pipelines import TRAINING
 
@@ -100,7 +100,7 @@ def _trace_step(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -
             running.step()
     mesh.world.gather_json(None)
     # Reading takes longer than the steps, so that only rank 0 reads.
-    return read_traced_step(folder, with_whole_backwards(run.program)) if mesh.world.rank == 0 else None
+    return read_traced_step(folder, merge_split_backwards(run.program)) if mesh.world.rank == 0 else None
 
 
 if __name__ == "__main__":

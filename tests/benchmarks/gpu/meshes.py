@@ -54,7 +54,7 @@ from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.ports.distributed import FrozenFormat, LinearFormat  # noqa: E402
-from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
+from drawloom.components.ports.pipeline import make_state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
@@ -347,7 +347,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     batches = [_batch(number, host, *size) for number in range(case.microbatches)]
 
     def take_step() -> None:
-        step = Step(1, 1, state_of_batches(batches), defers_scaling=True)
+        step = Step(1, 1, make_state_of_batches(batches), defers_scaling=True)
         executor.train(step.state)
         for phase in phases:
             phase.run_phase(step)

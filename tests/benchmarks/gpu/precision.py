@@ -42,7 +42,7 @@ from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.ports.data import TokenBatch  # noqa: E402
-from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
+from drawloom.components.ports.pipeline import make_state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton  # noqa: E402
@@ -191,7 +191,7 @@ def _make_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[]
     batches = [_batch(number, host, config["vocab_size"], case.rows) for number in range(case.microbatches)]
 
     def take_step() -> None:
-        step = Step(1, 1, state_of_batches(batches))
+        step = Step(1, 1, make_state_of_batches(batches))
         executor.train(step.state)
         for phase in (synchronize, clip, optimizer):
             phase.run_phase(step)

@@ -40,11 +40,11 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.ports.data import TokenBatch  # noqa: E402
-from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
+from drawloom.components.ports.pipeline import make_state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
-from drawloom.kernels.recompute_policy import recomputing  # noqa: E402
+from drawloom.kernels.recompute_policy import apply_recompute_policy  # noqa: E402
 from support import pipelines  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -174,7 +174,7 @@ def _make_step(
     device_batch = _batch(0, device.device, sizes["vocab_size"], rows, length)
 
     def take_step() -> list[float]:
-        step = Step(1, 1, state_of_batches(batches))
+        step = Step(1, 1, make_state_of_batches(batches))
         executor.train(step.state)
         for phase in phases:
             phase.run_phase(step)
@@ -190,7 +190,7 @@ def _measure_kept_bytes(module: Any, loss: NextToken, batch: TokenBatch, policy:
     for _ in range(2):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        with recomputing(policy):
+        with apply_recompute_policy(policy):
             output = module(*loss.inputs(batch), lambda hidden, head: loss.loss(hidden, head, batch)[0])
         left = torch.cuda.memory_allocated() - before
         del output

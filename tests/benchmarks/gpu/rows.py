@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu import peers
 from drawloom.components.ports.flops import count_attended_pairs
-from drawloom.kernels.adamw import ParamState, step_scalars
+from drawloom.kernels.adamw import ParamState, compute_step_scalars
 from drawloom.kernels.attention import EAGER, AttentionImplementation
 from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.geglu import geglu_eager
@@ -214,7 +214,7 @@ def _steps(tiny: bool) -> Iterator[Row]:
             if id(weights) not in steppers:
                 kept = zip(weights, means, squares, strict=True)
                 steppers[id(weights)] = AdamwTriton([ParamState(w, m, s, 0.1, 7) for w, m, s in kept])
-            steppers[id(weights)].step(gradients, step_scalars(1e-3, (0.9, 0.95), 1e-8, 7), counter)
+            steppers[id(weights)].step(gradients, compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 7), counter)
 
         return step
 

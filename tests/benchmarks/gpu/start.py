@@ -26,7 +26,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
@@ -55,7 +55,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=os.environ.get("FOLDER")) as temporary:
             folder = Path(temporary) / "model"
             stages = time_start("drawn", lambda: open_stages(model, mesh, device, None))
-            write_folder(folder, model, stages)
+            write_hugging_face_folder(folder, model, stages)
             del stages
             drop_pages(folder)
             time_start("read from the disk", lambda: open_stages(model, mesh, device, folder))

@@ -1,7 +1,7 @@
 """Full tuning of named parts."""
 
 from drawloom.components.adapters.full_tuning import FullTuning
-from drawloom.components.weights.adapted import build_adapted_model
+from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from support.qwen3 import dense
 
 
@@ -9,7 +9,7 @@ def test_parameters_and_all_of_a_module_are_named() -> None:
     """A target is a parameter, a module with its contents, or a pattern; the end of a name begins at a dot."""
 
     def trained_names(*targets: str) -> set[str]:
-        module = build_adapted_model(dense(), [FullTuning(targets=list(targets))])
+        module = build_meta_model_with_adapters(dense(), [FullTuning(targets=list(targets))])
         return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
     assert trained_names("norm") == trained_names("model.norm") == {"model.norm.weight"}

@@ -7,7 +7,7 @@ import torch
 
 from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.weights.adapted import build_adapted_model
+from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.graph import UserError
 from support.adapted import lora
 from support.qwen3 import dense, sparse
@@ -15,7 +15,7 @@ from support.qwen3 import dense, sparse
 
 def trained_names(*adapters: Adapter, model: Any = None) -> list[str]:
     """Return the trained parameters' names without the layer numbers."""
-    module = build_adapted_model(model or dense(), adapters)
+    module = build_meta_model_with_adapters(model or dense(), adapters)
     return sorted(name for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
@@ -76,6 +76,6 @@ def test_experts_have_neither_dropout_nor_dora(changes: Any) -> None:
 
 def test_factors_have_the_dtype_of_the_weight_and_no_memory_yet() -> None:
     """Adapters are injected on the meta device."""
-    module = build_adapted_model(dense(), [lora("*_proj")])
+    module = build_meta_model_with_adapters(dense(), [lora("*_proj")])
     assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.adapters.lora_layers import LoraForm, LoraLinear, dora_scale
+from drawloom.components.adapters.lora_layers import LoraForm, LoraLinear, compute_dora_scale
 from drawloom.components.model.layers import Linear
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.weights.adapted import build_adapted_model, merge_mapper
-from drawloom.components.weights.load import convert
+from drawloom.components.weights.adapted import build_meta_model_with_adapters, make_merge_mapper
+from drawloom.components.weights.load import convert_tensors
 from support.adapted import adapt, fill_from_seed, lora
 from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, sparse
 
@@ -56,7 +56,7 @@ def test_outputs_and_gradients_equal_peft(dora: bool) -> None:
 def test_a_new_adapter_changes_no_output(dora: bool) -> None:
     """Before the first step an adapter changes nothing, and A has the variance of PEFT's."""
     ours = LoraLinear(Linear(300, 5, cpu_kernels()).requires_grad_(False), LoraForm(8, 1.0, dora=dora))
-    ours.fill_adapter("layer", fill_from_seed(3))
+    ours.initialize_adapter("layer", fill_from_seed(3))
     x = torch.randn(2, 300)
     torch.testing.assert_close(ours(x), Linear.forward(ours, x), rtol=1e-6, atol=1e-6)
     assert float(ours.lora_A.detach().var()) == pytest.approx(1 / (3 * 300), rel=0.1)
@@ -126,9 +126,9 @@ def test_merged_weights_compute_the_same(kind: str) -> None:
     model, adapters = KINDS[kind]()
     module = adapt(model, *adapters)
     tied = kind == "tied"
-    whole = build_adapted_model(model, adapters)
+    whole = build_meta_model_with_adapters(model, adapters)
     parameters = dict(module.named_parameters())
-    merged = convert(merge_mapper(whole, tied), parameters)
+    merged = convert_tensors(make_merge_mapper(whole, tied), parameters)
     plain = KINDS[kind]()[0] if not tied else dense(tie_word_embeddings=False)
     twin = adapt(plain)
     names = [name for name, _ in twin.named_parameters()]
@@ -165,7 +165,7 @@ def test_the_scale_is_magnitude_by_norm_of_the_changed_row() -> None:
     torch.manual_seed(0)
     w, a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 7), (2, 7), (5, 2)))
     magnitude = torch.rand(5, dtype=torch.float64, requires_grad=True)
-    scale = dora_scale(w, a, b, 0.3, magnitude)
+    scale = compute_dora_scale(w, a, b, 0.3, magnitude)
     torch.testing.assert_close(scale, magnitude / (w + 0.3 * b @ a).norm(dim=1))
     assert [grad is not None for grad in torch.autograd.grad(scale.sum(), [w, a, b, magnitude], allow_unused=True)] == [
         False,

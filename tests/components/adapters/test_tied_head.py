@@ -3,7 +3,7 @@
 import torch
 
 from drawloom.components.adapters.tied_head import LoraTiedHead
-from drawloom.components.weights.adapted import without_adapters
+from drawloom.components.weights.adapted import disable_adapters
 from support.adapted import adapt, lora
 from support.qwen3 import dense, logits_of, one_document
 
@@ -23,5 +23,5 @@ def test_the_head_has_factors_and_the_embedding_none() -> None:
     change = 2.0 * hidden @ head.lora_A.T @ head.lora_B.T
     plain = logits_of(base, tokens, context)
     torch.testing.assert_close(logits_of(module, tokens, context), plain + change)
-    with without_adapters([module]):
+    with disable_adapters([module]):
         assert torch.equal(logits_of(module, tokens, context), plain)

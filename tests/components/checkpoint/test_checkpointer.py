@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
-from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.ports.run import Cadence, Step
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
@@ -276,7 +276,7 @@ def test_states_without_tensors_are_restored(tmp_path: Path) -> None:
         "optimizer": {},
         "none": {"run": None},
     }
-    assert load_node(tmp_path / "checkpoints" / "step-1", "loader") == {"position": 12}
+    assert load_node_state(tmp_path / "checkpoints" / "step-1", "loader") == {"position": 12}
 
 
 def test_a_failed_removal_of_an_expired_checkpoint_is_a_warning(
@@ -288,7 +288,7 @@ def test_a_failed_removal_of_an_expired_checkpoint_is_a_warning(
     def refuse(_paths: Any) -> None:
         raise PermissionError(13, "Permission denied", "step-1")
 
-    monkeypatch.setattr("drawloom.components.checkpoint.commit.discard", refuse)
+    monkeypatch.setattr("drawloom.components.checkpoint.commit.remove_checkpoints", refuse)
     save_steps(tmp_path, 2, keep=1)
     assert restore_step(tmp_path) == 2
     assert "could not be removed" in caplog.text

@@ -10,9 +10,15 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError, Manifest, quick_check, read_manifest, verify
+from drawloom.components.checkpoint.manifest import (
+    CorruptCheckpointError,
+    Manifest,
+    read_manifest,
+    read_manifest_if_sizes_match,
+    verify_checkpoint,
+)
 from drawloom.components.storage.sha256_stream import Content
-from drawloom.components.storage.strict_json import checksum
+from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError
 from support.checkpoints import save_steps
 
@@ -33,7 +39,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """Return a folder with nothing but a manifest."""
     folder = tmp_path / "step-7"
     folder.mkdir()
-    (folder / "manifest.json").write_bytes(MANIFEST.write())
+    (folder / "manifest.json").write_bytes(MANIFEST.to_json_bytes())
     return folder
 
 
@@ -45,7 +51,7 @@ def test_a_manifest_survives_its_file(checkpoint: Path) -> None:
 
 def test_every_flipped_bit_is_detected(checkpoint: Path) -> None:
     """Every single bit in the file is flipped in turn."""
-    path, good = checkpoint / "manifest.json", MANIFEST.write()
+    path, good = checkpoint / "manifest.json", MANIFEST.to_json_bytes()
     for bit in range(len(good) * 8 - 8):  # the line end at the end is of no account
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
@@ -81,7 +87,7 @@ def test_the_manifest_of_another_step_is_corrupt(checkpoint: Path) -> None:
 def test_another_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, other: int) -> None:
     """It is refused with both numbers, instead of falling back to an older checkpoint."""
     monkeypatch.setattr("drawloom.components.checkpoint.manifest.FORMAT", other)
-    (checkpoint / "manifest.json").write_bytes(MANIFEST.write())
+    (checkpoint / "manifest.json").write_bytes(MANIFEST.to_json_bytes())
     monkeypatch.undo()
     with pytest.raises(UserError, match=f"has format {other}, and this version of drawloom reads format 3"):
         read_manifest(checkpoint)
@@ -91,7 +97,7 @@ def test_another_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.Mo
 def test_file_names_cannot_leave_the_folder(checkpoint: Path, name: str) -> None:
     """A manifest with a valid checksum can't name files elsewhere."""
     made_up = attrs.evolve(MANIFEST, files={name: Content(1, ["00" * 32])})
-    (checkpoint / "manifest.json").write_bytes(made_up.write())
+    (checkpoint / "manifest.json").write_bytes(made_up.to_json_bytes())
     with pytest.raises(CorruptCheckpointError, match="not a plain file name"):
         read_manifest(checkpoint)
 
@@ -121,10 +127,10 @@ def test_file_names_cannot_leave_the_folder(checkpoint: Path, name: str) -> None
 )
 def test_invalid_entries_are_corrupt_despite_a_valid_checksum(checkpoint: Path, changes: dict[str, Any]) -> None:
     """A forged manifest is refused, with the invalid entry in the message."""
-    content = json.loads(MANIFEST.write())
+    content = json.loads(MANIFEST.to_json_bytes())
     del content["digest"]
     content |= changes
-    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": checksum(content)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(content | {"digest": hash_canonical(content)}))
     with pytest.raises(
         CorruptCheckpointError,
         match=r"^manifest.json (has missing or unknown entries|has an invalid value of '" + min(changes) + ")",
@@ -151,7 +157,7 @@ def test_all_faults_of_a_checkpoint_are_listed_at_once(tmp_path: Path) -> None:
     tensors[-1] ^= 1
     (folder / "rank-0.safetensors").write_bytes(tensors)
     with pytest.raises(CorruptCheckpointError) as caught:
-        verify(folder)
+        verify_checkpoint(folder)
     assert str(caught.value).split("; ") == [
         "rank-0.json is missing",
         "rank-1.json is not in the manifest",
@@ -164,11 +170,11 @@ def test_the_quick_check_finds_missing_and_short_files(tmp_path: Path) -> None:
     """Names and sizes are checked without reading the tensors."""
     save_steps(tmp_path, 3)
     folder = tmp_path / "checkpoints" / "step-3"
-    assert quick_check(folder)
+    assert read_manifest_if_sizes_match(folder)
     for name in ("rank-0.safetensors", "manifest.json"):
         copy = tmp_path / name / "step-3"
         shutil.copytree(folder, copy)
         (copy / name).write_bytes((copy / name).read_bytes()[:-2])
-        assert not quick_check(copy)
+        assert not read_manifest_if_sizes_match(copy)
         (copy / name).unlink()
-        assert not quick_check(copy)
+        assert not read_manifest_if_sizes_match(copy)

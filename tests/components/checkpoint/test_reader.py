@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import ShardedNode, StateNode, checkpointer, restore_step, save_steps, state_of
@@ -86,7 +86,7 @@ def test_an_extra_file_is_corrupt(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     """A checkpoint contains only its committed files."""
     save_steps(tmp_path, 1, 2)
     (tmp_path / "checkpoints" / "step-2" / "rank-1.safetensors").write_bytes(b"")
-    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-1"
+    assert find_newest_valid_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-1"
     assert "rank-1.safetensors is not in the manifest" in caplog.text
 
 
@@ -96,7 +96,7 @@ def test_the_newest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     os.utime(tmp_path / "checkpoints" / "step-10", (0, 0))
     for name in (".tmp-step-11", ".trash-step-12", "step-013", "step-x", ".damaged-step-14-1"):
         (tmp_path / "checkpoints" / name).mkdir()
-    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-10"
+    assert find_newest_valid_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-10"
 
 
 def test_a_dangling_link_is_corrupt(tmp_path: Path) -> None:
@@ -104,16 +104,16 @@ def test_a_dangling_link_is_corrupt(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-3").symlink_to("gone")
     with pytest.raises(UserError, match="step-3: it is a symbolic link"):
-        newest(tmp_path)
+        find_newest_valid_checkpoint(tmp_path)
     save_steps(tmp_path, 1)
-    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-1"
+    assert find_newest_valid_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-1"
 
 
 def test_without_checkpoints_newest_is_none(tmp_path: Path) -> None:
     """Neither a missing nor an empty folder is an error."""
-    assert newest(tmp_path) is None
+    assert find_newest_valid_checkpoint(tmp_path) is None
     save_steps(tmp_path)
-    assert newest(tmp_path) is None
+    assert find_newest_valid_checkpoint(tmp_path) is None
     assert restore_step(tmp_path) == 0
 
 
@@ -141,20 +141,20 @@ def test_a_checkpoint_that_expires_while_being_read_is_not_corrupt(
     def verify_and_rotate(checkpoint: Path) -> manifest.Manifest:
         if checkpoint.name == "step-1":
             save_steps(tmp_path, 2, keep=1)
-        return manifest.verify(checkpoint)
+        return manifest.verify_checkpoint(checkpoint)
 
-    monkeypatch.setattr(reader, "verify", verify_and_rotate)
-    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-2"
+    monkeypatch.setattr(reader, "verify_checkpoint", verify_and_rotate)
+    assert find_newest_valid_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-2"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_the_state_of_one_node_can_be_loaded(tmp_path: Path) -> None:
     """A command reads the weights without a run; for a wrong name the error lists the right ones."""
     save_steps(tmp_path, 5)
-    state = load_node(tmp_path / "checkpoints" / "step-5", "memory")
+    state = load_node_state(tmp_path / "checkpoints" / "step-5", "memory")
     assert torch.equal(state["weight"], state_of(5)["weight"])
     with pytest.raises(UserError, match=r"no state of \[stages\]; it has memory"):
-        load_node(tmp_path / "checkpoints" / "step-5", "stages")
+        load_node_state(tmp_path / "checkpoints" / "step-5", "stages")
 
 
 def test_the_state_of_one_node_is_verified(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_state_of_one_node_is_verified(tmp_path: Path) -> None:
     save_steps(tmp_path, 5)
     _flip(tmp_path / "checkpoints" / "step-5" / "rank-0.safetensors")
     with pytest.raises(UserError, match=r"step-5 is corrupt: rank-0.safetensors has a checksum mismatch"):
-        load_node(tmp_path / "checkpoints" / "step-5", "memory")
+        load_node_state(tmp_path / "checkpoints" / "step-5", "memory")
 
 
 def test_a_checkpoint_of_this_format_can_be_read(tmp_path: Path) -> None:

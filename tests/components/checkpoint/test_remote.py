@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.checkpoint.manifest import list_checkpoints, verify
+from drawloom.components.checkpoint.manifest import list_checkpoints, verify_checkpoint
 from drawloom.components.checkpoint.remote import RemoteCopy, fetch_run
 from drawloom.components.storage.object_store import ObjectStore, StoreError
 from drawloom.graph import UserError
@@ -24,8 +24,8 @@ def store() -> ObjectStore:
 
 def files(store: ObjectStore) -> list[str]:
     """Return all names in the checkpoints of a store."""
-    folders = store.names("checkpoints")
-    return [f"{folder}/{name}" for folder in folders for name in store.names(f"checkpoints/{folder}")]
+    folders = store.list_names("checkpoints")
+    return [f"{folder}/{name}" for folder in folders for name in store.list_names(f"checkpoints/{folder}")]
 
 
 def test_a_fetched_run_equals_the_copied_one(store: ObjectStore, tmp_path: Path) -> None:
@@ -35,25 +35,25 @@ def test_a_fetched_run_equals_the_copied_one(store: ObjectStore, tmp_path: Path)
     (run / "metrics.jsonl").write_text("{}\n", "utf-8")
     copy = RemoteCopy(store)
     assert copy.is_behind(run)
-    copy.update(run)
+    copy.copy_changes(run)
     assert not copy.is_behind(run)
-    assert RemoteCopy(store).fetch(other) == 2 and RemoteCopy(store).fetch(other, 1) == 1
+    assert RemoteCopy(store).fetch_checkpoint(other) == 2 and RemoteCopy(store).fetch_checkpoint(other, 1) == 1
     for step in ("step-1", "step-2"):
         for file in (run / "checkpoints" / step).iterdir():
             assert file.read_bytes() == (other / "checkpoints" / step / file.name).read_bytes()
-        verify(other / "checkpoints" / step)
+        verify_checkpoint(other / "checkpoints" / step)
     assert (other / "metrics.jsonl").read_text("utf-8") == "{}\n"
     assert [path.name for path in list_checkpoints(other / "checkpoints")] == ["step-1", "step-2"]
     shutil.rmtree(run / "checkpoints/step-1")
-    copy.update(run)
-    assert store.names("checkpoints") == ["step-2"]
+    copy.copy_changes(run)
+    assert store.list_names("checkpoints") == ["step-2"]
 
 
 def test_a_checkpoint_without_a_manifest_does_not_count(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that breaks off leaves no manifest, whatever file it was at; the next one completes it."""
-    run, put = tmp_path / "run", ObjectStore.put
+    run, put = tmp_path / "run", ObjectStore.upload
     save_steps(run, 1)
     whole = len(list((run / "checkpoints/step-1").iterdir()))
     for calls in range(whole):
@@ -65,27 +65,27 @@ def test_a_checkpoint_without_a_manifest_does_not_count(
             put(store, file, name)
 
         with monkeypatch.context() as patch, pytest.raises(StoreError, match="the store is full"):
-            patch.setattr(ObjectStore, "put", put_some)
-            RemoteCopy(store).update(run)
+            patch.setattr(ObjectStore, "upload", put_some)
+            RemoteCopy(store).copy_changes(run)
         assert "step-1/manifest.json" not in files(store)
-        assert RemoteCopy(store).fetch(tmp_path / "none") == 0
-    RemoteCopy(store).update(run)
-    assert len(files(store)) == whole and RemoteCopy(store).fetch(tmp_path / "other") == 1
+        assert RemoteCopy(store).fetch_checkpoint(tmp_path / "none") == 0
+    RemoteCopy(store).copy_changes(run)
+    assert len(files(store)) == whole and RemoteCopy(store).fetch_checkpoint(tmp_path / "other") == 1
 
 
 def test_damaged_copies_are_not_read(store: ObjectStore, tmp_path: Path) -> None:
     """An older whole checkpoint is read instead; if there is none, the error names the file."""
     run = tmp_path / "run"
     save_steps(run, 1, 2)
-    RemoteCopy(store).update(run)
+    RemoteCopy(store).copy_changes(run)
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"x")
     for step, expected in ((2, 1), (1, None)):
-        store.put(damaged, f"checkpoints/step-{step}/rank-0.safetensors")
+        store.upload(damaged, f"checkpoints/step-{step}/rank-0.safetensors")
         if expected:
-            assert RemoteCopy(store).fetch(tmp_path / f"other{step}") == expected
+            assert RemoteCopy(store).fetch_checkpoint(tmp_path / f"other{step}") == expected
     with pytest.raises(UserError, match=r"step-2: rank-0.safetensors has .*; step-1: rank-0.safetensors"):
-        RemoteCopy(store).fetch(tmp_path / "third")
+        RemoteCopy(store).fetch_checkpoint(tmp_path / "third")
     with pytest.raises(UserError, match="has no checkpoint of step 9"):
         fetch_run(store.url, tmp_path / "fourth", 9)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
-from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -206,7 +206,7 @@ def test_sharded_entries_load_on_the_ranks_that_hold_them(tmp_path: Path) -> Non
     ):
         for rank, got in enumerate(run_ranks(_restore_sharded, world, tmp_path, holders)):
             assert got == {name: saved[name] for name, ranks in holders.items() if rank in ranks}
-    state = load_node(tmp_path / "checkpoints/step-1", "spread")
+    state = load_node_state(tmp_path / "checkpoints/step-1", "spread")
     assert {name: part["by"] for name, part in state.items()} == {"a": 0, "b": 0, "c": 1, "d": 1}
 
 

@@ -31,7 +31,7 @@ def test_exactly_the_checkpoints_of_the_policy_are_kept(
     candidates: dict[int, dict[str, int | None]], policy: RetentionPolicy
 ) -> None:
     """Kept are the newest, the multiples, the best, and the newest finite one, and no others."""
-    stay = policy.temporary(candidates) | policy.permanent(candidates)
+    stay = policy.steps_to_keep_for_now(candidates) | policy.steps_to_keep_forever(candidates)
     ordered = sorted(candidates)
     expected = set(ordered[len(ordered) - min(policy.keep, len(ordered)) :])
     expected |= {step for step in ordered if policy.every and not step % policy.every}
@@ -55,7 +55,7 @@ def test_best_is_by_the_chosen_metric(best_is: Literal["lowest", "highest"], ste
         4: {},
         5: {"accuracy": None},
     }
-    assert RetentionPolicy(1, None, "accuracy", best_is).temporary(candidates) == {5, step}
+    assert RetentionPolicy(1, None, "accuracy", best_is).steps_to_keep_for_now(candidates) == {5, step}
 
 
 def _steps(folder: Path) -> set[int]:

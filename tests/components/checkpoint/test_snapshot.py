@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
-from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.staging.copy_plan import Copy
 from drawloom.components.checkpoint.staging.none import NoStaging
@@ -55,7 +55,7 @@ class Disk:
             yield file
 
 
-REAL_NEW_FILE = durable_files.new_file
+REAL_NEW_FILE = durable_files.create_file
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """Yield a fake disk, unblocked after the test."""
     disk = Disk()
     disk.open.set()
-    monkeypatch.setattr(durable_files, "new_file", disk.new_file)
+    monkeypatch.setattr(durable_files, "create_file", disk.new_file)
     yield disk
     disk.open.set()
 
@@ -116,7 +116,7 @@ def test_a_state_changed_right_after_a_save_is_not_saved(
         node.wait_until_staged()
         weight.fill_(-1)
         _wait(node)
-        loaded = load_node(tmp_path / f"checkpoints/step-{index}", "memory")
+        loaded = load_node_state(tmp_path / f"checkpoints/step-{index}", "memory")
         assert set(loaded["weight"].tolist()) == {index} and loaded["small"].tolist() == [index] * 3
 
 
@@ -281,7 +281,7 @@ def test_a_failed_copy_is_raised_before_the_state_changes(tmp_path: Path, monkey
     def fail(_copy: Copy, **_: Any) -> None:
         raise MemoryError("no memory left")
 
-    monkeypatch.setattr(Copy, "make", fail)
+    monkeypatch.setattr(Copy, "copy_tensor", fail)
     node.run_phase(Step(2, 9))
     with pytest.raises(MemoryError, match="no memory left"):
         node.wait_until_staged()

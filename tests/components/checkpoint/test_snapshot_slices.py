@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.checkpoint.snapshot import assemble, is_needed, mark_slices, needed_rows
+from drawloom.components.checkpoint.snapshot import assemble_pieces, is_piece_needed, mark_slices, rows_to_read
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 
 Cuts = list[list[int]]
@@ -43,9 +43,11 @@ def test_slices_of_any_layout_load_into_any_other(data: st.DataObject) -> None:
     ]
     for tensor_slice in [*wanted, None]:
         needed = [
-            piece for piece, saved_slice in zip(pieces, saved, strict=True) if is_needed([saved_slice], tensor_slice)
+            piece
+            for piece, saved_slice in zip(pieces, saved, strict=True)
+            if is_piece_needed([saved_slice], tensor_slice)
         ]
-        assembled = assemble(needed, tensor_slice)
+        assembled = assemble_pieces(needed, tensor_slice)
         expected = whole if tensor_slice is None else whole[tensor_slice.index()]
         assert torch.equal(assembled["mean"], expected) and assembled["steps"].item() == 3
         exact = [saved_slice for saved_slice in saved if tensor_slice is not None and saved_slice.overlap(tensor_slice)]
@@ -55,7 +57,7 @@ def test_slices_of_any_layout_load_into_any_other(data: st.DataObject) -> None:
 def test_a_whole_tensor_is_cut() -> None:
     """A sharded rank gets its part of a tensor saved by one process; other values are unchanged."""
     tensor_slice = TensorSlice((4, 3), (1, 0), (2, 3))
-    assembled = assemble([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], tensor_slice)
+    assembled = assemble_pieces([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], tensor_slice)
     assert assembled["mean"].tolist() == [[3, 4, 5], [6, 7, 8]]
     assert assembled["steps"] == 7 and assembled["step"].ndim == 0
 
@@ -63,7 +65,7 @@ def test_a_whole_tensor_is_cut() -> None:
 def test_a_slice_of_another_shape_is_given_whole() -> None:
     """A model of other sizes gets the whole tensor, whose shape its error can name."""
     saved = [SlicedTensor(numbers((2, 3)), TensorSlice((4, 3), (at, 0), (2, 3))) for at in (0, 2)]
-    assembled = assemble([{"w": tensor} for tensor in saved], TensorSlice((6, 3), (0, 0), (3, 3)))
+    assembled = assemble_pieces([{"w": tensor} for tensor in saved], TensorSlice((6, 3), (0, 0), (3, 3)))
     assert assembled["w"].shape == (4, 3)
 
 
@@ -71,7 +73,7 @@ def test_a_missing_piece_is_an_error() -> None:
     """Elements saved by no rank are not made up."""
     part = SlicedTensor(numbers((2, 3)), TensorSlice((4, 3), (0, 0), (2, 3)))
     with pytest.raises(ValueError, match="6 of the 12 elements"):
-        assemble([{"w": part}], None)
+        assemble_pieces([{"w": part}], None)
 
 
 def test_replicated_slices_are_not_counted_twice() -> None:
@@ -90,7 +92,7 @@ def test_needed_rows_are_as_few_as_possible(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     saved, wanted = (data.draw(st.sampled_from(data.draw(layouts(shape)))) for _ in range(2))
     whole = numbers(shape)
-    part = needed_rows(saved.size, [(saved, wanted)])
+    part = rows_to_read(saved.size, [(saved, wanted)])
     cut = part or TensorSlice.whole(saved.size)
     assert cut.size[1:] == saved.size[1:]
     common = saved.overlap(wanted)
@@ -104,10 +106,10 @@ def test_needed_rows_are_as_few_as_possible(data: st.DataObject) -> None:
 def test_tensors_without_slices_are_read_whole() -> None:
     """All rows are read for a scalar, for a shape other than the slice's, and for a use of the whole tensor."""
     half = TensorSlice((4, 2), (0, 0), (2, 2))
-    assert needed_rows((), [(None, half)]) is None
-    assert needed_rows((3, 2), [(None, half)]) is None
-    assert needed_rows((4, 2), [(None, half), (None, None)]) is None
-    assert needed_rows((4, 2), [(None, half)]) == half
-    assert needed_rows((4, 2), [(None, half), (None, TensorSlice((4, 2), (2, 1), (1, 1)))]) == TensorSlice(
+    assert rows_to_read((), [(None, half)]) is None
+    assert rows_to_read((3, 2), [(None, half)]) is None
+    assert rows_to_read((4, 2), [(None, half), (None, None)]) is None
+    assert rows_to_read((4, 2), [(None, half)]) == half
+    assert rows_to_read((4, 2), [(None, half), (None, TensorSlice((4, 2), (2, 1), (1, 1)))]) == TensorSlice(
         (4, 2), (0, 0), (3, 2)
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.state_hashes import StateHashes, state_hashes
+from drawloom.components.checkpoint.state_hashes import StateHashes, hash_states
 from drawloom.components.ports.run import Step
 from drawloom.components.storage.step_log import read_steps
 from drawloom.graph import Every, UserError
@@ -41,8 +41,8 @@ def test_each_tensor_has_its_own_hash(tmp_path: Path) -> None:
 def test_equal_states_have_equal_digests() -> None:
     """The hash does not depend on strides."""
     table = torch.arange(6.0).reshape(2, 3)
-    assert state_hashes({"a": {"t": table.T}}) == state_hashes({"a": {"t": table.T.contiguous()}})
-    assert state_hashes({"a": {"t": table}}) != state_hashes({"a": {"t": table.T}})
+    assert hash_states({"a": {"t": table.T}}) == hash_states({"a": {"t": table.T.contiguous()}})
+    assert hash_states({"a": {"t": table}}) != hash_states({"a": {"t": table.T}})
 
 
 def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:

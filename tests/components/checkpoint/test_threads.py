@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from drawloom.components.checkpoint.threads import map_parallel, run_now, submit
+from drawloom.components.checkpoint.threads import map_parallel, run_in_current_thread, submit_in_new_thread
 
 
 def test_submit_runs_in_a_daemon_thread() -> None:
@@ -20,7 +20,7 @@ def test_submit_runs_in_a_daemon_thread() -> None:
         thread = threading.current_thread()
         return thread.name, thread.daemon
 
-    future = submit("writing", work)
+    future = submit_in_new_thread("writing", work)
     assert not future.done()
     gate.set()
     assert future.result(10) == ("writing", True)
@@ -33,8 +33,8 @@ def test_exceptions_are_in_the_future(error: BaseException) -> None:
     def fail() -> None:
         raise error
 
-    assert submit("writing", fail).exception(10) is error
-    assert run_now("writing", fail).exception(0) is error
+    assert submit_in_new_thread("writing", fail).exception(10) is error
+    assert run_in_current_thread("writing", fail).exception(0) is error
 
 
 def test_memory_of_the_work_is_free_when_the_future_is_done() -> None:
@@ -46,7 +46,7 @@ def test_memory_of_the_work_is_free_when_the_future_is_done() -> None:
     for _ in range(50):
         large = Large()
         gone = weakref.ref(large)
-        future = submit("writing", partial(bool, large))
+        future = submit_in_new_thread("writing", partial(bool, large))
         del large
         future.result(10)
         assert gone() is None
@@ -54,7 +54,7 @@ def test_memory_of_the_work_is_free_when_the_future_is_done() -> None:
 
 def test_run_now_runs_in_this_thread() -> None:
     """The future is done when it returns."""
-    future = run_now("writing", threading.current_thread)
+    future = run_in_current_thread("writing", threading.current_thread)
     assert future.done() and future.result() is threading.current_thread()
 
 

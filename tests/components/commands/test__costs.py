@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands._costs import parse, settings_for, source
+from drawloom.components.commands._costs import make_cost_source, parse_costs, schedule_cost_settings
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.planning.cost_sources import Planned, Units
 from support.plans import RECIPE
@@ -14,10 +14,10 @@ from support.plans import RECIPE
 
 def test_costs_are_numbers_a_plan_or_a_folder(tmp_path: Path) -> None:
     """Anything else is refused with an example."""
-    assert parse("F=2,comm=0.5") == {"forward": 2.0, "comm": 0.5}
-    assert (parse("plan"), parse(str(tmp_path))) == ("plan", tmp_path)
+    assert parse_costs("F=2,comm=0.5") == {"forward": 2.0, "comm": 0.5}
+    assert (parse_costs("plan"), parse_costs(str(tmp_path))) == ("plan", tmp_path)
     with pytest.raises(argparse.ArgumentTypeError, match="or a run folder"):
-        parse("nowhere")
+        parse_costs("nowhere")
 
 
 def test_schedules_get_the_costs_they_have_settings_for() -> None:
@@ -26,9 +26,14 @@ def test_schedules_get_the_costs_they_have_settings_for() -> None:
     """
     units = Units(Costs(2, 3, 4, comm=0.5))
     auto = {"slices", "forward", "comm"}
-    assert settings_for(auto, units, 4) == {"forward": 2, "backward_input": 3, "backward_weight": 4, "comm": 0.5}
-    assert settings_for({"comm"}, units, 4) == {"comm": 0.5}
-    assert settings_for({"stages_per_rank"}, units, 4) == {}
+    assert schedule_cost_settings(auto, units, 4) == {
+        "forward": 2,
+        "backward_input": 3,
+        "backward_weight": 4,
+        "comm": 0.5,
+    }
+    assert schedule_cost_settings({"comm"}, units, 4) == {"comm": 0.5}
+    assert schedule_cost_settings({"stages_per_rank"}, units, 4) == {}
 
 
 def test_a_model_has_a_slice_for_each_layer() -> None:
@@ -36,7 +41,7 @@ def test_a_model_has_a_slice_for_each_layer() -> None:
     options = argparse.Namespace(costs="plan", device="h100")
     for layers in (2, 3):
         recipe: Recipe = RECIPE.with_values({"model": {"num_hidden_layers": layers}})
-        planned = source(options, recipe.project, recipe)
+        planned = make_cost_source(options, recipe.project, recipe)
         assert isinstance(planned, Planned)
-        settings = settings_for({"slices"}, planned, 2)
+        settings = schedule_cost_settings({"slices"}, planned, 2)
         assert len(settings["slices"]) == len(settings["activations"]) == layers and len(settings["per_stage"]) == 4

@@ -5,7 +5,7 @@ import math
 import pytest
 import tomli
 
-from drawloom.components.commands._mup import overlay, scale
+from drawloom.components.commands._mup import format_overlay, scale_width
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
@@ -32,7 +32,7 @@ def test_effective_scales_are_those_of_the_paper(is_tied: bool) -> None:
     Tensor Programs V, table 8, with m = 4: the standard deviation times the factor, and the learning rate times the
     factor, of the embedding, the hidden matrices and the head.
     """
-    values = scale(recipe(tie_word_embeddings=is_tied).graph, 4, "mup")
+    values = scale_width(recipe(tie_word_embeddings=is_tied).graph, 4, "mup")
     model, groups = values["model"], values["optimizer"]["groups"]
     rates = {target: group["lr_multiplier"] for group in groups for target in group["targets"]}
     std, into, out = model["initializer_range"] / 0.25, model["embedding_multiplier"], 1 / model["logits_scaling"]
@@ -47,10 +47,10 @@ def test_effective_scales_are_those_of_the_paper(is_tied: bool) -> None:
 
 def test_the_overlay_is_the_values() -> None:
     """TOML of the values gives the same recipe, and the standard parametrization changes sizes alone."""
-    values = scale(recipe().graph, 2, "mup")
-    text = overlay(values, "two times the width")
+    values = scale_width(recipe().graph, 2, "mup")
+    text = format_overlay(values, "two times the width")
     assert tomli.loads(text) == values
-    assert scale(recipe().graph, 2, "standard").keys() == {"model"}
+    assert scale_width(recipe().graph, 2, "standard").keys() == {"model"}
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_other_recipes_are_refused(changed: dict[str, dict[str, object]], reason
     if values["model"]["use"] == "model.granite" and "head_dim" not in values["model"]:
         base = base.with_values({"unset": ["model.head_dim"]})
     with pytest.raises(UserError, match=reason):
-        scale(base.with_values(values).graph, 2, "mup")
+        scale_width(base.with_values(values).graph, 2, "mup")

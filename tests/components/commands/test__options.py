@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._options import integer, integers, output_file, writing
+from drawloom.components.commands._options import (
+    integer_parser,
+    parse_output_path,
+    parse_positive_integers,
+    report_write_errors,
+)
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
 
@@ -51,16 +56,16 @@ def test_a_measurement_of_precision_keeps_existing_files(
 
 def test_integers_are_separated_by_commas() -> None:
     """A list contains positive integers."""
-    assert integers("4,8") == [4, 8]
+    assert parse_positive_integers("4,8") == [4, 8]
     with pytest.raises(ArgumentTypeError, match="'' is not a positive integer"):
-        integers("4,")
+        parse_positive_integers("4,")
 
 
 def test_an_integer_has_a_least() -> None:
     """The minimum is accepted; a smaller number is refused with the minimum in the message."""
-    assert integer(4)("4") == 4 and integer(0)("0") == 0
+    assert integer_parser(4)("4") == 4 and integer_parser(0)("0") == 0
     with pytest.raises(ArgumentTypeError, match="'3' is not an integer of 4 or more"):
-        integer(4)("3")
+        integer_parser(4)("3")
 
 
 @pytest.mark.parametrize("name", ["missing/e.json", "/proc/e.json", "file/e.json", "."])
@@ -75,7 +80,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     for command in map(str.split, commands):
         assert main([*command, "--to", name]) == 2
         assert "argument --to: " in (said := capsys.readouterr().err) and "; write " in said
-    assert output_file("fine.json") == Path("fine.json") and not Path("fine.json").exists()
+    assert parse_output_path("fine.json") == Path("fine.json") and not Path("fine.json").exists()
 
 
 def test_a_full_disk_is_reported_in_one_line(
@@ -94,7 +99,7 @@ def test_a_full_disk_is_reported_in_one_line(
     assert "mesh.data_shard = 2" in said.out
     assert said.err == "best.toml can't be written: No space left on device; write another file with --to\n"
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match=r"^e can't be written: Permission denied; "), writing(Path("e")):
+    with pytest.raises(UserError, match=r"^e can't be written: Permission denied; "), report_write_errors(Path("e")):
         raise PermissionError(errno.EACCES, "Permission denied")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands._recipes import Pipeline, microbatches_of, only, require_microbatches
+from drawloom.components.commands._recipes import Pipeline, count_microbatches, find_only_node, require_microbatches
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Phase
 from drawloom.graph import UserError
@@ -18,9 +18,9 @@ def test_a_recipe_has_a_pipeline() -> None:
 def test_a_missing_node_is_reported() -> None:
     """The command reports what is missing instead of guessing."""
     graph = Recipe.load("first_run").graph
-    assert microbatches_of(graph) is not None
-    assert only(graph, Schedule) == "schedule"
+    assert count_microbatches(graph) is not None
+    assert find_only_node(graph, Schedule) == "schedule"
     with pytest.raises(UserError, match=r"nodes that implement Phase \(\[.*\]\); exactly one is required"):
-        only(graph, Phase)
+        find_only_node(graph, Phase)
     with pytest.raises(UserError, match="number of microbatches is unknown"):
         require_microbatches(None)

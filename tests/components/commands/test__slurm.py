@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._slurm import array_script
+from drawloom.components.commands._slurm import format_array_script
 
 SAVE = "trap 'sleep 0.2; echo saved; exit 143' TERM; echo ready; for _ in $(seq 100); do sleep 0.1; done"
 
@@ -17,7 +17,7 @@ def test_a_task_runs_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The index chooses the command, words with spaces stay whole, and the exit code is the command's."""
     monkeypatch.chdir(tmp_path)
     commands = [["touch", "a b"], ["bash", "-c", "pwd; exit 3"]]
-    script = array_script("my sweep", commands, Path("runs"), at_a_time=4, options=["--gres=gpu:1"])
+    script = format_array_script("my sweep", commands, Path("runs"), max_parallel_tasks=4, options=["--gres=gpu:1"])
     lines = script.splitlines()
     assert {"#SBATCH --array=0-1%4", "#SBATCH --gres=gpu:1", "#SBATCH --job-name=my_sweep"} <= set(lines)
     done = [
@@ -30,7 +30,7 @@ def test_a_task_runs_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_signal_waits_for_the_run_to_save(tmp_path: Path) -> None:
     """SIGTERM for the script goes to the run, whose exit code is the task's."""
-    script = array_script("s", [["bash", "-c", SAVE]], tmp_path, at_a_time=None, options=[])
+    script = format_array_script("s", [["bash", "-c", SAVE]], tmp_path, max_parallel_tasks=None, options=[])
     environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "0"}
     task = subprocess.Popen(["bash", "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
     assert task.stdout is not None and task.stdout.readline() == "ready\n"

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._sweep_points import points_of
+from drawloom.components.commands._sweep_points import make_sweep_points
 from drawloom.graph import UserError
 
 
 def test_a_grid_has_every_combination() -> None:
     """Lists and ranges are multiplied, the last one varies first, and words with one value apply to all points."""
-    points = points_of(["optimizer.lr=1e-3,3e-4", "trainer.steps=4", "run.seed=0..2"])
+    points = make_sweep_points(["optimizer.lr=1e-3,3e-4", "trainer.steps=4", "run.seed=0..2"])
     assert [point.name for point in points] == [
         f"lr={lr},seed={seed}" for lr in ("0.001", "0.0003") for seed in range(3)
     ]
@@ -19,22 +19,22 @@ def test_a_grid_has_every_combination() -> None:
 
 def test_commas_in_values_separate_nothing() -> None:
     """In a list, a table or a string a comma belongs to the value, and a name has no characters of paths."""
-    points = points_of(['lr.phases=[{ to = 1.0, curve = "cosine" }],[{ to = 1.0 }]', 'sample.prompt="a, b"'])
+    points = make_sweep_points(['lr.phases=[{ to = 1.0, curve = "cosine" }],[{ to = 1.0 }]', 'sample.prompt="a, b"'])
     assert [point.words[0] for point in points] == ['sample.prompt="a, b"'] * 2
     assert points[1].name == "phases=_to_1.0_" and "cosine" in points[0].name
-    assert [point.name for point in points_of(["a.path=x/y,../z"])] == ["path=x_y", "path=.._z"]
+    assert [point.name for point in make_sweep_points(["a.path=x/y,../z"])] == ["path=x_y", "path=.._z"]
 
 
 def test_keys_with_equal_last_parts_are_written_whole() -> None:
     """A name has the last part of each key, unless two axes have it in common."""
-    assert points_of(["a.x=1,2", "b.x=1,2", "c.y=3,4"])[0].name == "a.x=1,b.x=1,y=3"
+    assert make_sweep_points(["a.x=1,2", "b.x=1,2", "c.y=3,4"])[0].name == "a.x=1,b.x=1,y=3"
 
 
 def test_random_points_are_in_their_intervals_and_more_of_them_keep_the_first() -> None:
     """On the log scale half of the points are below the geometric mean; the same seed gives the same points."""
     words = ["optimizer.lr=1e-4..1e-2:log", "clip.max_norm=0.5..1.5:uniform", "run.seed=0,1", "trainer.steps=4"]
-    points = points_of(words, count=200)
-    assert points[:7] == points_of(words, count=7) and points != points_of(words, count=200, seed=1)
+    points = make_sweep_points(words, count=200)
+    assert points[:7] == make_sweep_points(words, count=7) and points != make_sweep_points(words, count=200, seed=1)
     rates = [float(point.words[1].removeprefix("optimizer.lr=")) for point in points]
     norms = [float(point.words[2].removeprefix("clip.max_norm=")) for point in points]
     assert all(1e-4 <= rate <= 1e-2 for rate in rates) and all(0.5 <= norm <= 1.5 for norm in norms)
@@ -48,23 +48,23 @@ def test_axes_are_read_from_a_table(tmp_path: Path) -> None:
     file = tmp_path / "axes.toml"
     text = '[axes]\noptimizer.lr = [1e-3, 3e-4]\nrun.seed = "0..1"\nmodel.activation = "silu"\n'
     file.write_text(text, "utf-8")
-    points = points_of(["trainer.steps=1,2"], file)
+    points = make_sweep_points(["trainer.steps=1,2"], file)
     assert len(points) == 8 and points[0].name == "lr=0.001,seed=0,steps=1"
     assert points[0].words[0] == 'model.activation="silu"'
     file.write_text('[axes]\noptimizer.lr = { low = 1e-4, high = 1e-2, scale = "log" }\n', "utf-8")
-    assert points_of([], file, count=3) == points_of(["optimizer.lr=1e-4..1e-2:log"], count=3)
+    assert make_sweep_points([], file, count=3) == make_sweep_points(["optimizer.lr=1e-4..1e-2:log"], count=3)
 
 
 def test_points_are_listed_in_a_table(tmp_path: Path) -> None:
     """Every table is a point, named by the values that differ."""
     file = tmp_path / "points.toml"
     file.write_text('[[points]]\na = {x = 1, y = "s"}\n[[points]]\na = {x = 2, y = "s"}\nb.z = true\n', "utf-8")
-    assert [(point.name, point.words) for point in points_of(["c.d=1"], file)] == [
+    assert [(point.name, point.words) for point in make_sweep_points(["c.d=1"], file)] == [
         ("x=1", ["c.d=1", 'a.y="s"', "a.x=1"]),
         ("x=2,z=true", ["c.d=1", 'a.y="s"', "a.x=2", "b.z=true"]),
     ]
     with pytest.raises(UserError, match="write one or the other"):
-        points_of(["c.d=1,2"], file)
+        make_sweep_points(["c.d=1,2"], file)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_points_are_listed_in_a_table(tmp_path: Path) -> None:
 def test_an_impossible_sweep_is_refused(words: list[str], message: str) -> None:
     """The error says what is wrong and how to correct it."""
     with pytest.raises(UserError, match=message):
-        points_of(words)
+        make_sweep_points(words)

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.commands import _trained
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError
@@ -27,7 +27,7 @@ class _Recipe:
 def options(folder: Path, *words: str) -> argparse.Namespace:
     """Return the options of a command for a run folder."""
     parser = argparse.ArgumentParser()
-    _trained.add_run(parser)
+    _trained.add_run_arguments(parser)
     return parser.parse_args([str(folder), *words])
 
 
@@ -61,7 +61,7 @@ def test_a_run_by_its_name_or_checkpoint_is_answered_with_its_folder(
     (tmp_path / "runs/mine").mkdir(parents=True)
     save_steps(tmp_path / "runs/mine", 1)
     monkeypatch.chdir(tmp_path)
-    assert str(_trained.no_checkpoint(Path(folder))) == said
+    assert str(_trained.missing_checkpoint_error(Path(folder))) == said
 
 
 def test_best_needs_a_validation_loss(tmp_path: Path) -> None:
@@ -71,15 +71,15 @@ def test_best_needs_a_validation_loss(tmp_path: Path) -> None:
         _trained._choose_checkpoint(options(tmp_path, "--best"))
 
 
-@pytest.mark.parametrize("moment", ["_load_run_recipe", "load_node"])
+@pytest.mark.parametrize("moment", ["_load_recipe_for_one_process", "load_node_state"])
 def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """With fast rotation, `generate` and `export` never call a removed step corrupt."""
     save_steps(tmp_path, 1)
     read: dict[str, Any] = {
-        "_load_run_recipe": lambda _project, lock, _files: _Recipe(lock.read_text()),
-        "load_node": load_node,
+        "_load_recipe_for_one_process": lambda _project, lock, _files: _Recipe(lock.read_text()),
+        "load_node_state": load_node_state,
     }
     began: list[Path] = []
 
@@ -90,11 +90,11 @@ def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
             shutil.rmtree(tmp_path / "checkpoints" / "step-1")
         return read[moment](*arguments)
 
-    monkeypatch.setattr(_trained, "_load_run_recipe", read["_load_run_recipe"])
-    monkeypatch.setattr(_trained, "only", lambda *_: "memory")
+    monkeypatch.setattr(_trained, "_load_recipe_for_one_process", read["_load_recipe_for_one_process"])
+    monkeypatch.setattr(_trained, "find_only_node", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
-    _, _, _, state = _trained._read_run(project, options(tmp_path), (Stages,))
+    _, _, _, state = _trained._load_checkpoint_and_recipe(project, options(tmp_path), (Stages,))
     assert torch.equal(state["weight"], state_of(2)["weight"])
     assert len(began) == 2
 
@@ -102,8 +102,8 @@ def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
 def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in an existing checkpoint is reported, and not retried for ever."""
     save_steps(tmp_path, 1)
-    monkeypatch.setattr(_trained, "_load_run_recipe", lambda *_: _Recipe(""))
-    monkeypatch.setattr(_trained, "only", lambda *_: "gone")
+    monkeypatch.setattr(_trained, "_load_recipe_for_one_process", lambda *_: _Recipe(""))
+    monkeypatch.setattr(_trained, "find_only_node", lambda *_: "gone")
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"):
-        _trained._read_run(project, options(tmp_path), (Stages,))
+        _trained._load_checkpoint_and_recipe(project, options(tmp_path), (Stages,))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.commands.evaluate import _make_corpus_node, _with_corpus
+from drawloom.components.commands.evaluate import _make_corpus_node, _replace_data_by_corpus
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
@@ -25,7 +25,7 @@ DATA: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", DATA)
 def test_other_text_replaces_all_data(what: str) -> None:
     """Nothing of the run's own data is needed to make the rows, and the recipe has no problem."""
-    recipe = _with_corpus(Recipe.load("first_run").with_values(DATA[what]), OTHER)
+    recipe = _replace_data_by_corpus(Recipe.load("first_run").with_values(DATA[what]), OTHER)
     recipe.check(elsewhere=True)
     needed = {node.spec.use: node.settings for node in recipe.graph.restrict_to(["packing"]).nodes.values()}
     assert {"data.packing.windows", "data.tokenized_text", "data.jsonl"} < needed.keys()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from drawloom.components.commands.launch import report_failure
+from drawloom.components.commands.launch import print_failure_and_get_exit_code
 from drawloom.components.distributed.error_file import write_error_file
 from drawloom.graph.cli.main import main
 
@@ -43,7 +43,7 @@ def test_a_failure_is_printed_only_if_no_process_has(
     printed: str,
 ) -> None:
     """The exit code is the cause's, for a signal as in shells; a stopped run is not a failure."""
-    assert report_failure(_failures(tmp_path, codes, reported)) == code
+    assert print_failure_and_get_exit_code(_failures(tmp_path, codes, reported)) == code
     assert capsys.readouterr().err == printed
 
 

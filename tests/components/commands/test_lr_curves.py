@@ -2,13 +2,13 @@
 
 from xml.etree import ElementTree
 
-from drawloom.components.commands.lr import BLOCKS, HEIGHT, ScheduleCurve, draw_svg, draw_text
+from drawloom.components.commands.lr import BLOCKS, HEIGHT, ScheduleCurve, draw_svg, draw_text_columns
 
 
 def test_columns_are_as_high_as_values() -> None:
     """A line from 0 to the highest value fills the lower right half, in eighths of a line."""
     curve = ScheduleCurve("a line", [(step, step - 1.0) for step in range(1, 82)])
-    lines = draw_text([curve], 5 + 81).splitlines()
+    lines = draw_text_columns([curve], 5 + 81).splitlines()
     assert lines[0] == "a line" and lines[-1].endswith("step 81")
     rows = [line.partition("│")[2] for line in lines[1 : HEIGHT + 1]]
     heights = [
@@ -25,4 +25,4 @@ def test_a_curve_of_zeros_is_drawn_and_names_are_escaped() -> None:
         curve = ScheduleCurve("<b>", points)
         drawn = ElementTree.fromstring(draw_svg("<title>", [curve]))
         assert "<b>" in [element.text for element in drawn] and "<title>" in [element.text for element in drawn]
-        assert "█" not in draw_text([curve], 40)
+        assert "█" not in draw_text_columns([curve], 40)

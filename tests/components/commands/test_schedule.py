@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.graph.cli.main import main
 from support.schedules import NAMES, schedule
 
@@ -100,7 +100,7 @@ def test_a_recipe_gives_schedule_ranks_and_microbatches(capsys: Capture) -> None
 
 def test_a_recipe_can_simulate_a_table(capsys: Capture, tmp_path: Path) -> None:
     """A schedule from a file is simulated like any other."""
-    (tmp_path / "table.csv").write_text(write_csv(schedule("v_min").program(2, 16)))
+    (tmp_path / "table.csv").write_text(format_program_csv(schedule("v_min").program(2, 16)))
     words = ("mesh.pipeline=2", "schedule.use=pipeline.from_csv", f"schedule.path={tmp_path}/table.csv")
     summary = data(capsys, "first_run", *words, "batch.micro_size=1")
     assert (summary["schedule"], summary["makespan"]) == ("pipeline.from_csv", 49.5)

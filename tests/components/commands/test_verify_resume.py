@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.commands.verify_resume import Runs, differences
+from drawloom.components.commands.verify_resume import Runs, find_run_differences
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
 
@@ -48,7 +48,7 @@ def _runs(folder: Path, steps: int, pause: float, how: str = "") -> Runs:
 def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
     """The second run is killed when half of its steps are committed, and resumes from there."""
     runs = _runs(tmp_path, 10, 0.05)
-    runs.run_straight()
+    runs.run_without_interruption()
     assert 5 <= runs.kill_and_resume() < 10
     for name in ("straight", "resumed"):
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
@@ -58,7 +58,7 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
 def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Path) -> None:
     """A kill between a commit and its hashes would leave hashes out, which would look like a difference."""
     runs = _runs(tmp_path, 10, 0.2)
-    runs.run_straight()
+    runs.run_without_interruption()
     runs.kill_and_resume()
     rows = (tmp_path / "resumed" / "digests" / "rank-0.jsonl").read_text().splitlines()
     assert 5 in [json.loads(row)["step"] for row in rows]
@@ -72,7 +72,7 @@ def test_a_run_that_is_too_short_to_be_killed_is_reported(tmp_path: Path) -> Non
 
 def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
     """The error shows the end of the run's output, and does not blame resuming."""
-    for run in (Runs.run_straight, Runs.kill_and_resume):
+    for run in (Runs.run_without_interruption, Runs.kill_and_resume):
         with pytest.raises(UserError, match="a reason other than resuming:\nno such corpus"):
             run(_runs(tmp_path, 4, 0.0, "fail"))
 
@@ -92,7 +92,7 @@ def test_output_of_torchrun_about_a_failed_run_is_left_out(tmp_path: Path) -> No
     for report, words in ((REPORT, "resuming:\nno such corpus$"), (REPORT[-66:], "ChildFailedError:$")):
         command = [sys.executable, "-c", f"print({report.strip()!r}); exit(1)"]
         with pytest.raises(UserError, match=words):
-            Runs(tmp_path, command, 4).run_straight()
+            Runs(tmp_path, command, 4).run_without_interruption()
 
 
 def _write(run: Path, rows: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> Path:
@@ -128,7 +128,7 @@ def _run(run: Path, **changes: Any) -> Path:
 )
 def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     """A difference names step, metric or tensor, and rank; machine metrics and trackers' state are ignored."""
-    first_differences = list(differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
+    first_differences = list(find_run_differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
     assert len(first_differences) == len(words)
     assert all(str(text).startswith(word) for text, word in zip(first_differences, words, strict=True))
 
@@ -160,7 +160,7 @@ def test_other_causes_than_resuming_are_reported(
             _write(runs.folder / name, rows, [])
         return 12
 
-    monkeypatch.setattr(Runs, "run_straight", lambda _: None)
+    monkeypatch.setattr(Runs, "run_without_interruption", lambda _: None)
     monkeypatch.setattr(Runs, "kill_and_resume", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: varies)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(varies))

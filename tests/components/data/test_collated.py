@@ -131,7 +131,7 @@ def test_other_examples_are_refused_at_a_resume() -> None:
 def test_examples_longer_than_the_models_positions_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """The longest example counts, and not the multiple to which rows are rounded up."""
     for longest, count in ((5, 0), (4, 1)):
-        model = fake(LanguageModel, vocab_size=10, longest_text=longest)
+        model = fake(LanguageModel, vocab_size=10, max_sequence_length=longest)
         open_rows(Own(), multiple=8, models=Every({"model": model}))
         assert len(caplog.records) == count
     assert "has 5 tokens, and the positions of [model] are made for 4" in caplog.text

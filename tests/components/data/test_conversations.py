@@ -123,7 +123,7 @@ def test_a_template_is_needed(tmp_path: Path) -> None:
     lines, tokenizer = [str(tmp_path / "rows.jsonl")], open_tokenizer(tmp_path / "tokenizer")
     made = Conversations(tokenizer=tokenizer, paths=lines, template=own, validation_fraction=0.0)
     made.open()
-    assert trained_texts(made) == ["b<|im_end|>"] and made.files_read() == {"template": [own]}
+    assert trained_texts(made) == ["b<|im_end|>"] and made.list_input_files() == {"template": [own]}
 
 
 def test_the_split_depends_on_the_line_alone(tmp_path: Path) -> None:

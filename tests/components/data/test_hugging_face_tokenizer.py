@@ -109,7 +109,7 @@ def test_a_folder_says_its_end_token(eos: Any, tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(path=tmp_path)
     tokenizer.open()
     assert tokenizer.eos_id == 6
-    assert [path.name for path in tokenizer.files_read()["path"]] == ["tokenizer.json", "tokenizer_config.json"]
+    assert [path.name for path in tokenizer.list_input_files()["path"]] == ["tokenizer.json", "tokenizer_config.json"]
 
 
 def test_an_end_token_that_nothing_says_is_asked_for(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from drawloom.components.data.loader import Loader
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.order.shuffled import Shuffled
-from drawloom.components.data.record import row_digests
+from drawloom.components.data.record import compute_row_digests
 from drawloom.components.ports.data import RowOrder
 from drawloom.components.run.batch import GlobalBatch
 from drawloom.graph import UserError
@@ -49,7 +49,7 @@ def steps(loader: Loader, names: Any, number: int) -> list[list[list[int]]]:
 def reference_steps(seed: int, first: int, last: int) -> list[list[list[int]]]:
     """Return one rank's steps, from the epochs' concatenated permutations."""
     epochs = range(last * STEP // ROWS + 1)
-    endless = list(chain(*(Permutation(seed, "rows", epoch, ROWS).all().tolist() for epoch in epochs)))
+    endless = list(chain(*(Permutation(seed, "rows", epoch, ROWS).permute_all().tolist() for epoch in epochs)))
     taken = [endless[step * STEP : (step + 1) * STEP] for step in range(first, last)]
     return [[step[start : start + MICRO] for start in range(0, STEP, MICRO)] for step in taken]
 
@@ -138,7 +138,7 @@ def test_ranks_of_a_replica_have_the_same_batches(
         for _ in range(2):
             with loading(rows, mesh, job, order=orders[order], workers=workers) as loader:
                 loader.load_state_dict(state)
-                digests += [row_digests(batch) for _ in range(2) for batch in loader.next_step()]
+                digests += [compute_row_digests(batch) for _ in range(2) for batch in loader.next_step()]
                 state = loader.state_dict()
         digests_by_rank.append(digests)
     assert all(digests == digests_by_rank[0] for digests in digests_by_rank) and len(digests_by_rank[0]) == 4
@@ -153,7 +153,7 @@ def test_steps_of_another_size_continue_the_order(rows_of: RowsOf, one_rank: Any
             taken += [list(chain(*step)) for step in steps(loader, names, 2)]
             state = loader.state_dict()
             assert [loader.rows_of(step) for step in (state["step"] - 1, state["step"])] == taken[-2:]
-    assert [*chain(*taken)] == Permutation(job.seed, "rows", 0, 40).all().tolist()[:28]
+    assert [*chain(*taken)] == Permutation(job.seed, "rows", 0, 40).permute_all().tolist()[:28]
     assert state == {"step": 8, "position": 28, "since": 4, "offset": 12}
 
 

@@ -40,7 +40,7 @@ class Documents:
 
     def documents(self, split: str) -> TokenArrays:
         numbers = range(self.first, self.first + self.count)
-        return TokenArrays.of([np.full(2 + number % 9, number + 1) for number in numbers], np.uint16)
+        return TokenArrays.concatenate([np.full(2 + number % 9, number + 1) for number in numbers], np.uint16)
 
 
 class Runs(RuleBasedStateMachine):

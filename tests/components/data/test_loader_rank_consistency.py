@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.data.loader import check_batch, check_consistency
+from drawloom.components.data.loader import check_batch, check_ranks_have_consistent_batches
 from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
 from support.clips import ClipRows, clips
@@ -40,7 +40,7 @@ def errors_of(*ranks: tuple[int, int, TokenBatch]) -> list[str]:
 
     def compare(rank: int) -> None:
         try:
-            check_consistency(world, *ranks[rank])
+            check_ranks_have_consistent_batches(world, *ranks[rank])
         except UserError as error:
             errors[rank] = str(error)
 

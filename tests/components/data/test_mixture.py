@@ -65,7 +65,7 @@ class Weighted(TokensInMemory):
     """Documents with weights."""
 
     def documents(self, split: Any) -> TokenArrays:
-        return TokenArrays.of([np.array([3, 3])], np.uint32, [np.array([0.5, 0.25], np.float32)])
+        return TokenArrays.concatenate([np.array([3, 3])], np.uint32, [np.array([0.5, 0.25], np.float32)])
 
 
 def test_weights_of_tokens_are_kept() -> None:

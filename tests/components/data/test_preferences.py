@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from drawloom.components.data.packing.rows import RowPiece, batch_of
+from drawloom.components.data.packing.rows import RowPiece, build_batch
 from drawloom.components.data.preferences import Preferences
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
@@ -121,11 +121,11 @@ def test_a_reference_belongs_to_its_document(tmp_path: Path) -> None:
     documents = made.documents("train")
     assert [documents.read(number, 0, 1).reference for number in (0, 1)] == [-1.5, -2.0]
     pieces = [RowPiece(number, 0, int(length)) for number, length in enumerate(documents.lengths)]
-    batch = batch_of(documents, [pieces], 128, 0)
+    batch = build_batch(documents, [pieces], 128, 0)
     assert batch.reference is not None
     assert [float(batch.reference[batch.document_ids == number].sum()) for number in (0, 1)] == [-1.5, -2.0]
     without = corpus(tmp_path, {"prompt": ASK, **ANSWERS}).documents("train")
-    assert batch_of(without, [pieces], 128, 0).reference is None
+    assert build_batch(without, [pieces], 128, 0).reference is None
     assert documents.fingerprint != without.fingerprint
 
 

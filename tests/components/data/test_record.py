@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.data.record import Record, row_digests
+from drawloom.components.data.record import Record, compute_row_digests
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Batching, Step
-from drawloom.components.storage.step_log import encode_line, read_steps
+from drawloom.components.storage.step_log import encode_row, read_steps
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import FixedFolder, SingleRankMesh
 from support.clips import clips
 
-ONE = encode_line({"step": 1})
+ONE = encode_row({"step": 1})
 
 
 def batch(*rows: int) -> TokenBatch:
@@ -36,17 +36,17 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_each_row_has_its_own_digest() -> None:
     """Rows with a difference in any tensor have different digests, at any place in a batch."""
-    one, two = row_digests(batch(1, 2))
-    assert one != two and row_digests(batch(2)) == [two]
+    one, two = compute_row_digests(batch(1, 2))
+    assert one != two and compute_row_digests(batch(2)) == [two]
     changes: list[dict[str, Any]] = [{name: torch.full((1, 3), 9.0)} for name in ("weights", "targets")]
     changed = [batch(1).evolve(**change) for change in changes]
-    assert len({one, *(digest for change in changed for digest in row_digests(change))}) == 3
+    assert len({one, *(digest for change in changed for digest in compute_row_digests(change))}) == 3
 
 
 def test_each_step_has_a_line(tmp_path: Path) -> None:
     """A step's line lists the rows in all its microbatches, and their part of the step."""
     record(tmp_path).run_phase(Step(1, 9, state={"batches": [batch(1, 2), batch(3)]}))
-    assert lines(tmp_path) == [{"step": 1, "part": 0, "parts": 1, "rows": row_digests(batch(1, 2, 3))}]
+    assert lines(tmp_path) == [{"step": 1, "part": 0, "parts": 1, "rows": compute_row_digests(batch(1, 2, 3))}]
 
 
 def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
@@ -54,11 +54,11 @@ def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
     first = record(tmp_path)
     for step in (1, 2, 3):
         first.run_phase(Step(step, 9, state={"batches": [batch(step)]}))
-    (tmp_path / "rows/rank-1.jsonl").write_bytes(ONE + encode_line({"step": 2}) + b'{"ste')
+    (tmp_path / "rows/rank-1.jsonl").write_bytes(ONE + encode_row({"step": 2}) + b'{"ste')
     record(tmp_path).run_phase(Step(2, 9, state={"batches": [batch(7)]}))
     assert [(line["step"], line["rows"]) for line in lines(tmp_path)] == [
-        (1, row_digests(batch(1))),
-        (2, row_digests(batch(7))),
+        (1, compute_row_digests(batch(1))),
+        (2, compute_row_digests(batch(7))),
     ]
     assert (tmp_path / "rows/rank-1.jsonl").read_bytes() == ONE
 
@@ -91,6 +91,6 @@ def test_a_pipe_in_place_of_a_record_is_refused(tmp_path: Path) -> None:
 
 def test_digests_are_of_the_leaves_that_rows_have() -> None:
     """A row of an own batch has the same digest in any batch, whatever all rows share."""
-    one, two = row_digests(clips([1, 2]))
-    assert one != two and row_digests(clips([2], scale=torch.tensor(7.0))) == [two]
-    assert row_digests(clips([2]).evolve(labels=torch.tensor([9]))) != [two]
+    one, two = compute_row_digests(clips([1, 2]))
+    assert one != two and compute_row_digests(clips([2], scale=torch.tensor(7.0))) == [two]
+    assert compute_row_digests(clips([2]).evolve(labels=torch.tensor([9]))) != [two]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.data.standard_library import StandardLibrary, source_files
+from drawloom.components.data.standard_library import StandardLibrary, list_source_files
 from drawloom.graph import UserError
 
 
 def test_tests_and_installed_packages_are_excluded() -> None:
     """Modules of packages are included; tests, installed packages and generated files are not."""
-    names = [file.name for file in source_files()]
+    names = [file.name for file in list_source_files()]
     assert {"json/decoder.py", "ast.py", "unittest/case.py"} <= set(names)
     assert names == sorted(names)
     parts = {part for name in names for part in Path(name).parts}
@@ -25,7 +25,7 @@ def test_every_module_is_a_document_of_one_split() -> None:
     """Both splits together are the modules, each once, and about one in twenty is in the validation split."""
     library = StandardLibrary()
     train, validation = list(library.documents("train")), list(library.documents("validation"))
-    texts = [Path(file.path).read_bytes().decode("utf-8", "replace") for file in source_files()]
+    texts = [Path(file.path).read_bytes().decode("utf-8", "replace") for file in list_source_files()]
     assert Counter(train + validation) == Counter(texts)
     assert 0.02 < len(validation) / len(texts) < 0.1
     assert Path(json.__file__).read_bytes().decode() in train + validation

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from drawloom.components.data.store.shard import id_dtype
+from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 
 
 def arrays(*documents: list[int], weights: list[list[float]] | None = None) -> TokenArrays:
     own = None if weights is None else [np.array(document_weights, np.float32) for document_weights in weights]
-    return TokenArrays.of([np.array(document) for document in documents], np.uint16, own)
+    return TokenArrays.concatenate([np.array(document) for document in documents], np.uint16, own)
 
 
 def test_parts_of_documents_stay_inside_of_them() -> None:
@@ -34,7 +34,7 @@ def test_the_fingerprint_is_of_everything() -> None:
 @pytest.mark.parametrize(("size", "width"), [(257, 2), (65_536, 2), (65_537, 4)])
 def test_ids_have_the_least_width(size: int, width: int) -> None:
     """Two bytes up to 65,536 ids, else four."""
-    assert np.dtype(id_dtype(size)).itemsize == width
+    assert np.dtype(choose_id_dtype(size)).itemsize == width
 
 
 def test_an_empty_corpus_has_no_documents() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.store.build import build
+from drawloom.components.data.store.build import build_store
 from drawloom.components.data.tokenized import Tokenized
 from drawloom.graph import UserError
 from support.stores import Texts, store_of
@@ -44,6 +44,6 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         eos_id = 0
 
     store_of(tmp_path / "one", [["a"]])
-    build(tmp_path / "two", [Texts(("a",))], Other())
+    build_store(tmp_path / "two", [Texts(("a",))], Other())
     with pytest.raises(UserError, match="two has another tokenizer than"):
         Tokenized(path=tmp_path / "one", validation_path=tmp_path / "two").open()

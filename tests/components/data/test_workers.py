@@ -52,7 +52,7 @@ def test_large_requests_and_large_batches_do_not_block(rows_of: RowsOf) -> None:
     """Requests and batches far larger than a pipe's buffer do not deadlock."""
     wanted: list[list[int]] = [list(range(50)) * 1_000] * 3  # 100 kB each
     with spawn_workers(rows_of(train=50), 1) as workers:
-        batches = list(workers.batches(iter(wanted * 2), ahead=3, timeout=30))
+        batches = list(workers.batches(iter(wanted * 2), batches_ahead=3, timeout=30))
         assert [batch.row_count for batch in batches] == [50_000] * 3
 
 
@@ -139,9 +139,9 @@ from drawloom.components.data.packing.rows import JoinedIndexes
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.data.workers import Workers
 
-documents = TokenArrays.of([np.arange(1, 100_000)], np.uint32)
+documents = TokenArrays.concatenate([np.arange(1, 100_000)], np.uint32)
 rows = Concatenated(tokens=None, job=None, length=4)
-rows._splits["train"] = PackedSplit(documents, JoinedIndexes((rows.index_of(documents.lengths, None),), (0,)))
+rows._splits["train"] = PackedSplit(documents, JoinedIndexes((rows.build_row_index(documents.lengths, None),), (0,)))
 workers = Workers(rows, "train", 3)
 next(workers.batches((list(range(20_000)) for _ in count()), 1, 30))
 print(*(member.child.process.pid for member in workers.members), flush=True)

@@ -19,11 +19,11 @@ def _broken() -> tuple[float, int, int]:
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     connections = Connections(port)
-    with connections.record():
+    with connections.record_sockets():
         group: Any = dist.ProcessGroupGloo(PrefixStore("first", store), rank, 2, timedelta(seconds=30))
     group.allreduce([torch.ones(1)]).wait()
     counts: list[int] = []
-    timer = threading.Timer(0.2, lambda: counts.append(connections.break_all()))
+    timer = threading.Timer(0.2, lambda: counts.append(connections.shut_down_all()))
     start = time.monotonic()
     if rank == 0:
         timer.start()

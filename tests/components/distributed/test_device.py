@@ -11,7 +11,7 @@ import torch
 from drawloom.components.distributed import cpu_threads
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.graph import UserError
-from drawloom.kernels.triton.primitives import input_precision
+from drawloom.kernels.triton.primitives import get_dot_precision
 
 
 @attrs.define
@@ -83,7 +83,7 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) 
         ComputeDevice(kind="cuda").check_machine()
 
 
-@pytest.mark.parametrize(("gpus", "index", "host"), [(2, 1, "drawloom rank 5"), (4, 3, "mine")])
+@pytest.mark.parametrize(("gpus", "index", "host"), [(2, 1, "drawloom process"), (4, 3, "mine")])
 def test_ranks_take_turns_on_too_few_gpus(gpus: int, index: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL takes them for hosts while the device is open, but not if all have GPUs of their own."""
     patch_gpus(monkeypatch, gpus)
@@ -91,7 +91,7 @@ def test_ranks_take_turns_on_too_few_gpus(gpus: int, index: int, host: str, monk
     monkeypatch.setenv("NCCL_HOSTID", "mine")
     device = ComputeDevice(kind="cuda", share=True)
     device.open()
-    assert (device.device.index, os.environ["NCCL_HOSTID"]) == (index, host)
+    assert device.device.index == index and os.environ["NCCL_HOSTID"].startswith(host)
     device.close()
     assert os.environ["NCCL_HOSTID"] == "mine" and "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" not in os.environ
 
@@ -119,7 +119,7 @@ def test_float32_products_are_set_and_restored(tf32: bool, name: str, monkeypatc
         torch.set_float32_matmul_precision(before)
         try:
             device.open()
-            assert torch.backends.cuda.matmul.allow_tf32 is tf32 and input_precision() == name
+            assert torch.backends.cuda.matmul.allow_tf32 is tf32 and get_dot_precision() == name
             device.close()
             assert torch.get_float32_matmul_precision() == before
         finally:
@@ -145,7 +145,7 @@ def test_threads_are_the_cores_divided_by_the_processes(
     """Threads do not exceed torch's own number, and OMP_NUM_THREADS, already read by torch, takes precedence."""
     before = torch.get_num_threads()
     torch.set_num_threads(6)
-    monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cpu_threads, "count_usable_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from drawloom.components.distributed.device_model import (
-    device_model,
-    model_of_gpu,
-    peak_tflops_of,
-    products_in,
-    rows,
+    find_device_model,
+    find_gpu_model,
+    get_peak_tflops,
+    get_product_key,
+    read_device_rows,
 )
 from drawloom.graph import UserError
 
@@ -32,35 +32,35 @@ from drawloom.graph import UserError
 )
 def test_names_of_devices_are_found(name: str, products: str, peak: float | None) -> None:
     """Devices are found by the names torch gives them."""
-    assert peak_tflops_of(name, products) == peak
+    assert get_peak_tflops(name, products) == peak
 
 
 def test_every_row_of_the_table_has_its_source() -> None:
     """Rows for planning are read strictly; TF32 is half as fast as bfloat16: no number has sparsity."""
-    for row in rows():
+    for row in read_device_rows():
         if row["name"] == "cpu":
             continue
         assert re.match(r"(NVIDIA|AMD) ", row["source"])
-        assert "memory" not in row or device_model(row["key"]).memory > 2**36
+        assert "memory" not in row or find_device_model(row["key"]).memory > 2**36
         assert row.get("tf32", row["bfloat16"] / 2) == pytest.approx(row["bfloat16"] / 2, rel=0.02)
 
 
 def test_float32_is_multiplied_as_torch_says() -> None:
     """In TF32 where device.tf32 has told torch so."""
-    assert products_in(torch.float16) == products_in(torch.bfloat16) == "bfloat16"
+    assert get_product_key(torch.float16) == get_product_key(torch.bfloat16) == "bfloat16"
     for precision, products in (("highest", "float32"), ("high", "tf32")):
         with mock.patch.object(torch, "get_float32_matmul_precision", return_value=precision):
-            assert products_in(torch.float32) == products
+            assert get_product_key(torch.float32) == products
 
 
 def test_a_gpu_is_found_by_its_name() -> None:
     """A GPU is matched by its product name; one without a memory size in the table can't be planned for."""
-    gpu = model_of_gpu("NVIDIA H100 80GB HBM3")
-    assert gpu == device_model("h100")
+    gpu = find_gpu_model("NVIDIA H100 80GB HBM3")
+    assert gpu == find_device_model("h100")
     assert gpu is not None
     assert gpu.is_gpu
-    assert not device_model("cpu").is_gpu
-    assert model_of_gpu("NVIDIA GeForce RTX 4090") is None
+    assert not find_device_model("cpu").is_gpu
+    assert find_gpu_model("NVIDIA GeForce RTX 4090") is None
 
 
 DESCRIBED = "bfloat16 = 100\nfloat32 = 50\nmemory = 8\nbandwidth = 500\nlink = 10\nnetwork = 1\n"
@@ -70,7 +70,7 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
     """The units are data sheets'; products have the rate reached in steps, also in a dtype without a figure."""
     path = tmp_path / "mine.toml"
     path.write_text(f"{DESCRIBED}[reached]\nproducts = 0.5\n")
-    described = device_model(str(path))
+    described = find_device_model(str(path))
     assert (described.name, described.memory, described.bandwidth, described.link) == ("mine", 2**33, 500e9, 10e9)
     assert described.product_rate(torch.bfloat16) == 50e12
     assert described.product_rate(torch.float64) == 25e12
@@ -98,4 +98,4 @@ def test_a_device_that_is_not_described_is_an_error(text: str | None, reason: st
     path = tmp_path / "mine.toml"
     path.write_text(text or "")
     with pytest.raises(UserError, match=reason):
-        device_model("h10" if text is None else str(path))
+        find_device_model("h10" if text is None else str(path))

@@ -35,7 +35,7 @@ def _start(program: str) -> "subprocess.Popen[str]":
 
 def test_a_process_whose_lock_is_held_is_named_and_killed() -> None:
     """The message and the lock holder's stack are printed, though no Python thread can run."""
-    with _start(HOLD + "guard.allow(0.5, 'rank 3 hangs: open() of [corpus]')\nhold()") as process:
+    with _start(HOLD + "guard.set_time_limit(0.5, 'rank 3 hangs: open() of [corpus]')\nhold()") as process:
         out, printed = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL and out == "holding\n"
     assert printed.startswith("rank 3 hangs: open() of [corpus]\n") and " in hold\n" in printed
@@ -43,7 +43,8 @@ def test_a_process_whose_lock_is_held_is_named_and_killed() -> None:
 
 def test_a_limit_that_is_lifted_or_renewed_kills_nobody() -> None:
     """Neither the old limit nor its message counts."""
-    program = "guard.allow(0.5, 'old')\nguard.allow(600.0, 'new')\nguard.allow(None)\ntime.sleep(2)"
+    limits = ("0.5, 'old'", "600.0, 'new'", "None")
+    program = "\n".join(f"guard.set_time_limit({limit})" for limit in limits) + "\ntime.sleep(2)"
     with _start(program) as process:
         assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
 
@@ -67,14 +68,14 @@ def test_a_signal_to_the_whole_group_does_not_end_the_guard() -> None:
     """Ctrl-C and a cluster's SIGTERM reach both processes; the run may take minutes to stop, and hang meanwhile."""
     program = "[signal.signal(number, signal.SIG_IGN) for number in (2, 15)]\n" + HOLD
     program += "os.kill(int(open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read()), 15)\n"
-    with _start(program + "guard.allow(0.5, 'hangs')\nhold()") as process:
+    with _start(program + "guard.set_time_limit(0.5, 'hangs')\nhold()") as process:
         _, printed = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL and printed.startswith("hangs\n")
 
 
 def test_a_stopped_process_does_not_hang() -> None:
     """Ctrl-Z stops the clock: the process has its time when it continues."""
-    with _start("guard.allow(1.5, 'hangs')\nprint(1, flush=True)\nsys.stdin.readline()") as process:
+    with _start("guard.set_time_limit(1.5, 'hangs')\nprint(1, flush=True)\nsys.stdin.readline()") as process:
         assert process.stdout is not None and process.stdout.readline() == "1\n"
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(3)  # twice the limit

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.hang_diagnosis import RankStatus, diagnosis
+from drawloom.components.distributed.hang_diagnosis import RankStatus, format_hang_diagnosis
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
 from support.processes import RanksFailedError, run_ranks
@@ -51,14 +51,14 @@ WAITS = "waits for an all-reduce in group world"
 )
 def test_silent_ranks_are_named_before_ranks_in_no_collective(answers: dict[int, RankStatus], words: str) -> None:
     """If all answer, ranks in no collective are named; if all are in one, their collectives are."""
-    assert diagnosis(answers, 3).startswith(words)
+    assert format_hang_diagnosis(answers, 3).startswith(words)
 
 
 def _work(limit: float, fault: str, faulty: int) -> tuple[str, float]:
     """All-reduce twice, one rank misbehaving in between; the error of this rank, and after how many seconds."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
-    world = processes.group("world", [[*range(processes.world_size)]])
+    world = processes.make_group("world", [[*range(processes.world_size)]])
     processes.set_location("step 1, phase [sum]")
     world.sum(torch.zeros(1))  # with the long timeout: on a busy machine ranks start seconds apart
     processes.set_timeout(limit)
@@ -79,13 +79,13 @@ def _write(slow: int) -> str:
     """Gather in a background thread on both ranks, one of them late; return this rank's diagnosis."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
-    world = processes.group("world", [[*range(processes.world_size)]])
+    world = processes.make_group("world", [[*range(processes.world_size)]])
     control = processes.control_group("writing")
     world.sum(torch.zeros(1))
     work = (lambda: time.sleep(1.7)) if processes.rank == slow else (lambda: control.gather_json(None))
     threading.Thread(target=work, daemon=True).start()
     time.sleep(0.5)
-    diagnosis = processes.diagnose()
+    diagnosis = processes.diagnose_hang()
     time.sleep(1.3)
     if processes.rank == slow:
         control.gather_json(None)

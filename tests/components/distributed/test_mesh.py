@@ -35,12 +35,12 @@ class FakeProcesses:
     node_count: int = 1
     requests: list[tuple[str, Sequence[Sequence[int]]]] = attrs.field(factory=list)
 
-    def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
+    def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
         """Record the request."""
-        self.requests.append((name, sets))
+        self.requests.append((name, rank_sets))
         return SingleProcess()
 
-    def channel(self, name: str, first: int, second: int) -> Any:
+    def open_channel(self, name: str, first: int, second: int) -> Any:
         raise AssertionError("no tensor is sent")
 
     def control_group(self, name: str) -> Group:
@@ -128,7 +128,7 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
     mesh = RankMesh(processes=processes, **sizes)
     mesh.open()
     mesh.torch_mesh(("data_replicate",), SHARDS)
-    indices = mesh.indices.dense()
+    indices = mesh.indices.without_expert_dimensions()
     return time.monotonic() - began, len({*filter(None, processes._handles.values())}), indices
 
 

@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from drawloom.components.distributed.mesh_layout import Layout, resolve_shape
+from drawloom.components.distributed.mesh_layout import Layout, resolve_layout
 from drawloom.components.ports.distributed import DIMENSIONS, PerDimension
 from drawloom.graph import UserError
 
@@ -21,7 +21,7 @@ def test_ranks_are_row_major(sizes: tuple[int, ...]) -> None:
     """The tensor index varies fastest with the rank, the pipeline index slowest."""
     layout = Layout(dict(zip(DIMENSIONS, sizes, strict=True)))
     for rank, indices in enumerate(itertools.product(*map(range, sizes))):
-        assert tuple(layout.indices(rank).dense().values()) == indices
+        assert tuple(layout.indices(rank).without_expert_dimensions().values()) == indices
 
 
 @hypothesis.given(SIZES)
@@ -29,22 +29,24 @@ def test_a_set_differs_in_one_dimension_only(sizes: tuple[int, ...]) -> None:
     """Each dimension splits all ranks into disjoint sets, ordered along it, equal in every other dimension."""
     layout = Layout(dict(zip(DIMENSIONS, sizes, strict=True)))
     for name in DIMENSIONS:
-        sets = layout.sets(name)
+        sets = layout.list_rank_sets(name)
         assert sorted(itertools.chain(*sets)) == list(range(math.prod(sizes)))
         for ranks in sets:
-            assert [layout.indices(rank).dense()[name] for rank in ranks] == list(range(layout.sizes[name]))
-            others = {tuple((layout.indices(rank).dense() | {name: 0}).values()) for rank in ranks}
+            assert [layout.indices(rank).without_expert_dimensions()[name] for rank in ranks] == list(
+                range(layout.sizes[name])
+            )
+            others = {tuple((layout.indices(rank).without_expert_dimensions() | {name: 0}).values()) for rank in ranks}
             assert len(others) == 1
 
 
 def test_expert_groups_are_consecutive_ranks_of_a_stage() -> None:
     """Expert parallelism splits a stage's ranks into runs of consecutive ranks."""
-    layout = resolve_shape({**ONES, "pipeline": 2, "data_shard": 2, "tensor": 2, "data_replicate": "auto"}, 2, 16)
-    assert layout.sets("expert")[:3] == [[0, 1], [2, 3], [4, 5]]
-    assert layout.sets("expert_shard")[:3] == [[0, 2], [1, 3], [4, 6]]
-    assert layout.sets("expert_replicate", "expert_shard")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert layout.sets("data_replicate")[:2] == [[0, 4], [1, 5]]
-    assert layout.all_sizes == PerDimension(
+    layout = resolve_layout({**ONES, "pipeline": 2, "data_shard": 2, "tensor": 2, "data_replicate": "auto"}, 2, 16)
+    assert layout.list_rank_sets("expert")[:3] == [[0, 1], [2, 3], [4, 5]]
+    assert layout.list_rank_sets("expert_shard")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert layout.list_rank_sets("expert_replicate", "expert_shard")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.list_rank_sets("data_replicate")[:2] == [[0, 4], [1, 5]]
+    assert layout.sizes_with_experts == PerDimension(
         pipeline=2, data_replicate=2, data_shard=2, tensor=2, expert_replicate=2, expert_shard=2, expert=2
     )
     assert (layout.indices(6).expert, layout.indices(6).expert_shard, layout.indices(6).data_replicate) == (0, 1, 1)
@@ -55,16 +57,16 @@ def test_auto_takes_the_remaining_ranks(world_size: int, rest: int | None) -> No
     """`auto` is the world size over the product of the others; a remainder is an error."""
     sizes: dict[str, int | str] = {**ONES, "data_replicate": "auto", "tensor": 2, "context": 3}
     if rest is not None:
-        assert resolve_shape(sizes, 1, world_size).all_sizes.data_replicate == rest
+        assert resolve_layout(sizes, 1, world_size).sizes_with_experts.data_replicate == rest
         return
     with pytest.raises(UserError, match=r"= 6 processes.*drawloom launch --nproc-per-node 6 run RECIPE"):
-        resolve_shape(sizes, 1, world_size)
+        resolve_layout(sizes, 1, world_size)
 
 
 def test_a_wrong_product_names_the_command() -> None:
     """The message has the product, the number of processes, and the command to run."""
     with pytest.raises(UserError) as caught:
-        resolve_shape({**ONES, "pipeline": 2, "data_replicate": 3}, 1, 2)
+        resolve_layout({**ONES, "pipeline": 2, "data_replicate": 3}, 1, 2)
     assert str(caught.value) == (
         "the mesh pipeline 2 × data_replicate 3 × data_shard 1 × context 1 × tensor 1 = 6 needs 6 processes, and "
         "there are 2; start it with `drawloom launch --nproc-per-node 6 run RECIPE`"
@@ -81,7 +83,7 @@ def test_ranks_of_one_copy_of_the_model_hold_each_parameter_together(sizes: tupl
     layout = Layout(whole.sizes, expert)
     assert math.prod(layout.expert_sizes.values()) == layout.world_size
     split = ("pipeline", "data_shard", "context", "tensor", "expert", "expert_shard")
-    copies = layout.sets("expert_replicate")
+    copies = layout.list_rank_sets("expert_replicate")
     for ranks in copies:
         assert len({tuple(getattr(layout.indices(rank), name) for name in split) for rank in ranks}) == 1
     fits = [number for number in range(1, sizes[1] + 1) if number * math.prod(sizes[2:]) % expert == 0]
@@ -92,4 +94,4 @@ def test_experts_must_divide_the_ranks_of_a_stage() -> None:
     """expert = 4 does not divide the six ranks of a stage, though it divides all 12; the message lists divisors."""
     sizes: dict[str, int | str] = {**ONES, "pipeline": 2, "data_shard": 3, "data_replicate": "auto"}
     with pytest.raises(UserError, match=r"expert = 4 does not divide .* = 6; write one of 1, 2, 3, 6"):
-        resolve_shape(sizes, 4, 12)
+        resolve_layout(sizes, 4, 12)

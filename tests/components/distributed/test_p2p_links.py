@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.p2p_links import Edge, concurrent_rounds, p2p_links, ring
+from drawloom.components.distributed.p2p_links import (
+    Edge,
+    connect_p2p_links,
+    group_into_concurrent_rounds,
+    list_ring_edges,
+)
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
 from support.processes import run_ranks
@@ -20,7 +25,7 @@ def _open_processes() -> TorchProcesses:
 
 def _exchange(lines: list[list[int]], edges: list[Edge]) -> dict[int, list[float]]:
     processes = _open_processes()
-    links = p2p_links(processes, "line", lines, edges)
+    links = connect_p2p_links(processes, "line", lines, edges)
     sent = [link.send(torch.full((2,), 10.0 * processes.rank + n)) for n in range(3) for link in links.values()]
     received = {}
     for peer, link in links.items():
@@ -46,10 +51,10 @@ def messages_to(rank: int, lines: list[list[int]], edges: list[Edge]) -> dict[in
 @pytest.mark.parametrize(
     ("lines", "edges"),
     [
-        ([[0, 1]], ring(2)),
-        ([[0, 1, 2]], ring(3)),
-        ([[0, 1, 2, 3]], [*ring(4), (0, 2), (3, 1)]),  # more than a ring
-        ([[0, 2], [1, 3]], ring(2)),
+        ([[0, 1]], list_ring_edges(2)),
+        ([[0, 1, 2]], list_ring_edges(3)),
+        ([[0, 1, 2, 3]], [*list_ring_edges(4), (0, 2), (3, 1)]),  # more than a ring
+        ([[0, 2], [1, 3]], list_ring_edges(2)),
         ([[0], [1]], []),
     ],
 )
@@ -62,7 +67,7 @@ def test_tensors_arrive_in_the_order_sent(lines: list[list[int]], edges: list[Ed
 @given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda edge: edge[0] != edge[1])))
 def test_a_rank_connects_to_one_peer_at_a_time(edges: set[Edge]) -> None:
     """The rounds hold each edge exactly once, and no index twice in one round."""
-    edges_by_round = concurrent_rounds(edges)
+    edges_by_round = group_into_concurrent_rounds(edges)
     assert sorted(edge for members in edges_by_round for edge in members) == sorted({(min(e), max(e)) for e in edges})
     for members in edges_by_round:
         indices = [index for edge in members for index in edge]
@@ -72,13 +77,13 @@ def test_a_rank_connects_to_one_peer_at_a_time(edges: set[Edge]) -> None:
 @pytest.mark.parametrize("size", [2, 3, 512])
 def test_a_ring_connects_in_three_rounds(size: int) -> None:
     """A ring of any size is connected in at most three rounds, and a rank has at most two peers."""
-    assert len(concurrent_rounds(ring(size))) <= 3
+    assert len(group_into_concurrent_rounds(list_ring_edges(size))) <= 3
 
 
 def _channels_open() -> int:
     processes = _open_processes()
     if processes.rank < 2:  # the other two ranks take no part
-        p2p_links(processes, "line", [[0, 1]], [(0, 1)])
+        connect_p2p_links(processes, "line", [[0, 1]], [(0, 1)])
     processes.close()
     return processes.rank
 
@@ -90,7 +95,7 @@ def test_connecting_two_ranks_does_not_involve_the_others() -> None:
 
 def _opposite() -> str:
     processes = _open_processes()
-    ((_, link),) = p2p_links(processes, "ring", [[0, 1]], [(0, 1)]).items()
+    ((_, link),) = connect_p2p_links(processes, "ring", [[0, 1]], [(0, 1)]).items()
     mine = link.receive(torch.zeros(1))
     link.send(torch.ones(1)).wait()
     mine.wait()
@@ -105,7 +110,7 @@ def test_opposite_directions_do_not_deadlock() -> None:
 
 def _wait_for_missing_peer() -> str:
     processes = _open_processes()
-    ((_, link),) = p2p_links(processes, "ring", [[0, 1]], [(0, 1)]).items()
+    ((_, link),) = connect_p2p_links(processes, "ring", [[0, 1]], [(0, 1)]).items()
     if processes.rank == 1:
         return "left"
     with pytest.raises(UserError, match="rank 0"):

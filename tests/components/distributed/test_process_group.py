@@ -52,8 +52,8 @@ def _broadcast_and_gather_each() -> tuple[list[float], list[list[Any]], list[str
     table = torch.full((2, 3), float(world.rank))
     world.broadcast(table[:, 1], 2)  # not contiguous
     shapes = [(2, 0), (1, 3), (2, 2)]  # of which the first is empty
-    parts = world.gather_each(torch.full(shapes[world.rank], 1 + world.rank, dtype=torch.bfloat16))
-    numbers = world.gather_each(torch.tensor(float(world.rank)))
+    parts = world.gather_unequal_shapes(torch.full(shapes[world.rank], 1 + world.rank, dtype=torch.bfloat16))
+    numbers = world.gather_unequal_shapes(torch.tensor(float(world.rank)))
     return table[0].tolist(), [part.tolist() for part in (*parts, *numbers)], [str(part.dtype) for part in parts]
 
 
@@ -113,5 +113,5 @@ def test_a_group_of_one_changes_nothing() -> None:
     group.max(tensor)
     assert tensor.tolist() == [1.5, -2.0]
     group.broadcast(tensor, 0)
-    assert torch.equal(group.gather_each(tensor)[0], tensor)
+    assert torch.equal(group.gather_unequal_shapes(tensor)[0], tensor)
     assert group.gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]

@@ -30,8 +30,8 @@ def _numbers() -> tuple[int, int, int, int, bool]:
 def _halves() -> tuple[list[int], list[int]]:
     processes = _processes()
     processes.open()
-    pair = processes.group("pair", [[0, 1], [2, 3]])
-    across = processes.group("across", [[0, 2], [1, 3]])
+    pair = processes.make_group("pair", [[0, 1], [2, 3]])
+    across = processes.make_group("across", [[0, 2], [1, 3]])
     gathered = pair.gather_json(processes.rank), across.gather_json(processes.rank)
     processes.close()
     return gathered
@@ -75,7 +75,7 @@ def test_one_process_needs_no_group() -> None:
     assert run_ranks(_numbers, 1, variables=False) == [(0, 1, 0, 1, True)]
     processes = _processes()
     processes.open()
-    assert isinstance(processes.group("world", [[0]]), SingleProcess)
+    assert isinstance(processes.make_group("world", [[0]]), SingleProcess)
     assert not dist.is_initialized()
     processes.close()
 
@@ -108,7 +108,7 @@ def test_close_without_open_does_nothing() -> None:
 def _slow_partner(limit: float) -> str:
     processes = _processes()
     processes.open()
-    pair = processes.group("pair", [[0, 1]])
+    pair = processes.make_group("pair", [[0, 1]])
     processes.set_timeout(limit)
     if processes.rank == 1:
         time.sleep(2.5)

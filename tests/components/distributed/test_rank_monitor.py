@@ -34,8 +34,8 @@ def both(store: Any, **changes: Any) -> tuple[RankMonitor, RankMonitor]:
 def test_only_the_first_failure_is_printed(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 1's failure is printed once, and rank 0, failing a moment later, has the same one."""
     zero, one = both(store)
-    failure = one.report("rank 1 has no disk", 2)
-    assert failure == Failure(1, "rank 1 has no disk", 2) == zero.report("rank 0 lost rank 1")
+    failure = one.report_failure("rank 1 has no disk", 2)
+    assert failure == Failure(1, "rank 1 has no disk", 2) == zero.report_failure("rank 0 lost rank 1")
     assert capsys.readouterr().err == "rank 1 has no disk\n"
 
 
@@ -43,13 +43,13 @@ def test_polling_reveals_the_failure_of_another_rank(store: Any, capsys: pytest.
     """It prints nothing, and is not killed before its grace period is over."""
     codes: list[int] = []
     zero, one = both(store, exit=codes.append)
-    zero.check_failures()
-    zero.exit_if_overdue()
+    zero.check_for_failures()
+    zero.kill_self_if_overdue()
     assert zero.failure is None
-    one.report("rank 1 has no disk", 2)
+    one.report_failure("rank 1 has no disk", 2)
     capsys.readouterr()
-    zero.check_failures()
-    zero.exit_if_overdue()
+    zero.check_for_failures()
+    zero.kill_self_if_overdue()
     assert zero.failure == one.failure and codes == [] and capsys.readouterr().err == ""
 
 
@@ -58,12 +58,12 @@ def test_a_rank_that_does_not_end_in_time_is_killed(store: Any, monkeypatch: pyt
     monkeypatch.setattr(rank_monitor, "GRACE", 0.05)
     codes: list[int] = []
     for monitor in both(store, exit=codes.append):
-        monitor.report("a failure", 3)
+        monitor.report_failure("a failure", 3)
         time.sleep(0.06)
-        monitor.exit_if_overdue()
+        monitor.kill_self_if_overdue()
         assert codes.pop() == 3 and not codes
         monitor.close()
-        monitor.exit_if_overdue()
+        monitor.kill_self_if_overdue()
         assert codes == []
 
 
@@ -97,8 +97,8 @@ def test_the_rank_with_the_traceback_reports_first(
     zero, one = both(store)
 
     def wait(*_: object) -> None:
-        one.report("with a traceback")
-        zero.check_failures()
+        one.report_failure("with a traceback")
+        zero.check_for_failures()
 
     monkeypatch.setattr(RankMonitor, "_wait_for_failure", wait)
     zero.report_exception(RankError("rank 1: ZeroDivisionError: by what", 1, rank=1))
@@ -112,7 +112,7 @@ def test_a_failure_is_printed_without_a_store(capsys: pytest.CaptureFixture[str]
         def compare_set(self, *_words: str) -> None:
             raise RuntimeError("connection reset by peer")
 
-    assert RankMonitor(0, 2, Gone()).report("no room").text == "no room"
+    assert RankMonitor(0, 2, Gone()).report_failure("no room").text == "no room"
     assert capsys.readouterr().err == "no room\n"
 
 
@@ -121,11 +121,11 @@ def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> Ra
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         zero = RankMonitor(0, 2, store, {1: process.pid}, where=", on host 1, deep")
         zero.watch_peers()
-        zero.check_failures()
+        zero.check_for_failures()
         assert zero.failure is None
         end(process)
         process.wait()
-        zero.check_failures()
+        zero.check_for_failures()
         zero.close()
     return zero
 
@@ -161,15 +161,15 @@ def test_closing_leaves_no_descriptor(store: Any) -> None:
 def test_error_files_name_the_cause_and_date_the_first_rank_earliest(store: Any, tmp_path: Path) -> None:
     """All error files have the cause; the first rank to fail has the earliest timestamp."""
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
-    RankMonitor(1, 2, store, error_file=str(paths[1])).report("no room\nat all")
-    RankMonitor(0, 2, store, error_file=str(paths[0])).check_failures()
+    RankMonitor(1, 2, store, error_file=str(paths[1])).report_failure("no room\nat all")
+    RankMonitor(0, 2, store, error_file=str(paths[0])).check_for_failures()
     messages = [json.loads(path.read_text())["message"] for path in paths]
     assert {message["extraInfo"]["py_callstack"] for message in messages} == {"no room"}
     assert int(messages[1]["extraInfo"]["timestamp"]) < int(messages[0]["extraInfo"]["timestamp"])
 
 
 def test_a_lost_rank_is_published_and_ends_no_other_rank(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """One rank sees the death of a process, all call `on_loss` once, and no rank fails."""
+    """One rank sees the death of a process, all call `on_loss` at each poll from then on, and no rank fails."""
     calls: list[int] = []
     zero = RankMonitor(0, 3, store, on_loss=lambda: calls.append(0))
     two = RankMonitor(2, 3, store, on_loss=lambda: calls.append(2))
@@ -178,8 +178,8 @@ def test_a_lost_rank_is_published_and_ends_no_other_rank(store: Any, capsys: pyt
         zero.watch_peers()
         process.wait()
     for monitor in (two, zero, two, zero, two):
-        monitor.check_failures()
-    assert zero.lost_ranks == two.lost_ranks == {1} and calls == [0, 2]
+        monitor.check_for_failures()
+    assert zero.losses.keys() == two.losses.keys() == {1} and calls == [0, 2, 0, 2]
     assert zero.failure is two.failure is None and capsys.readouterr().err == ""
     assert zero.diagnose().startswith(f"rank 1 (process {process.pid}) is gone") and "rank 1 is gone" in two.diagnose()
     zero.close()

@@ -4,7 +4,7 @@ import hypothesis
 import torch
 from hypothesis import strategies as st
 
-from drawloom.components.distributed.rng import derive_seed, generator
+from drawloom.components.distributed.rng import create_generator, derive_seed
 
 PURPOSES = st.lists(st.integers(0, 10**6) | st.text(max_size=5), max_size=4)
 
@@ -28,7 +28,7 @@ def test_different_purposes_give_different_seeds(
 def test_a_generator_is_reproducible_and_separate() -> None:
     """Two generators of one purpose are equal, and drawing from them leaves torch's default generator unchanged."""
     before = torch.get_rng_state()
-    first, second = (torch.rand(5, generator=generator(1, "noise", 2)) for _ in range(2))
+    first, second = (torch.rand(5, generator=create_generator(1, "noise", 2)) for _ in range(2))
     assert torch.equal(first, second)
-    assert not torch.equal(first, torch.rand(5, generator=generator(1, "noise", 3)))
+    assert not torch.equal(first, torch.rand(5, generator=create_generator(1, "noise", 3)))
     assert torch.equal(before, torch.get_rng_state())

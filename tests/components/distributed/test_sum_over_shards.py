@@ -34,5 +34,5 @@ def test_sums_run_over_one_copy_of_the_model(expert: int, copies: int) -> None:
     """
     sizes = dict.fromkeys(DIMENSIONS, 1) | {"pipeline": 2, "data_replicate": 2, "data_shard": 2}
     value = torch.tensor(3.0, dtype=torch.float64)
-    total = SumOverParameters(mesh=MeshOfEqualRanks(Layout(sizes, expert))).total(value)
+    total = SumOverParameters(mesh=MeshOfEqualRanks(Layout(sizes, expert))).sum_over_ranks(value)
     assert (total.item(), total.dtype, value.item()) == (3 * 8 / copies, torch.float64, 3)

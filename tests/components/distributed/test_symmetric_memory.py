@@ -20,7 +20,7 @@ def _share_memory(folder: str) -> tuple[list[int], list[str], str]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
-        group = processes.group("pair", [[0, 1]])
+        group = processes.make_group("pair", [[0, 1]])
         memory = group.symmetric_memory(16)
         memory.parts[group.rank].fill_(group.rank + 7)
         memory.barrier()

@@ -8,14 +8,14 @@ import warnings
 import pytest
 
 from drawloom.components.distributed import torchrun
-from drawloom.components.distributed.torchrun import rank_console
+from drawloom.components.distributed.torchrun import create_rank_console
 from support.processes import run_ranks
 
 
 def _is_first(failing: tuple[int, ...]) -> bool | None:
     """Return whether this rank prints a problem on these ranks; None if it is not among them."""
     torchrun.STORE_TIMEOUT = 30.0  # on a busy machine the store takes longer; then each rank would print it
-    console = rank_console()
+    console = create_rank_console()
     return console.is_first("a mistake") if int(os.environ["RANK"]) in failing else None
 
 
@@ -28,7 +28,7 @@ def test_one_rank_prints_a_failure(failing: tuple[int, ...], first: list[bool | 
 
 
 def _warn_on_console() -> tuple[bool, str]:
-    console = rank_console()
+    console = create_rank_console()
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         warnings.warn("take care", stacklevel=1)
     return console.warns, printed.getvalue()
@@ -45,10 +45,10 @@ def test_a_single_process_prints_everything() -> None:
     """Without torchrun's variables, the process prints warnings and failures."""
     [(warns, printed)] = run_ranks(_warn_on_console, 1, variables=False)
     assert warns and "take care" in printed
-    assert rank_console().is_first("a mistake")
+    assert create_rank_console().is_first("a mistake")
 
 
 def test_invalid_variables_do_not_silence_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """With unreadable variables, every process prints; they are reported when the run opens."""
     monkeypatch.setenv("RANK", "x")
-    assert rank_console().warns
+    assert create_rank_console().warns

@@ -17,10 +17,10 @@ def test_a_round_trip_through_the_device_keeps_bytes() -> None:
     assert not first.any() and first.is_pinned() == (DEVICE.type == "cuda")
     first.copy_(torch.arange(1000) % 251)
     on_device = torch.empty(1000, dtype=torch.uint8, device=DEVICE)
-    arrived = transfers.fetch([(on_device, first)], [transfers.mark()])
+    arrived = transfers.copy_to_device([(on_device, first)], [transfers.mark_computation()])
     transfers.wait(arrived)
     on_device += 1
-    transfers.store([(second, on_device)], [transfers.mark()])
+    transfers.copy_to_host([(second, on_device)], [transfers.mark_computation()])
     transfers.synchronize()
     assert torch.equal(second, first + 1)
     transfers.close()

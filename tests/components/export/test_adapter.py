@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.export.adapter import AdapterExport
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.phi3 import Phi3
@@ -45,8 +45,8 @@ def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExpor
     """Write the base, the merged export and the adapter; gives the exporter."""
     exporter = open_exporter(folder, world, model, *adapters)
     exporter.finish(3)
-    write_folder(folder / "export", model, exporter.stages)
-    write_folder(folder / "base", model, OneStage(adapt(model)))
+    write_hugging_face_folder(folder / "export", model, exporter.stages)
+    write_hugging_face_folder(folder / "base", model, OneStage(adapt(model)))
     return exporter
 
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from drawloom.components.distributed.process_group import TorchGroup
-from drawloom.components.export.hf_writer import STATE, read_exported_step, write_folder
+from drawloom.components.export.hf_writer import STATE, read_exported_step, write_hugging_face_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError
 from support.processes import run_ranks
 from support.qwen3 import dense, logits_of, one_document, sparse, whole
@@ -55,7 +55,7 @@ def test_transformers_loads_it_as_is(tmp_path: Path, tied: bool, max_shard: int,
     """from_pretrained reads every tensor of the folder, misses none, and its model has the same logits."""
     model = make(tie_word_embeddings=tied)
     module = whole(model)
-    write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
+    write_hugging_face_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
     theirs, report = load_in_transformers(tmp_path / "export")
     assert not any(report.values()), report
     assert theirs.dtype == torch.float32
@@ -73,11 +73,11 @@ def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> Non
     """Reading an export gives the written tensors bit by bit, and its config the same model."""
     model = make(tie_word_embeddings=True)
     module = whole(model)
-    write_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
+    write_hugging_face_folder(tmp_path / "export", model, FakeStages([module]), max_shard=max_shard)
     again = type(model)(kernels=model.kernels, config=tmp_path / "export")
     assert again.architecture == model.architecture
     read = whole(again)
-    load_folder(tmp_path / "export", read, again.hugging_face_mapper().inverse())
+    fill_module_from_folder(tmp_path / "export", read, again.hugging_face_mapper().inverse())
     written = dict(module.named_parameters())
     assert all(torch.equal(parameter, written[name]) for name, parameter in read.named_parameters())
 
@@ -87,12 +87,12 @@ def test_a_folder_saved_by_transformers_is_read(tmp_path: Path, make: Make) -> N
     """A model saved by transformers computes the same here."""
     for tied in (False, True):
         model = make(tie_word_embeddings=tied)
-        write_folder(tmp_path / f"first{tied}", model, FakeStages([whole(model)]))
+        write_hugging_face_folder(tmp_path / f"first{tied}", model, FakeStages([whole(model)]))
         theirs, _ = load_in_transformers(tmp_path / f"first{tied}")
         theirs.save_pretrained(tmp_path / f"second{tied}", max_shard_size="5KB")
         again = type(model)(kernels=model.kernels, config=tmp_path / f"second{tied}")
         module = whole(again)
-        load_folder(tmp_path / f"second{tied}", module, again.hugging_face_mapper().inverse())
+        fill_module_from_folder(tmp_path / f"second{tied}", module, again.hugging_face_mapper().inverse())
         tokens = torch.randint(29, (1, 6))
         torch.testing.assert_close(
             logits_of(module, tokens, one_document(1, 6)), theirs(tokens).logits, atol=1e-5, rtol=1e-5
@@ -103,7 +103,7 @@ def test_an_export_can_have_another_dtype(tmp_path: Path) -> None:
     """An export as bfloat16 has rounded numbers, and its config states the dtype."""
     model = dense()
     module = whole(model)
-    write_folder(tmp_path / "export", model, FakeStages([module]), dtype=torch.bfloat16)
+    write_hugging_face_folder(tmp_path / "export", model, FakeStages([module]), dtype=torch.bfloat16)
     theirs, _ = load_in_transformers(tmp_path / "export")
     assert theirs.dtype == torch.bfloat16
     assert torch.equal(theirs.lm_head.weight, dict(module.named_parameters())["lm_head.weight"].bfloat16())
@@ -116,8 +116,8 @@ def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
     parts = [model.build(LayerRange(0, 1, True, False)), model.build(LayerRange(1, 2, False, True))]
     for part in parts:
         part.load_state_dict({name: module.state_dict()[name] for name in part.state_dict()})
-    write_folder(tmp_path / "whole", model, FakeStages([module]))
-    write_folder(tmp_path / "parts", model, FakeStages(parts))
+    write_hugging_face_folder(tmp_path / "whole", model, FakeStages([module]))
+    write_hugging_face_folder(tmp_path / "parts", model, FakeStages(parts))
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert first == second
 
@@ -132,8 +132,10 @@ def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
     part = model.build(LayerRange(world.rank, world.rank + 1, world.rank == 0, world.rank == 1))
     part.load_state_dict({name: complete[name] for name in part.state_dict()})
     stages = FakeStages([part])
-    write_folder(folder / "parts", model, stages, group=world, workspace=folder / "talk", max_shard=max_shard)
-    write_folder(folder / "again", model, stages, group=world, max_shard=max_shard)
+    write_hugging_face_folder(
+        folder / "parts", model, stages, group=world, workspace=folder / "talk", max_shard=max_shard
+    )
+    write_hugging_face_folder(folder / "again", model, stages, group=world, max_shard=max_shard)
 
 
 @pytest.mark.parametrize(("tied", "max_shard"), [(True, 2**30), (False, 5000)])
@@ -145,7 +147,7 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
     torch.manual_seed(0)
     model = dense(tie_word_embeddings=tied)
     module = whole(model)
-    write_folder(tmp_path / "whole", model, FakeStages([module]), max_shard=max_shard)
+    write_hugging_face_folder(tmp_path / "whole", model, FakeStages([module]), max_shard=max_shard)
     expected = open_safetensors_folder(tmp_path / "whole")
     for name in ("parts", "again"):
         exported = open_safetensors_folder(tmp_path / name)
@@ -174,7 +176,7 @@ def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
     model = dense()
     stages = FakeStages([model.build(LayerRange(0, 2, True, False))])
     with pytest.raises(UserError, match=r"missing parameters model\.norm\.weight, lm_head\.weight"):
-        write_folder(tmp_path / "export", model, stages)
+        write_hugging_face_folder(tmp_path / "export", model, stages)
     assert os.listdir(tmp_path) == []
 
 
@@ -182,7 +184,7 @@ def test_tokenizer_goes_along(tmp_path: Path) -> None:
     """The tokenizer's files are in the folder."""
     tokenizer: Any = FakeTokenizer()
     model = dense()
-    write_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
+    write_hugging_face_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
     assert json.loads((tmp_path / "export" / "tokenizer.json").read_text()) == {}
 
 
@@ -202,5 +204,5 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
     tokenizer: Any = Broken()
     model = dense()
     with pytest.raises(UserError, match="disk full"):
-        write_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
+        write_hugging_face_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
     assert os.listdir(tmp_path) == []

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
-from drawloom.components.export.shard_writer import Share, share, write_shares
+from drawloom.components.export.shard_writer import Share, make_share, write_shares
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.weights.mapper import parallel, shard
+from drawloom.components.weights.mapper import parallel, select_worker_groups
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.components.weights.save import PlannedFile
 from drawloom.graph import UserError
@@ -55,7 +55,7 @@ def config_beside(folder: Path, files: list[PlannedFile]) -> None:
 
 def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
     """Return the tensors written by a single process."""
-    mine = share(parameters(tensors()), mapper(), range(2 * LAYERS), None)
+    mine = make_share(parameters(tensors()), mapper(), range(2 * LAYERS), None)
     write_shares(folder, mine, SingleProcess(), max_shard, config_beside)
     source = open_safetensors_folder(folder)
     return {name: source.tensor(name) for name in source.specs()}
@@ -79,7 +79,7 @@ def _world() -> TorchGroup:
 def _deal(folder: Path) -> None:
     """Distribute groups among ranks with the same tensors."""
     world = _world()
-    dealt = shard(mapper(), world.size, world.rank)
+    dealt = select_worker_groups(mapper(), world.size, world.rank)
     write_shares(folder, Share(InMemory(tensors()), dealt, dealt.outputs), world, 100, config_beside)
 
 
@@ -149,14 +149,14 @@ from torch.distributed.tensor import Shard
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.shard_writer import share, write_shares
 from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.load import convert
+from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper_ops import distribute
 import test_shard_writer as here
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
 mesh = init_device_mesh("cpu", (2,))
 whole = here.tensors()
-spread = convert(parallel(*(distribute(name, mesh, [Shard(0)]) for name in whole)), whole)
+spread = convert_tensors(parallel(*(distribute(name, mesh, [Shard(0)]) for name in whole)), whole)
 world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
 mapper = here.mapper()
 mine = share(here.parameters(spread), mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)
@@ -186,7 +186,7 @@ def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> N
 def test_tensors_can_be_exported_in_another_dtype(tmp_path: Path) -> None:
     """A share in another dtype is written in this dtype, and integers are left alone."""
     given = parameters({"a": torch.ones(2), "b": torch.tensor([1])})
-    mine = share(given, identity("a", "b"), [0, 1], torch.bfloat16)
+    mine = make_share(given, identity("a", "b"), [0, 1], torch.bfloat16)
     write_shares(tmp_path / "export", mine, SingleProcess(), 100, config_beside)
     kinds = open_safetensors_folder(tmp_path / "export").specs()
     assert {name: kind.dtype for name, kind in kinds.items()} == {"a": torch.bfloat16, "b": torch.int64}

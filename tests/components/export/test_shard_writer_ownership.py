@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.export.shard_writer import choose_owners, describe_parameters, parameters_by_name
+from drawloom.components.export.shard_writer import (
+    choose_owner_by_group,
+    describe_parameters_as_json,
+    model_parameters_by_name,
+)
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
 from drawloom.components.weights.mapper import parallel
@@ -23,26 +27,26 @@ def rank(*stages: str, dtype: str = "torch.float32") -> dict[str, Any]:
 def test_the_first_rank_that_holds_a_group_owns_it() -> None:
     """A group belongs to the first rank with all its tensors; further copies are not written again."""
     mapper = parallel(stack(["a", "b"], "ab"), identity("c", "d", "e"))
-    assert choose_owners(mapper, [rank("a", "c"), rank("ab", "c"), rank("bcde")]) == [1, 0, 2, 2]
-    assert choose_owners(mapper, [rank("abc", "de"), rank("abcde")]) == [0, 0, 0, 0]
+    assert choose_owner_by_group(mapper, [rank("a", "c"), rank("ab", "c"), rank("bcde")]) == [1, 0, 2, 2]
+    assert choose_owner_by_group(mapper, [rank("abc", "de"), rank("abcde")]) == [0, 0, 0, 0]
 
 
 def test_missing_and_unexpected_tensors_are_reported() -> None:
     """Missing and unexpected parameters are listed in one message."""
     with pytest.raises(UserError, match="missing parameters b; parameters without a Hugging Face name x"):
-        choose_owners(identity("a", "b"), [rank("a"), rank("x")])
+        choose_owner_by_group(identity("a", "b"), [rank("a"), rank("x")])
 
 
 def test_a_group_on_no_single_rank_is_reported() -> None:
     """Tensors to be joined cannot lie on two ranks."""
     with pytest.raises(UserError, match="a, b become ab together, and no rank holds them all"):
-        choose_owners(stack(["a", "b"], "ab"), [rank("a"), rank("b")])
+        choose_owner_by_group(stack(["a", "b"], "ab"), [rank("a"), rank("b")])
 
 
 def test_ranks_that_hold_different_models_are_reported() -> None:
     """Copies have one shape and one dtype."""
     with pytest.raises(UserError, match=r"a is \[\[2\], 'torch.float32'\] on one rank and .*bfloat16"):
-        choose_owners(identity("a"), [rank("a"), rank("a", dtype="torch.bfloat16")])
+        choose_owner_by_group(identity("a"), [rank("a"), rank("a", dtype="torch.bfloat16")])
 
 
 @attrs.frozen
@@ -57,4 +61,4 @@ class OneStage:
 def test_a_rank_reports_shape_and_dtype_of_its_parameters() -> None:
     """A rank's report has shape and dtype of every parameter."""
     tensors = {"weight": [[1, 2], "torch.bfloat16"], "bias": [[1], "torch.bfloat16"]}
-    assert describe_parameters(parameters_by_name(OneStage())) == {"tensors": tensors}
+    assert describe_parameters_as_json(model_parameters_by_name(OneStage())) == {"tensors": tensors}

@@ -42,10 +42,10 @@ class Other:
     def __init__(self, norm: float = 0.0) -> None:
         self.norm = norm
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         return value + self.norm
 
-    def largest(self, value: Tensor) -> Tensor:
+    def max_over_ranks(self, value: Tensor) -> Tensor:
         return value.clamp_min(self.norm)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.gradients.norm import exact_norm
+from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.kernels.scale import scale
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -25,11 +25,11 @@ class Ranks:
     others: list[Tensor] = attrs.field(factory=list)
     given: list[Tensor] = attrs.field(factory=list)
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         self.given.append(value)
         return torch.stack([value, *self.others]).sum(0)
 
-    def largest(self, value: Tensor) -> Tensor:
+    def max_over_ranks(self, value: Tensor) -> Tensor:
         return value
 
 
@@ -37,12 +37,12 @@ Norm = Callable[[list[Tensor], Ranks], float]
 
 
 def _exact(gradients: list[Tensor], ranks: Ranks) -> float:
-    return exact_norm(gradients, ranks, CPU).item()
+    return compute_exact_norm(gradients, ranks, CPU).item()
 
 
 def _on_device(gradients: list[Tensor], ranks: Ranks) -> float:
     one = torch.ones((), dtype=torch.float64)
-    norm = ranks.total(scale(gradients, one, [True] * len(gradients))).sqrt()
+    norm = ranks.sum_over_ranks(scale(gradients, one, [True] * len(gradients))).sqrt()
     assert norm.dtype == torch.float64 and norm.shape == ()
     return float(norm)
 

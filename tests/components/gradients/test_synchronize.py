@@ -20,10 +20,10 @@ from support.weights import Weights
 class NoReduction:
     """No other rank holds other parameters."""
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         return value
 
-    def largest(self, value: Tensor) -> Tensor:
+    def max_over_ranks(self, value: Tensor) -> Tensor:
         return value
 
 
@@ -127,8 +127,8 @@ def test_deferred_factors_have_the_bits_of_scaled_gradients(one_rank: Any) -> No
         ClipNorm(parameters=weights, max_norm=0.3).run_phase(step)
         gradient = weights.parameters["first"].grad
         assert gradient is not None and (gradient[0] == -3) == defers
-        step.settle_scaling()
-        assert step.take_factors() is None
+        step.apply_deferred_factors()
+        assert step.take_deferred_factors() is None
         results.append((gradient, step.state["grad_norm"]))
     for left, right in zip(*results, strict=True):
         assert torch.equal(left, right)

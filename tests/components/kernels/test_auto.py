@@ -19,8 +19,9 @@ from drawloom.graph import UserError
 from drawloom.graph.project import Project
 from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import find_mismatches
-from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.expert_bias import add_expert_bias_eager
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
@@ -81,7 +82,7 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
     arguments = x, x[:, :, :2], weight, weight + 1, 0.1, cos, sin
     assert same(kernels.qk_norm_rope(*arguments), qk_norm_rope_eager(*arguments))
     mask = kernels.attention_mask(documents)
-    assert same(mask, causal_document_mask(documents))
+    assert same(mask, create_causal_document_mask(documents))
     assert same(kernels.attention(x, x, x, mask), attention_eager(x, x, x, mask))
     inputs = x[0, :, 0], x[0, 0], targets
     assert same(kernels.linear_cross_entropy(*inputs), linear_cross_entropy_eager(*inputs))
@@ -103,6 +104,9 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
     assert same(kernels.oss_swiglu_halves(*rows, 1.7, 2.0), oss_swiglu_halves_eager(*rows, 1.7, 2.0))
     product = kernels.grouped_gemm(rows[0], weight, routes[2])
     assert same(product, grouped_gemm_eager(rows[0], weight, known.offsets))
+    biases, scale = torch.randn(3, 6), torch.rand(len(product))
+    biased = kernels.add_expert_bias(product, biases, routes[2], scale)
+    assert same(biased, add_expert_bias_eager(product, biases, known.offsets, scale))
     assert same(kernels.moe_unpermute(product, routes), moe_unpermute_eager(product, known))
 
 
@@ -140,12 +144,14 @@ def test_ranks_that_share_rows_gather_keys_and_values_of_different_widths() -> N
 
     def attend(rank: int) -> Tensor:
         part = ThreadPart(exchange, rank)
-        mask = kernels.attention_mask(documents[:, part.places], 3, part)
-        return kernels.attention(q[:, part.places], k[:, part.places], v[:, part.places], mask, options, sinks)
+        mask = kernels.attention_mask(documents[:, part.token_indices], 3, part)
+        return kernels.attention(
+            q[:, part.token_indices], k[:, part.token_indices], v[:, part.token_indices], mask, options, sinks
+        )
 
     parts = run_threads(attend)
     whole = kernels.attention(q, k, v, kernels.attention_mask(documents, 3), options, sinks)
-    for part, places in zip(parts, exchange.places, strict=True):
+    for part, places in zip(parts, exchange.token_indices, strict=True):
         torch.testing.assert_close(part, whole[:, places])
 
 

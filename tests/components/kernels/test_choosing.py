@@ -5,7 +5,7 @@ import torch
 import triton
 
 from drawloom.components.kernels import choosing
-from drawloom.components.kernels.choosing import OPERATIONS, choose, load
+from drawloom.components.kernels.choosing import OPERATIONS, choose_implementation, load_implementation
 from drawloom.graph import UserError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -21,11 +21,18 @@ def without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("operation", "name"), ALL)
 def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
     """A name loads a callable; for attention, exchanges and float8 it loads several functions."""
-    implementation = load(operation, name)
+    implementation = load_implementation(operation, name)
     names = {
         "attention": ("mask", "attend"),
-        "moe_peers": ("publish", "choices", "limit", "rows", "stage", "sums"),
-        "linear_float8": ("quantize", "quantize_weights", "quantize_gradient", "swiglu", "multiply"),
+        "moe_peers": ("publish_tokens", "localize_choices", "limit_routes", "read_rows", "stage_sums", "read_sums"),
+        "experts_float8": ("take", "quantize_experts", "expert_swiglu", "factors", "multiply_rows", "multiply_groups"),
+        "linear_float8": (
+            "quantize_rows",
+            "quantize_weights",
+            "quantize_gradient",
+            "quantize_swiglu",
+            "multiply_scaled",
+        ),
     }
     functions = [getattr(implementation, part) for part in names.get(operation, ())] or [implementation]
     assert all(map(callable, functions))
@@ -34,7 +41,7 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_on_a_cpu_auto_is_eager(operation: str) -> None:
     """`auto` is eager even if other implementations could run."""
-    chosen = choose(operation, "auto", CPU)
+    chosen = choose_implementation(operation, "auto", CPU)
     assert (chosen.name, chosen.why) == ("eager", "the device is the CPU")
 
 
@@ -42,9 +49,9 @@ def test_on_a_cpu_auto_is_eager(operation: str) -> None:
 def test_auto_suits_the_gpu(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` is first in the operation's own list where Triton runs; elsewhere one without Triton, with the reason."""
     monkeypatch.setattr(choosing, "why_no_triton", lambda device: "")
-    assert choose(operation, "auto", GPU).name == OPERATIONS[operation].on_gpu[0]
+    assert choose_implementation(operation, "auto", GPU).name == OPERATIONS[operation].on_gpu[0]
     monkeypatch.setattr(choosing, "why_no_triton", lambda device: "triton is not installed")
-    chosen = choose(operation, "auto", GPU)
+    chosen = choose_implementation(operation, "auto", GPU)
     assert chosen.name not in choosing.TRITON
     if OPERATIONS[operation].on_gpu[0] in choosing.TRITON:
         assert "triton is not installed" in chosen.why
@@ -55,10 +62,10 @@ def test_auto_suits_the_gpu(operation: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_gpu_implementations_are_refused_on_a_cpu(operation: str, name: str) -> None:
     """The error is a sentence with a remedy."""
     with pytest.raises(UserError, match=f"{operation} is '{name}', but .* the device is the CPU; write {operation} ="):
-        choose(operation, name, CPU)
+        choose_implementation(operation, name, CPU)
 
 
 def test_triton_runs_on_a_cpu_in_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the interpreter turned on, Triton is available on a CPU."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    assert choose("rms_norm", "triton", CPU).name == "triton"
+    assert choose_implementation("rms_norm", "triton", CPU).name == "triton"

@@ -10,7 +10,7 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.recurrence import RecurrentKernels
 from drawloom.graph.types.port_match import find_mismatches
-from drawloom.kernels.recompute import Selective, rerun
+from drawloom.kernels.recompute import Selective, call_with_recomputation
 from support.exchanges import Exchange, ThreadPart, run_threads
 from support.qwen3 import cpu_kernels
 from support.recurrences import draw_recurrence, requiring_grad
@@ -55,11 +55,11 @@ def test_ranks_that_share_rows_continue_states(lengths: list[list[int]]) -> None
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
         part = ThreadPart(exchange, rank)
-        own = [tensor if number == 1 else tensor[:, part.places] for number, tensor in enumerate(split)]
-        return compute(kernels.recurrence_mask(documents[:, part.places], part), *own)
+        own = [tensor if number == 1 else tensor[:, part.token_indices] for number, tensor in enumerate(split)]
+        return compute(kernels.recurrence_mask(documents[:, part.token_indices], part), *own)
 
     parts = run_threads(run)
-    order = torch.cat(exchange.places).argsort()
+    order = torch.cat(exchange.token_indices).argsort()
     joined = [torch.cat(results, 1)[:, order] for results in zip(*parts, strict=True)]
     torch.testing.assert_close(joined, list(whole), rtol=1e-10, atol=1e-10)
     seeds = [torch.randn_like(tensor) for tensor in whole]
@@ -80,7 +80,7 @@ def test_a_cache_keeps_states_in_the_order_of_operations() -> None:
         for factor, wanted in zip((1, 2), whole, strict=True):
             actual = compute(mask, factor * x[:, part], weight, q, k, factor * v, g, beta)
             torch.testing.assert_close(list(actual), [tensor[:, part] for tensor in wanted])
-        cache.advance(part.stop - part.start)
+        cache.end_pass(part.stop - part.start)
     assert cache.layers == 4
 
 
@@ -112,7 +112,7 @@ def test_a_recomputed_recurrent_layer_has_the_same_bits() -> None:
     expected = torch.autograd.grad(plain.square().sum(), learned)
     with Selective():
         (selective,) = layer(x)
-    for again in (selective, rerun(layer, x)[0]):
+    for again in (selective, call_with_recomputation(layer, x)[0]):
         assert torch.equal(again, plain)
         for grad, wanted in zip(torch.autograd.grad(again.square().sum(), learned), expected, strict=True):
             assert torch.equal(grad, wanted)

@@ -32,11 +32,12 @@ class FakeProcesses:
     def set_location(self, location: str) -> None:
         self.location = location
 
-    def diagnose(self) -> str:
+    def diagnose_hang(self) -> str:
         return "rank 7 does not answer"
 
-    def fail(self, text: str) -> None:
+    def fail_all_ranks(self, text: str) -> bool:
         self.failures.append(text)
+        return True
 
 
 @attrs.define
@@ -171,7 +172,7 @@ def test_a_log_that_hangs_does_not_prevent_the_exit(
     """The process exits even if writing the report hangs."""
     gate = threading.Event()
     monkeypatch.setattr("drawloom.components.listeners.timeouts.REPORT_TIMEOUT", 0.05)
-    monkeypatch.setattr(FakeProcesses, "fail", lambda *_: gate.wait(10))
+    monkeypatch.setattr(FakeProcesses, "fail_all_ranks", lambda *_: gate.wait(10))
     timeouts.first_step = 0.01
     timeouts.on_event(Event("run_started"))
     assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]
@@ -205,7 +206,7 @@ def test_between_components_there_is_no_limit(timeouts: Timeouts) -> None:
 def test_a_component_that_logs_has_its_time_again(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenization takes hours, and logs its progress."""
     allowed: list[float | None] = []
-    monkeypatch.setattr(timeouts._watchdog, "allow", lambda seconds, slow: allowed.append(seconds))
+    monkeypatch.setattr(timeouts._watchdog, "start_limit", lambda seconds, slow_after_seconds: allowed.append(seconds))
     with timeouts.stage_context("open", "corpus"):
         logging.getLogger("drawloom.data").warning("1 of 9 MB tokenized")
     logging.getLogger("drawloom.data").warning("not the component's")
@@ -217,7 +218,7 @@ def test_components_that_open_before_the_watchdog_have_the_guard(
 ) -> None:
     """It has their limit and their name, and nothing asks the mesh, which may not be open."""
     told: list[tuple[float | None, str]] = []
-    monkeypatch.setattr(guard, "allow", lambda seconds, text="": told.append((seconds, text)))
+    monkeypatch.setattr(guard, "set_time_limit", lambda seconds, text="": told.append((seconds, text)))
     monkeypatch.setenv("RANK", "3")
     nothing: Any = None
     timeouts = Timeouts(processes=processes, folder=nothing, mesh=nothing, opening=5.0)
@@ -230,7 +231,7 @@ def test_components_that_open_before_the_watchdog_have_the_guard(
 def test_the_guard_has_each_limit_and_its_message(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:
     """It acts after the watchdog, which has more to say; without a limit it does not act."""
     told: list[tuple[float | None, str]] = []
-    monkeypatch.setattr(guard, "allow", lambda seconds, text="": told.append((seconds, text)))
+    monkeypatch.setattr(guard, "set_time_limit", lambda seconds, text="": told.append((seconds, text)))
     with timeouts.stage_context("open", "corpus"):
         pass
     limit = timeouts.opening + GUARD_MARGIN

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.loss.next_token import NextToken, _is_among_likeliest
+from drawloom.components.loss.next_token import NextToken, _mark_targets_among_k_likeliest
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.pipeline import Loss
 from drawloom.graph.testing import check_port
@@ -81,7 +81,7 @@ def test_top_k_accuracy_counts_targets_among_the_greatest_logits(k: int) -> None
 def test_top_k_accuracy_ranks_equal_logits_by_id() -> None:
     """Two of four equal logits are among the two likeliest: the ones with lower ids, as in argmax."""
     logits, targets = torch.zeros(4, 4, dtype=torch.bfloat16), torch.arange(4)
-    assert _is_among_likeliest(logits, targets, k=2).tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert _mark_targets_among_k_likeliest(logits, targets, k=2).tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_it_keeps_the_contract_of_losses_with_all_settings() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.loss.reward import RewardModel, is_last_token
+from drawloom.components.loss.reward import RewardModel, mark_last_tokens
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
@@ -90,7 +90,7 @@ def test_a_score_is_float32_however_narrow_the_hidden_states_are() -> None:
 
 def test_documents_end_before_another_and_with_the_row() -> None:
     """Every document, padding included, has one last token."""
-    assert is_last_token(torch.tensor([[0, 0, 1], [0, 1, 1]])).tolist() == [[False, True, True], [True, False, True]]
+    assert mark_last_tokens(torch.tensor([[0, 0, 1], [0, 1, 1]])).tolist() == [[False, True, True], [True, False, True]]
 
 
 @attrs.frozen

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from drawloom.components.metrics.class_counts import (
     Average,
-    auroc,
+    compute_auroc,
+    compute_class_scores,
+    compute_label_scores,
     confusion_matrix,
-    label_counts,
-    label_scores,
+    count_label_confusion,
+    predict_target_if_in_top_k,
     score_histogram,
-    scores,
-    top_k_predictions,
 )
 from drawloom.components.ports.data import IGNORE_INDEX
 
@@ -38,7 +38,7 @@ def plain(number: int) -> tuple[float, float, float]:
 
 def test_scores_equal_those_of_the_items() -> None:
     """Scores are by class, as plain and weighted means, and accuracy; a class without items is None and in no mean."""
-    actual = scores(confusion(), ("macro", "weighted", "per_class"))
+    actual = compute_class_scores(confusion(), ("macro", "weighted", "per_class"))
     support = {0: 4, 1: 2, 3: 4}
     expected: dict[str, Any] = {"accuracy": 0.5}
     for column, name in enumerate(("precision", "recall", "f1")):
@@ -51,14 +51,14 @@ def test_scores_equal_those_of_the_items() -> None:
 
 def test_a_class_that_is_never_predicted_has_zeros() -> None:
     """0 / 0 is a precision of 0 where there are items, and they count in the mean."""
-    actual = scores(confusion([0, 0], [0, 1]), ("macro", "per_class"))
+    actual = compute_class_scores(confusion([0, 0], [0, 1]), ("macro", "per_class"))
     assert [actual[f"{name}/1"] for name in ("precision", "recall", "f1")] == [0, 0, 0]
     assert actual["precision/macro"] == 0.25 and actual["recall/macro"] == 0.5
 
 
 def test_no_items_have_no_scores() -> None:
     """None everywhere, and neither NaN nor zero."""
-    assert {*scores(confusion([], []), ("macro", "weighted", "per_class")).values()} == {None}
+    assert {*compute_class_scores(confusion([], []), ("macro", "weighted", "per_class")).values()} == {None}
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -93,13 +93,13 @@ def test_auroc_is_the_share_of_pairs_in_order() -> None:
     high, low = values[labels], values[~labels]
     pairs = (high[:, None] > low).double() + (high[:, None] == low).double() / 2
     histogram = score_histogram((values + 0.5) / 20, labels, 20)
-    assert auroc(histogram) == pytest.approx(float(pairs.mean()), abs=1e-12)
-    assert auroc(histogram.flip(0)) == pytest.approx(1 - float(pairs.mean()), abs=1e-12)
+    assert compute_auroc(histogram) == pytest.approx(float(pairs.mean()), abs=1e-12)
+    assert compute_auroc(histogram.flip(0)) == pytest.approx(1 - float(pairs.mean()), abs=1e-12)
 
 
 def test_auroc_of_one_label_is_none() -> None:
     """It is not a half, because there are no pairs to compare."""
-    assert auroc(score_histogram(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]), 10)) is None
+    assert compute_auroc(score_histogram(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]), 10)) is None
 
 
 AVERAGES: tuple[Average, ...] = ("micro", "macro", "weighted", "per_class")
@@ -108,7 +108,7 @@ AVERAGES: tuple[Average, ...] = ("micro", "macro", "weighted", "per_class")
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
 def test_f_beta_is_the_weighted_harmonic_mean_of_precision_and_recall(beta: float) -> None:
     """Item by item, (1 + b^2) p r / (b^2 p + r), under the name of its beta; micro averages are the accuracy."""
-    actual = scores(confusion(), AVERAGES, beta)
+    actual = compute_class_scores(confusion(), AVERAGES, beta)
     support = {0: 4, 1: 2, 3: 4}
     by_class = {}
     for number in support:
@@ -144,7 +144,7 @@ def test_scores_of_several_labels_equal_those_of_the_items(beta: float) -> None:
         precision, recall = len(given & true) / max(len(given), 1), len(given & true) / len(true)
         return precision, recall, (1 + beta**2) * precision * recall / max(beta**2 * precision + recall, 1e-9)
 
-    actual = label_scores(label_counts(predicted, targets), AVERAGES, beta)
+    actual = compute_label_scores(count_label_confusion(predicted, targets), AVERAGES, beta)
     support = {label: int(targets[..., label].sum()) for label in range(4)}
     assert actual["label_accuracy"] == pytest.approx(1 - len(ours ^ right) / 300)
     for column, name in enumerate(("precision", "recall", f"f{beta:g}")):
@@ -160,23 +160,23 @@ def test_labels_count_by_their_weights_and_ignored_ones_not_at_all() -> None:
     """Weights are by item or by label; a negative target counts nothing; without items there are no scores."""
     targets = torch.tensor([[1, IGNORE_INDEX], [0, 1]])
     predicted = torch.tensor([[True, True], [True, False]])
-    assert label_counts(predicted, targets).tolist() == [[[0, 1], [0, 1]], [[0, 0], [1, 0]]]
-    by_item = label_counts(predicted, targets.clamp(min=0), torch.tensor([2.0, 0.5]))
+    assert count_label_confusion(predicted, targets).tolist() == [[[0, 1], [0, 1]], [[0, 0], [1, 0]]]
+    by_item = count_label_confusion(predicted, targets.clamp(min=0), torch.tensor([2.0, 0.5]))
     assert by_item.tolist() == [[[0, 0.5], [0, 2]], [[0, 2], [0.5, 0]]]
-    by_label = label_counts(predicted, targets.clamp(min=0), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    by_label = count_label_confusion(predicted, targets.clamp(min=0), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert by_label.tolist() == [[[0, 3], [0, 1]], [[0, 2], [4, 0]]]
-    assert {*label_scores(torch.zeros(3, 2, 2, dtype=torch.float64), AVERAGES).values()} == {None}
+    assert {*compute_label_scores(torch.zeros(3, 2, 2, dtype=torch.float64), AVERAGES).values()} == {None}
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_top_k_predictions_make_the_accuracy_top_k_accuracy(k: int) -> None:
+def test_targets_in_the_top_k_make_the_accuracy_top_k_accuracy(k: int) -> None:
     """The share of items whose target is in torch.topk; misses are told as the likeliest class."""
     generator = torch.Generator().manual_seed(0)
     logits, targets = torch.randn(50, 6, generator=generator), torch.randint(6, (50,), generator=generator)
     is_hit = (logits.topk(k).indices == targets[:, None]).any(-1)
-    predicted = top_k_predictions(logits, targets, k)
+    predicted = predict_target_if_in_top_k(logits, targets, k)
     assert torch.equal(predicted, torch.where(is_hit, targets, logits.argmax(-1)))
-    actual = scores(confusion_matrix(predicted, targets, 6), ("macro",))
+    actual = compute_class_scores(confusion_matrix(predicted, targets, 6), ("macro",))
     assert actual["accuracy"] == pytest.approx(float(is_hit.double().mean()))
-    assert top_k_predictions(torch.zeros(1, 3), torch.tensor([1]), 2).tolist() == [1]
-    assert top_k_predictions(torch.zeros(1, 3), torch.tensor([2]), 2).tolist() == [0]
+    assert predict_target_if_in_top_k(torch.zeros(1, 3), torch.tensor([1]), 2).tolist() == [1]
+    assert predict_target_if_in_top_k(torch.zeros(1, 3), torch.tensor([2]), 2).tolist() == [0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.metrics.layer_norms import LayerNorms, layer_of
+from drawloom.components.metrics.layer_norms import LayerNorms, layer_number_or_module_name
 from drawloom.components.ports.run import Step
 from support.metrics import measure
 from support.weights import Weights
@@ -59,4 +59,4 @@ def test_norms_cover_all_parameters_of_a_layer(one_rank: Any) -> None:
 )
 def test_layers_are_named_as_people_number_them(name: str, layer: str) -> None:
     """Layers have their number in the whole model, other parameters the name of their module."""
-    assert layer_of(name) == layer
+    assert layer_number_or_module_name(name) == layer

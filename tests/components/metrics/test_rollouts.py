@@ -57,5 +57,5 @@ def test_each_completion_counts_once_over_a_pipeline(mesh_of: Any) -> None:
     assert metric.update(step) == {}
     step.state["losses"] = {"weight": torch.ones(1), "sums": {"largest_difference": torch.tensor([0.0])}}
     assert [*metric.update(step)] == ["largest_difference"]
-    empty = {name: part.identity() for name, part in metric.accumulators.items()}
+    empty = {name: part.identity_element() for name, part in metric.accumulators.items()}
     assert set(metric.compute(empty, step).values()) == {None}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange, Model
@@ -26,7 +26,9 @@ TEXT = 'corpus.paths=["*.txt"]'
 
 def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
     """Return a small model of a family."""
-    sizes = {key: size for key, size in (SPARSE_SIZES | {"num_key_value_heads": 4}).items() if key in kind.family.keys}
+    sizes = {
+        key: size for key, size in (SPARSE_SIZES | {"num_key_value_heads": 4}).items() if key in kind.family.config_keys
+    }
     return small(kind, **sizes)
 
 
@@ -34,7 +36,7 @@ def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
 def test_a_folder_is_read_as_the_model_that_wrote_it(model_type: str, tmp_path: Path) -> None:
     """Family, sizes, names and initial values equal the family's own component's with the same sizes."""
     model = made(FAMILIES[model_type])
-    write_folder(tmp_path / "base", model, OneStage(whole(model)))
+    write_hugging_face_folder(tmp_path / "base", model, OneStage(whole(model)))
     auto = AutoModel(kernels=cpu_kernels(), path=tmp_path / "base")
     assert not find_mismatches(AutoModel, Model)
     assert type(auto.builder) is FAMILIES[model_type] and auto.initial_weights == tmp_path / "base"
@@ -101,7 +103,7 @@ def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
     """
     folder = tmp_path / "base"
     model = small(FAMILIES["llama"])
-    write_folder(folder, model, OneStage(whole(model)))
+    write_hugging_face_folder(folder, model, OneStage(whole(model)))
     tokenizer = Tokenizer(WordLevel({f"word{number}": number for number in range(31)}))
     tokenizer.save(str(folder / "tokenizer.json"))
 

@@ -148,4 +148,4 @@ def test_published_configs_are_read_and_kept(name: str, tmp_path: Path) -> None:
     model = AutoModel(kernels=cpu_kernels(), path=tmp_path, weights=False)
     parameters = sum(parameter.numel() for parameter in model.builder.whole_module().parameters())
     assert parameters / 1e9 == pytest.approx(billions, rel=5e-3)
-    assert model.config_within(tmp_path / "config.json") == config
+    assert model.update_folder_config(tmp_path / "config.json") == config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.dots1 import DOTS1, Dots1
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -49,7 +49,7 @@ def test_the_bias_is_exported_in_float32(tmp_path: Path) -> None:
     """A narrow export has a float32 bias like transformers', since bfloat16 would lose the bias's steps."""
     model = small(Dots1, **SIZES)
     module = whole(model)
-    write_folder(tmp_path / "narrow", model, OneStage(module), dtype=torch.bfloat16)
+    write_hugging_face_folder(tmp_path / "narrow", model, OneStage(module), dtype=torch.bfloat16)
     source = open_safetensors_folder(tmp_path / "narrow")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert torch.equal(source.tensor(name), module.get_buffer(name))

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.load import fill_module_from_folder
 from support.adapted import OneStage
 from support.families import (
     assert_all_projections_are_adapted,
@@ -76,7 +76,7 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
 def test_experts_in_mxfp4_are_read_like_transformers(tmp_path: Path) -> None:
     """Blocks and scales become the bfloat16 weights of transformers' conversion."""
     model = gpt_oss("defaults", hidden_size=32, intermediate_size=32)
-    write_folder(tmp_path / "packed", model, OneStage(whole(model)))
+    write_hugging_face_folder(tmp_path / "packed", model, OneStage(whole(model)))
     path = tmp_path / "packed" / "model.safetensors"
     tensors, generator = load_file(path), torch.Generator().manual_seed(0)
     wanted = {}
@@ -88,8 +88,8 @@ def test_experts_in_mxfp4_are_read_like_transformers(tmp_path: Path) -> None:
         wanted[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, path)
     module = model.build(LayerRange(0, 2, embedding=True, head=True))
-    load_folder(tmp_path / "packed", module, model.hugging_face_mapper().inverse())
-    write_folder(tmp_path / "plain", model, OneStage(module))
+    fill_module_from_folder(tmp_path / "packed", module, model.hugging_face_mapper().inverse())
+    write_hugging_face_folder(tmp_path / "plain", model, OneStage(module))
     read = load_file(tmp_path / "plain" / "model.safetensors")
     for name, tensor in wanted.items():
         assert torch.equal(read[name], tensor.float()), name

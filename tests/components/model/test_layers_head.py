@@ -84,7 +84,7 @@ def test_gradients_of_chunks_can_be_deferred() -> None:
         actual = case.head().map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=100)
     with deferral.defer():
         grad_hidden, grad_weight = torch.autograd.grad(actual.sum(), inputs, allow_unused=True)
-    for waiting in deferral.take():
-        part: Any = waiting.compute()
+    for waiting in deferral.take_queued_gradients():
+        part: Any = waiting.compute_sum()
         grad_weight = part if grad_weight is None else grad_weight + part
     torch.testing.assert_close((grad_hidden, grad_weight), expected)

@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.phi3 import PHI3, Phi3
 from drawloom.graph import UserError
-from drawloom.kernels.rope_frequencies import document_lengths
+from drawloom.kernels.rope_frequencies import document_length_by_token
 from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
@@ -98,5 +98,5 @@ def test_first_name_of_longrope_is_read(tmp_path: Path) -> None:
 def test_a_long_document_does_not_change_the_frequencies_in_a_short_one() -> None:
     """Document lengths come from positions, inside a row with a long document."""
     positions = torch.tensor([[*range(4), *range(12), *range(3)]])
-    assert document_lengths(positions).tolist() == [[4] * 4 + [12] * 12 + [3] * 3]
-    assert document_lengths(positions[:, 6:8]).tolist() == [[4, 4]]  # new tokens of a text with a cache
+    assert document_length_by_token(positions).tolist() == [[4] * 4 + [12] * 12 + [3] * 3]
+    assert document_length_by_token(positions[:, 6:8]).tolist() == [[4, 4]]  # new tokens of a text with a cache

@@ -98,7 +98,7 @@ def test_operations_equal_a_count_by_hand(kind: str) -> None:
     assert sum(flops.by_parameter.values()) == 2 * (linear + full + 2 * COUNTS[kind] + 24 * 29)
     assert flops.per_pair == {None: 2 * 2 * 4 * 8}
     assert flops.per_token == 3 * 2 * 4 * (keys // 2) * 10
-    assert flops.of_training(7, {None: 0}) == 3 * 7 * (sum(flops.by_parameter.values()) + flops.per_token)
+    assert flops.count_training_flops(7, {None: 0}) == 3 * 7 * (sum(flops.by_parameter.values()) + flops.per_token)
 
 
 def write(folder: Path, **changes: Any) -> Path:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens, split_sizes
+from drawloom.components.model.split_vocabulary import NewTokens, find_new_tokens_fault, row_counts_by_parameter
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.weights.load import load_folder
+from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.adapted import OneStage
@@ -31,7 +31,7 @@ def loaded(folder: Path, tokenizer: Any, new_tokens: NewTokens) -> tuple[Decoder
     """Return the model of a folder with new tokens, and its module with the folder's weights."""
     model = AutoModel(kernels=cpu_kernels(), path=folder, tokenizer=tokenizer, new_tokens=new_tokens).builder
     module = model.build(LayerRange(0, 2, embedding=True, head=True))
-    load_folder(folder, module, model.hugging_face_mapper().inverse())
+    fill_module_from_folder(folder, module, model.hugging_face_mapper().inverse())
     return model, module
 
 
@@ -39,7 +39,7 @@ def base(folder: Path, tied: bool) -> dict[str, Any]:
     """Return the tensors in a folder whose model has 29 ids."""
     torch.manual_seed(0)
     model = dense(tie_word_embeddings=tied)
-    write_folder(folder, model, OneStage(whole(model)))
+    write_hugging_face_folder(folder, model, OneStage(whole(model)))
     return load_file(folder / "model.safetensors")
 
 
@@ -69,9 +69,9 @@ def test_the_export_is_one_table_that_computes_the_same(
     model, module = loaded(tmp_path / "base", Ids(tokens), new)
     layers = ("model.embed_tokens", *([] if tied else ["lm_head"]))
     for name in layers:
-        for split in split_sizes(new):
+        for split in row_counts_by_parameter(new):
             torch.nn.init.normal_(module.get_submodule(name).get_parameter(split))
-    write_folder(tmp_path / "export", model, OneStage(module))
+    write_hugging_face_folder(tmp_path / "export", model, OneStage(module))
     size = max(29, tokens)
     assert json.loads((tmp_path / "export/config.json").read_text())["vocab_size"] == size
     written = load_file(tmp_path / "export/model.safetensors")
@@ -86,14 +86,14 @@ def test_the_export_is_one_table_that_computes_the_same(
     torch.autograd.backward([ours, others])
     for name in layers:
         layer, wanted = module.get_submodule(name), theirs.get_submodule(name).weight.grad
-        table, *splits = wanted[:tokens].split([tokens - 3, *split_sizes(new).values()])
-        for split, rows in zip(split_sizes(new), splits, strict=True):
+        table, *splits = wanted[:tokens].split([tokens - 3, *row_counts_by_parameter(new).values()])
+        for split, rows in zip(row_counts_by_parameter(new), splits, strict=True):
             torch.testing.assert_close(layer.get_parameter(split).grad, rows, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(layer.weight.grad[: tokens - 3], table, rtol=1e-4, atol=1e-4)
     again, copy = loaded(tmp_path / "export", Ids(tokens), new)
     assert again.vocab_size == size
     for name in layers:
-        for split in split_sizes(new):
+        for split in row_counts_by_parameter(new):
             assert torch.equal(
                 copy.get_submodule(name).get_parameter(split), module.get_submodule(name).get_parameter(split)
             )
@@ -129,8 +129,8 @@ def test_one_of_several_splits_can_be_trained_alone(tmp_path: Path) -> None:
 )
 def test_names_and_numbers_of_splits_are_checked(value: Any, why: str) -> None:
     """A name must be free in both layers, and a split must have a row."""
-    assert why in str(fault_of_new_tokens(value))
-    assert fault_of_new_tokens({"audio": 2, "image": 1}) is None and fault_of_new_tokens(0) is None
+    assert why in str(find_new_tokens_fault(value))
+    assert find_new_tokens_fault({"audio": 2, "image": 1}) is None and find_new_tokens_fault(0) is None
 
 
 def test_ids_without_rows_are_refused(tmp_path: Path) -> None:

@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 from benchmarks import transformers_types
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.fallback.build import build_model
-from drawloom.components.model.fallback.checks import self_check
+from drawloom.components.model.fallback.checks import run_self_check
 from drawloom.components.model.fallback.errors import SelfCheckError
-from drawloom.components.model.fallback.shrink import shrink
+from drawloom.components.model.fallback.shrink import shrink_config
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.transformers import Transformers
-from drawloom.components.parallel.master_weights import compute_dtype
+from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.ports.model import LanguageModel, LayerRange
-from drawloom.components.stages.model_precision import precision_of
-from drawloom.components.weights.adapted import fill_adapters, inject
-from drawloom.components.weights.load import convert, load_folder, persistent_tensors
+from drawloom.components.stages.model_precision import combine_precision
+from drawloom.components.weights.adapted import fill_adapters, inject_adapters
+from drawloom.components.weights.load import convert_tensors, fill_module_from_folder, persistent_tensors
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import check_port
@@ -38,7 +38,7 @@ def small_config(model_type: str, **changes: Any) -> Any:
     """Return a small config of a type in transformers."""
     from transformers import AutoConfig
 
-    config = shrink(AutoConfig.for_model(model_type, **changes))
+    config = shrink_config(AutoConfig.for_model(model_type, **changes))
     dropout = {key: 0.0 for key in config.to_dict() if key.endswith(("dropout", "pdrop"))}
     # In transformers, a padding token's embedding has no gradient.
     return type(config).from_dict(config.to_dict() | dropout | {"vocab_size": 29, "pad_token_id": None})
@@ -58,7 +58,7 @@ def saved(folder: Path, model_type: str, **changes: Any) -> tuple[Transformers, 
 def loaded(model: Transformers) -> Any:
     """Return the whole model with the folder's weights."""
     module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-    load_folder(model.path, module, model.hugging_face_mapper().inverse())
+    fill_module_from_folder(model.path, module, model.hugging_face_mapper().inverse())
     return module
 
 
@@ -91,7 +91,7 @@ def test_weights_are_read_and_written_under_the_names_on_disk(model_type: str, t
     tensors = persistent_tensors(loaded(model))
     for name, tensor in tensors.items():
         assert torch.equal(tensor, reference.state_dict()[name]), name
-    on_disk, written = load_file(tmp_path / "model.safetensors"), convert(model.hugging_face_mapper(), tensors)
+    on_disk, written = load_file(tmp_path / "model.safetensors"), convert_tensors(model.hugging_face_mapper(), tensors)
     assert on_disk.keys() == written.keys()
     assert all(torch.equal(on_disk[name], tensor) for name, tensor in written.items())
 
@@ -103,7 +103,7 @@ def test_weights_are_read_and_written_under_the_names_on_disk(model_type: str, t
 def test_a_type_with_other_computations_is_refused(model_type: str, check: str) -> None:
     """The error names the failed check: parts, the keyword for attention, packed documents, or the head."""
     with pytest.raises(SelfCheckError) as caught:
-        self_check(small_config(model_type))
+        run_self_check(small_config(model_type))
     assert caught.value.check == check
 
 
@@ -133,7 +133,7 @@ def test_two_stages_equal_the_whole_model(model_type: str, tmp_path: Path) -> No
     whole, layers = loaded(model), model.num_hidden_layers
     first, last = model.build(LayerRange(0, 1, True, False)), model.build(LayerRange(1, layers, False, True))
     for stage in (first, last):
-        load_folder(tmp_path, stage, model.hugging_face_mapper().inverse())
+        fill_module_from_folder(tmp_path, stage, model.hugging_face_mapper().inverse())
     names = [{name for name, _ in module.named_parameters()} for module in (first, last, whole)]
     shared_names = {f"{whole.parts.embedding}.weight"} if whole.parts.tied else set()
     assert names[0] | names[1] == names[2] and names[0] & names[1] == shared_names
@@ -159,7 +159,7 @@ def test_linear_layers_defer_gradients_and_take_adapters(tmp_path: Path) -> None
     assert len(linear) == 4 * model.num_hidden_layers + 1 and all(isinstance(part, Linear) for part in linear)
     tokens, shared = torch.randint(model.vocab_size, (2, 19)), one_document(2, 19)
     before = logits_of(module, tokens, shared)
-    inject([lora("qkv_proj", "*.o_proj")], module)
+    inject_adapters([lora("qkv_proj", "*.o_proj")], module)
     fill_adapters(module, torch.device("cpu"), fill_from_seed(0))
     torch.testing.assert_close(logits_of(module, tokens, shared), before)  # lora_B is 0
     trained = {name.rpartition(".")[2] for name, part in module.named_parameters() if part.requires_grad}
@@ -173,9 +173,9 @@ def test_parameters_that_transformers_keeps_in_float32_are_not_cast(tmp_path: Pa
     saved(tmp_path, "ernie4_5_moe")
     kinds: Any = AutoModelForCausalLM
     reference = dict(kinds.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
-    precision = precision_of(DtypePolicy(compute="bfloat16"), Transformers(kernels=cpu_kernels(), path=tmp_path))
+    precision = combine_precision(DtypePolicy(compute="bfloat16"), Transformers(kernels=cpu_kernels(), path=tmp_path))
     assert len(precision.uncast) == 2
-    assert {name: compute_dtype(name, precision) for name in reference} == {
+    assert {name: choose_layer_dtype(name, precision) for name in reference} == {
         name: parameter.dtype for name, parameter in reference.items()
     }
 
@@ -190,7 +190,7 @@ def test_it_keeps_the_contract_of_language_models(model_type: str, tmp_path: Pat
 def test_a_tied_table_that_exports_of_adapters_do_not_know_is_not_adapted(tmp_path: Path) -> None:
     """LoRA of GPT-2's `wte` would change its head, too, in the merged export; it matches nothing."""
     model, _ = saved(tmp_path, "gpt2")
-    assert inject([lora("wte")], loaded(model)) == set()
+    assert inject_adapters([lora("wte")], loaded(model)) == set()
 
 
 @pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "starcoder2", "qwen2_moe"])

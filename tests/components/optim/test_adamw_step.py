@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import AdamWTriton, adamw
+from drawloom.components.optim.adamw_step import AdamWTriton, create_fastest_adamw
 from support.equality import assert_equal
 from support.kernels import DEVICE
 
@@ -158,4 +158,4 @@ def test_a_step_that_the_device_skips_changes_nothing() -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="is about weights on a CPU")
 def test_cpu_uses_torch_fused_adamw() -> None:
     """Weights unsuitable for the kernel are trained by torch's fused optimizer."""
-    assert type(adamw(groups(weights(WIDE)), **SETTINGS)) is torch.optim.AdamW
+    assert type(create_fastest_adamw(groups(weights(WIDE)), **SETTINGS)) is torch.optim.AdamW

@@ -13,7 +13,7 @@ from torch import nn
 from drawloom import Recipe
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
-from drawloom.components.optim.parameter_groups import AdamGroup, ParameterGroup, check_patterns
+from drawloom.components.optim.parameter_groups import AdamGroup, ParameterGroup, warn_unmatched_patterns
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.model import LayerRange
@@ -188,7 +188,7 @@ def test_names_of_a_loss_are_left_to_the_run() -> None:
     """The last stage holds a loss's parameters, whose names no model tells."""
     values = {"optimizer": {"groups": [{"targets": ["*temperature"]}]}}
     graph = Recipe.load("first_run").with_values(values).graph
-    assert len(list(check_patterns(graph.view("optimizer")))) == 1
+    assert len(list(warn_unmatched_patterns(graph.view("optimizer")))) == 1
     spec = attrs.evolve(graph.nodes["loss"].spec, cls=Tempered)
     nodes = {**graph.nodes, "loss": attrs.evolve(graph.nodes["loss"], spec=spec)}
-    assert list(check_patterns(NodeView(graph.nodes["optimizer"], nodes))) == []
+    assert list(warn_unmatched_patterns(NodeView(graph.nodes["optimizer"], nodes))) == []

@@ -49,7 +49,7 @@ def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
-        group = processes.group("all", [list(range(RANKS))])
+        group = processes.make_group("all", [list(range(RANKS))])
         places = {
             name: TensorSlice(shape, *slice_of_rank(group.rank)) for name, (shape, slice_of_rank) in LAYOUTS.items()
         }

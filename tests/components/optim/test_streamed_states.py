@@ -11,11 +11,18 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
-from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, cut_into_ranges, pad_size, state_of
+from drawloom.components.optim.streamed_states import (
+    SLOTS,
+    Slots,
+    StreamedStep,
+    cut_into_ranges,
+    list_state_tensors,
+    round_up_to_alignment,
+)
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
-from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
+from drawloom.kernels.adamw import AdamwEager, ParamState, compute_step_scalars
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
 from support.pipelines import Job
@@ -107,8 +114,8 @@ class NoWaits(DelayedTransfers):
 class NoOrder(DelayedTransfers):
     """Transfers that fetch into a slot before its last piece has left."""
 
-    def fetch(self, copies: Any, after: Any = ()) -> Any:
-        return super().fetch(copies)
+    def copy_to_device(self, copies: Any, after: Any = ()) -> Any:
+        return super().copy_to_device(copies)
 
 
 @pytest.mark.parametrize("faulty", [NoWaits, NoOrder])
@@ -145,22 +152,26 @@ def test_slices_of_rows_are_cut_between_rows() -> None:
     whole.weight.copy_(param.weight)
     ranges = list(cut_into_ranges(0, param, 2048))
     assert [part.start for part in ranges] == [0, *(part.stop for part in ranges[:-1])] and len(ranges) > 2
-    assert ranges[-1].stop == 2700 and all(part.start % 30 == 0 and part.bytes <= 2048 for part in ranges)
+    assert ranges[-1].stop == 2700 and all(part.start % 30 == 0 and part.state_bytes <= 2048 for part in ranges)
     slots = Slots(DelayedTransfers(4), DEVICE, 2048)
     slots.open()
     streamed, resident = StreamedStep(AdamwEager, slots, [param], False), AdamwEager([whole])
     for number in range(1, 4):
-        grads, scalars = [torch.randn(90, 30, device=DEVICE)], step_scalars(1e-2, (0.9, 0.95), 1e-8, number)
+        grads, scalars = [torch.randn(90, 30, device=DEVICE)], compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, number)
         streamed.step(grads, scalars, number)
         resident.step(grads, scalars, number)
     slots.transfers.synchronize()
     assert torch.equal(param.weight, whole.weight)
-    assert all(torch.equal(state_of(param)[name], tensor) for name, tensor in state_of(whole).items())
+    assert all(
+        torch.equal(list_state_tensors(param)[name], tensor) for name, tensor in list_state_tensors(whole).items()
+    )
 
 
 def test_a_slot_smaller_than_a_row_is_an_error() -> None:
     """The error has both sizes and the setting."""
-    with pytest.raises(UserError, match=rf"takes {2 * pad_size(1024)} bytes, and a slot has 512; .* larger slot_bytes"):
+    with pytest.raises(
+        UserError, match=rf"takes {2 * round_up_to_alignment(1024)} bytes, and a slot has 512; .* larger slot_bytes"
+    ):
         open_optimizer(narrow_weights(), DelayedTransfers(), slot_bytes=512)
 
 

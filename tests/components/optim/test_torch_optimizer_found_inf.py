@@ -59,7 +59,7 @@ class ByTriton(AdamW):
     def open(self) -> None:
         """Create the optimizer of the parameters."""
         rates = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
-        self._optimizers = [AdamWTriton(self._param_groups(), fused=True, **rates)]
+        self._optimizers = [AdamWTriton(self._create_torch_param_groups(), fused=True, **rates)]
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

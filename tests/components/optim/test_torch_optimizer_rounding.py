@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drawloom import Recipe
-from drawloom.components.optim.adamw_step import adamw
+from drawloom.components.optim.adamw_step import create_fastest_adamw
 
 WARNING = "[optimizer] rounds bfloat16 to the nearest: updates of less than 1/512 of a weight are lost"
 PURE = ("precision.parameter=bfloat16",)
@@ -34,7 +34,9 @@ def test_updates_below_the_bound_are_lost(part: float, stays: bool) -> None:
     weights = torch.nn.Parameter(torch.tensor([1.0, 1.5, 1.9921875], dtype=torch.bfloat16))
     before = weights.detach().clone()
     for weight in range(3):
-        optimizer = adamw([{"params": [weights], "weight_decay": 0.0}], lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+        optimizer = create_fastest_adamw(
+            [{"params": [weights], "weight_decay": 0.0}], lr=0.0, betas=(0.9, 0.95), eps=1e-8
+        )
         optimizer.param_groups[0]["lr"] = part * float(before[weight])
         weights.grad = torch.ones_like(weights)
         optimizer.step()

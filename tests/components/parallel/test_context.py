@@ -27,25 +27,25 @@ class Rank(SingleProcess):
 @pytest.mark.parametrize(("length", "size"), [(16, 2), (24, 4), (6, 2), (12, 4)])
 def test_each_token_is_on_one_rank_and_all_have_as_many_to_attend_to(length: int, size: int) -> None:
     """The parts make up the row; where rows divide into pieces for both ends, ranks see as many earlier tokens."""
-    parts = [ContextPart.of(length, Rank(rank, size)) for rank in range(size)]
-    places = torch.cat([part.places for part in parts])
+    parts = [ContextPart.for_rank(length, Rank(rank, size)) for rank in range(size)]
+    places = torch.cat([part.token_indices for part in parts])
     assert places.sort().values.tolist() == list(range(length))
     assert places[parts[0].order].tolist() == list(range(length))
     if length % (2 * size) == 0:
-        assert len({int(part.places.sum()) for part in parts}) == 1
+        assert len({int(part.token_indices.sum()) for part in parts}) == 1
 
 
 def test_a_row_that_does_not_divide_is_refused() -> None:
     """The message has the length and a remedy."""
     with pytest.raises(UserError, match=r"rows of 9 tokens .* mesh\.context = 2 .* multiple of 4"):
-        ContextPart.of(9, Rank(0, 2))
+        ContextPart.for_rank(9, Rank(0, 2))
 
 
 def test_a_batch_is_cut_in_all_of_its_tensors() -> None:
     """Tokens, targets, positions, documents and weights of this rank's places."""
     numbers = torch.arange(16).view(2, 8)
     batch = TokenBatch(numbers, numbers + 1, numbers % 8, numbers // 8, numbers.float())
-    cut = ContextPart.of(8, Rank(1, 2)).cut(batch)
+    cut = ContextPart.for_rank(8, Rank(1, 2)).select_own_tokens(batch)
     assert cut.positions.tolist() == [[2, 3, 4, 5]] * 2
     assert cut.weights.tolist() == [[2.0, 3.0, 4.0, 5.0], [10.0, 11.0, 12.0, 13.0]]
 
@@ -53,7 +53,7 @@ def test_a_batch_is_cut_in_all_of_its_tensors() -> None:
 def test_own_leaves_are_cut_by_their_specs() -> None:
     """A row's frames are partitioned; a row's single values, and values shared by all rows, are on all ranks."""
     whole = clips()
-    part = ContextPart.of(6, Rank(1, 3)).cut(whole)
+    part = ContextPart.for_rank(6, Rank(1, 3)).select_own_tokens(whole)
     assert part.frames["left"].tolist() == [[6 * row + 1, 6 * row + 4] for row in range(4)]
     assert part.frames["right"].shape == (4, 2, 2) and part.labels is whole.labels and part.scale is whole.scale
 
@@ -64,8 +64,8 @@ def _gather_rows() -> tuple[Any, Any]:
     try:
         mesh = RankMesh(processes=processes, context=processes.world_size, data_replicate=1)
         mesh.open()
-        part = ContextPart.of(8, mesh.context_group)
-        mine: Tensor = part.places.double()[None, :, None].requires_grad_()
+        part = ContextPart.for_rank(8, mesh.context_group)
+        mine: Tensor = part.token_indices.double()[None, :, None].requires_grad_()
         rows = part.gather(mine)
         (rows.flatten() * torch.arange(8) * (1 + mesh.world.rank)).sum().backward()  # type: ignore[no-untyped-call]
         assert mine.grad is not None

@@ -12,7 +12,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.parallel.data_shard import ShardedModule, _fsdp_params
+from drawloom.components.parallel.data_shard import ShardedModule, _iterate_fsdp_params
 from drawloom.components.parallel.shard_transfers import DirectReduceScatter
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.model import TokenContext
@@ -122,12 +122,16 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
             sums[sync] = []
             for microbatch in range(3):
                 if sync or microbatch == 2:
-                    shards.reduce_next(final=microbatch == 2)
+                    shards.reduce_in_backward(is_last_in_step=microbatch == 2)
                 context = TokenContext(tokens, torch.zeros_like(tokens))
                 stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
                 shards.end_reduction()
-                whole = [_numel(part.unsharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
-                sliced = [_numel(part.sharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
+                whole = [
+                    _numel(part.unsharded_param.grad) for unit in shards.units for part in _iterate_fsdp_params(unit)
+                ]
+                sliced = [
+                    _numel(part.sharded_param.grad) for unit in shards.units for part in _iterate_fsdp_params(unit)
+                ]
                 sums[sync].append([sum(whole), sum(sliced)])
         return sums
 
@@ -153,12 +157,12 @@ def _check_reduction_with_head() -> dict[str, list[bool]]:
 
         def look(_grad: torch.Tensor) -> None:
             for name, unit in (("head", head), ("rest", shards.root)):
-                is_reduced[name] = [_numel(part.sharded_param.grad) > 0 for part in _fsdp_params(unit)]
+                is_reduced[name] = [_numel(part.sharded_param.grad) > 0 for part in _iterate_fsdp_params(unit)]
 
         shards.blocks[-1][0].register_forward_hook(lambda _block, _inputs, hidden: hidden.register_hook(look) and None)
         tokens = torch.arange(6).view(1, 6)
         stages.cast_weights()
-        shards.reduce_next(final=True)
+        shards.reduce_in_backward(is_last_in_step=True)
         context = TokenContext(tokens, torch.zeros_like(tokens))
         stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
         return is_reduced
@@ -182,7 +186,7 @@ def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
         scatter = DirectReduceScatter.__call__
 
         def look(self: Any, **how: Any) -> None:
-            left = [part.unsharded_param.grad for unit in shards.units for part in _fsdp_params(unit)]
+            left = [part.unsharded_param.grad for unit in shards.units for part in _iterate_fsdp_params(unit)]
             sent = how["input_tensor"].listed.tensors
             reductions.append(
                 (sum(gradient is not None for gradient in left), any(not gradient.any() for gradient in sent))
@@ -195,7 +199,7 @@ def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
         tokens, context = stages.loss.inputs(batch)
         runner.forward(0, tokens, context, batch)
         runner.backward_input(0, None)
-        runner.reduce_next(final=True)
+        runner.reduce_in_backward(is_last_in_step=True)
         runner.backward_weight(0)
         return reductions
 

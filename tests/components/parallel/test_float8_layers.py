@@ -9,7 +9,12 @@ import drawloom
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.parallel.float8_layers import check_gpu, float8_layers, linear_layers, use_float8
+from drawloom.components.parallel.float8_layers import (
+    check_gpu_supports_float8,
+    find_float8_candidates,
+    find_float8_layers,
+    set_float8_format,
+)
 from drawloom.graph import UserError
 from support.qwen3 import SIZES, SPARSE_SIZES
 
@@ -27,19 +32,21 @@ def whole(kind: Any, sizes: dict[str, Any]) -> Any:
 def test_projections_use_float8_and_nothing_else_does() -> None:
     """All projections in blocks are chosen; the head, the embedding, norms and routers are not."""
     module = whole(Qwen3Dense, DENSE | {"tie_word_embeddings": False})
-    names = set(float8_layers(module, float8()))
+    names = set(find_float8_layers(module, float8()))
     projections = {name for name, _ in module.named_modules() if name.endswith("_proj")}
     assert names == projections
-    assert float8_layers(module, DtypePolicy(compute="bfloat16")) == {}
+    assert find_float8_layers(module, DtypePolicy(compute="bfloat16")) == {}
     sparse = whole(Qwen3Moe, SPARSE_SIZES)
-    assert not any(name.endswith("mlp.gate") for name in linear_layers(sparse))
+    assert not any(name.endswith("mlp.gate") for name in find_float8_candidates(sparse))
 
 
 def test_patterns_and_uncast_weights_exclude_layers() -> None:
     """A layer is excluded by a matching pattern, and by a weight kept in the parameter dtype."""
     module = whole(Qwen3Dense, DENSE)
-    every = set(float8_layers(module, float8()))
-    few = set(float8_layers(module, float8(linear_in_compute=("model.layers.0.*",), uncast=("*.down_proj.weight",))))
+    every = set(find_float8_layers(module, float8()))
+    few = set(
+        find_float8_layers(module, float8(linear_in_compute=("model.layers.0.*",), uncast=("*.down_proj.weight",)))
+    )
     assert few == {name for name in every if ".layers.0." not in name and not name.endswith("down_proj")}
 
 
@@ -48,7 +55,7 @@ def test_widths_that_do_not_divide_are_an_error_with_a_remedy() -> None:
     with pytest.raises(
         UserError, match=r"down_proj is 32 x 40 on each rank.*linear_in_compute = \[\"\*\.down_proj\"\]"
     ):
-        use_float8(
+        set_float8_format(
             whole(Qwen3Dense, DENSE | {"intermediate_size": 40}), float8(linear_in_compute=("*.gate_proj", "*.up_proj"))
         )
 
@@ -60,10 +67,10 @@ def test_gpus_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if is_refused:
             with pytest.raises(UserError, match=r"A100 has compute capability 8\.0, and products in float8 need 8\.9"):
-                check_gpu(torch.device("cuda"))
+                check_gpu_supports_float8(torch.device("cuda"))
         else:
-            check_gpu(torch.device("cuda"))
-    check_gpu(torch.device("cpu"))
+            check_gpu_supports_float8(torch.device("cuda"))
+    check_gpu_supports_float8(torch.device("cpu"))
 
 
 def problems(*words: str) -> list[str]:
@@ -85,7 +92,7 @@ FLOAT8 = "precision.linear='float8'"
             (FLOAT8, "precision.compute='float32'"),
             ["compute in 'float32', and products in float8 accept only bfloat16"],
         ),
-        ((FLOAT8, 'precision.linear_in_compute=["*.q_prj"]'), ["no linear layer is called '*.q_prj'"]),
+        ((FLOAT8, 'precision.linear_in_compute=["*.q_prj"]'), ["or layer of experts is called '*.q_prj'"]),
         ((FLOAT8, "precision.linear_weights='step'"), []),
         (
             (FLOAT8, "precision.linear_weights='step'", "mesh.data_shard=2", "batch.micro_size=8"),

@@ -10,7 +10,11 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.parallel.frozen_formats import quantizable_weights, storage_slice, use_frozen_format
+from drawloom.components.parallel.frozen_formats import (
+    compute_storage_slice,
+    find_quantizable_weights,
+    replace_by_quantized_storage,
+)
 from drawloom.components.ports.model import stored_formats
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import UserError
@@ -34,13 +38,13 @@ def test_projections_and_experts_are_stored_and_nothing_else_is() -> None:
     trained = "model.layers.0.mlp.up_proj.weight"
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     module.get_parameter(trained).requires_grad_()
-    use_frozen_format(module, nf4(frozen_in_compute=("*.layers.1.*",), uncast=("*.k_proj.weight",)), {})
+    replace_by_quantized_storage(module, nf4(frozen_in_compute=("*.layers.1.*",), uncast=("*.k_proj.weight",)), {})
     names = {f"{name}.weight" for name, _ in module.named_modules() if name.endswith("_proj")}
     excluded = {name for name in names if ".layers.1." in name or ".k_proj." in name}
     assert stored_formats(module) == dict.fromkeys(names - excluded - {trained}, NF4)
     for name in stored_formats(module):
         assert module.get_parameter(name).shape == NF4.storage_shape(shapes[name])
-    sparse = quantizable_weights(frozen(Qwen3Moe, SPARSE_SIZES))
+    sparse = find_quantizable_weights(frozen(Qwen3Moe, SPARSE_SIZES))
     assert any(name.endswith("experts.down_proj") for name in sparse)
     assert not any(".gate.weight" in name for name in sparse)
 
@@ -50,7 +54,7 @@ def test_slices_of_ranks_become_slices_of_storage(name: str) -> None:
     """The second half of all columns has the second half of every storage row."""
     weight_slice = TensorSlice((8, 512), (0, 256), (8, 256))
     stored = FORMATS[name].quantize(torch.randn(8, 512))
-    part = stored[storage_slice(FORMATS[name], weight_slice).index()]
+    part = stored[compute_storage_slice(FORMATS[name], weight_slice).index()]
     assert torch.equal(FORMATS[name].dequantize(part), FORMATS[name].dequantize(stored)[:, 256:])
 
 
@@ -62,7 +66,7 @@ def test_columns_that_cut_a_block_are_an_error_with_a_remedy() -> None:
     with pytest.raises(
         UserError, match=r"down_proj\.weight has columns 96 to 192 .* blocks of 64; .*\[\"\*\.down_proj\.weight\"\]"
     ):
-        use_frozen_format(module, nf4(), splits)
+        replace_by_quantized_storage(module, nf4(), splits)
 
 
 def problems(*words: str) -> list[str]:
@@ -93,7 +97,7 @@ FROZEN = "precision.frozen='nf4'"
         ((FROZEN, *LORA, "mesh.tensor=2", "model.intermediate_size=320"), ["has columns 0 to 160 on one rank along"]),
         ((FROZEN, *LORA, "stages.compile=true"), ["torch.compile does not trace quantized", "write compile = false"]),
         ((FROZEN, *LORA, "precision.compute='float32'"), ["compute in 'float32'", "write compute = 'bfloat16'"]),
-        ((FROZEN, *LORA, "precision.linear='float8'"), ["multiply in bfloat16", "remove linear"]),
+        ((FROZEN, *LORA, "precision.linear='float8'"), []),
         ((FROZEN, *LORA, 'precision.frozen_in_compute=["*.q_prj"]'), ["no weight of a linear layer or experts"]),
         (('precision.frozen_in_compute=["*.q_proj.weight"]',), ["nothing to exclude", "write frozen = 'nf4'"]),
     ],

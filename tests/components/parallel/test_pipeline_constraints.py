@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project
 from support.schedules import schedule
@@ -37,7 +37,7 @@ def test_microbatches_never_are_a_problem(name: str) -> None:
 def test_a_table_for_other_ranks_is_refused(tmp_path: Path) -> None:
     """A table for another number of ranks is one problem, and so is a file without a table."""
     path = tmp_path / "table.csv"
-    path.write_text(write_csv(schedule("gpipe").program(2, 4)))
+    path.write_text(format_program_csv(schedule("gpipe").program(2, 4)))
     words = ("schedule.use=pipeline.from_csv", f"schedule.path={path}")
     (problem,) = problems(*words)
     assert (problem.node, problem.text) == ("mesh", f"{path} is a schedule for 2 ranks, not 1")

@@ -49,7 +49,7 @@ def test_parts_of_all_ranks_add_up_to_whole_rows(contexts: int, tensors: int) ->
             assert module.row_length(own) == LENGTH and len(peers.given) == 2
             spread, of_each = module.repeat_by_token(values, own), module.token_weights(own).flatten()
             assert torch.equal(of_each[:real], own.flatten()[rank * rank_tokens : rank * rank_tokens + real])
-            assert not of_each[real:].any() and len(module.own_tokens(tokens, own)) == real
+            assert not of_each[real:].any() and len(module.remove_padding(tokens, own)) == real
             expected = values.repeat_interleave(own.shape[1], 0)[rank * rank_tokens : rank * rank_tokens + real]
             if tensors > 1:
                 assert torch.equal(spread[:real], expected) and not spread[real:].any()

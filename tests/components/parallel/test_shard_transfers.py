@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.parallel import shard_transfers
-from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, message_dtype
+from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, choose_message_dtype
 from drawloom.kernels.float8_message import pack_weights
 from support.joined import join_processes
 from support.processes import run_ranks
@@ -104,7 +104,7 @@ WIDE = SIZES | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
 FLOAT8 = {"parameter": "bfloat16", "linear": "float8"}
 
 
-def _count_messages(case: Case, by_block: bool) -> tuple[Any, list[int]]:
+def _message_count(case: Case, by_block: bool) -> tuple[Any, list[int]]:
     """Return the results of a rank's steps, and the bytes of its messages with weights."""
     sizes: list[int] = []
 
@@ -121,7 +121,7 @@ def _count_messages(case: Case, by_block: bool) -> tuple[Any, list[int]]:
 def test_weights_in_float8_halve_messages_and_change_no_result(by_block: bool) -> None:
     """Layers in float8 compute the same logits from weights gathered in float8."""
     [whole] = run_ranks(alone, 1, Case(WIDE, FLOAT8, steps=2), 2)
-    results = run_ranks(_count_messages, 2, Case(WIDE, FLOAT8 | {"gather": "float8"}, steps=2), by_block)
+    results = run_ranks(_message_count, 2, Case(WIDE, FLOAT8 | {"gather": "float8"}, steps=2), by_block)
     assert_same([outputs for outputs, _ in results], whole, atol=2e-2, rtol=2e-2)
     weights = 3 * 32 * 48 + 2 * (32 * 32 + 16 * 32)  # of a block
     for outputs, sizes in results:
@@ -142,6 +142,6 @@ def test_a_stand_in_supports_only_the_operations_of_torch() -> None:
 def test_partial_sums_are_not_rounded() -> None:
     """Gradients travel in 16 bits if the sum is final; with replicas, and wider gradients, in the wide dtype."""
     pure, mixed = DtypePolicy(parameter="bfloat16"), DtypePolicy(compute="bfloat16")
-    assert message_dtype(pure, replicas=False) == torch.bfloat16
-    assert message_dtype(pure, replicas=True) == message_dtype(mixed, replicas=False) == torch.float32
-    assert message_dtype(DtypePolicy(parameter="float64"), replicas=False) == torch.float64
+    assert choose_message_dtype(pure, replicas=False) == torch.bfloat16
+    assert choose_message_dtype(pure, replicas=True) == choose_message_dtype(mixed, replicas=False) == torch.float32
+    assert choose_message_dtype(DtypePolicy(parameter="float64"), replicas=False) == torch.float64

@@ -5,7 +5,7 @@ from torch import nn
 
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.parallel.sliced_store import GatheredBytes, SlicedStore, largest_unit
+from drawloom.components.parallel.sliced_store import GatheredBytes, SlicedStore, count_largest_reduction_unit
 
 
 def _module() -> nn.ModuleDict:
@@ -16,7 +16,7 @@ def _module() -> nn.ModuleDict:
 def test_a_rank_has_its_part_of_the_first_dimension() -> None:
     """All parts but the last have the same size; layers compute with whole parameters in the compute dtype."""
     module = _module()
-    ranks = PlannedMesh.of({"data_shard": 2}, 2).group("data_shard")
+    ranks = PlannedMesh.from_settings({"data_shard": 2}, 2).group("data_shard")
     store = SlicedStore.slice_parameters(
         [module], lambda _: [module["block"]], ranks, DtypePolicy(compute="bfloat16"), by_block=True
     )
@@ -32,5 +32,5 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
 def test_the_largest_unit_is_reduced_by_itself() -> None:
     """The largest unit is a block, or the parameters outside all blocks."""
     module = _module()
-    assert largest_unit(module, [module["block"]]) == 30
-    assert largest_unit(module, []) == 50
+    assert count_largest_reduction_unit(module, [module["block"]]) == 30
+    assert count_largest_reduction_unit(module, []) == 50

@@ -11,7 +11,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.layers import Embedding, Linear
-from drawloom.components.parallel.tensor import ALONE, TensorRanks, split
+from drawloom.components.parallel.tensor import ALONE, TensorRanks, split_over_ranks
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
 from support.processes import run_ranks
@@ -39,10 +39,10 @@ def _exchange_rows() -> list[dict[str, Any]]:
             (torch.arange(3.0)[None, :, None] * factor, ranks.reduce_scatter_tokens),
             (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens(x, (1, 3)) * factor),
             (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens_for_all(x, (1, 3))),
-            (torch.arange(2.0) * factor, lambda x: ranks.copy(x) * factor),
-            (torch.arange(2.0) * factor, ranks.sum),
-            (torch.arange(2.0)[None] * factor, lambda x: ranks.gather_last(x, 4)),
-            (torch.tensor([[7.0, 8.0]] if first else [[9.0]]), lambda x: ranks.gather_last(x, 3)),
+            (torch.arange(2.0) * factor, lambda x: ranks.copy_to_ranks(x) * factor),
+            (torch.arange(2.0) * factor, ranks.all_reduce),
+            (torch.arange(2.0)[None] * factor, lambda x: ranks.gather_last_dimension(x, 4)),
+            (torch.tensor([[7.0, 8.0]] if first else [[9.0]]), lambda x: ranks.gather_last_dimension(x, 3)),
         ):
             given.requires_grad_()
             result = exchange(given)
@@ -79,8 +79,11 @@ def test_one_rank_exchanges_nothing() -> None:
     """Alone, each exchange gives its argument, not a copy."""
     x = torch.ones(2, 3)
     same = (ALONE.gather_tokens(x, (2,)), ALONE.gather_tokens_for_all(x, (2,)), ALONE.reduce_scatter_tokens(x))
-    assert all(output is x for output in (*same, ALONE.copy(x), ALONE.sum(x), ALONE.gather_last(x, 3)))
-    assert ALONE.rows_of(torch.ones(1), 2) == (torch.ones(1), None) and ALONE.vocabulary_part(2) is None
+    assert all(
+        output is x
+        for output in (*same, ALONE.copy_to_ranks(x), ALONE.all_reduce(x), ALONE.gather_last_dimension(x, 3))
+    )
+    assert ALONE.find_local_rows(torch.ones(1), 2) == (torch.ones(1), None) and ALONE.get_vocabulary_part(2) is None
 
 
 def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
@@ -91,7 +94,7 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
         splits = []
         for rank in range(2):
             module = whole(model).to("meta")
-            splits.append(split(module, TensorRanks(Rank(rank, 2))))
+            splits.append(split_over_ranks(module, TensorRanks(Rank(rank, 2))))
             for name, parameter_split in splits[-1].items():
                 assert tuple(module.get_parameter(name).shape) == parameter_split.tensor_slice.size, name
     assert {name for name in sizes if name not in splits[0]} == {name for name in sizes if "norm" in name}
@@ -112,7 +115,7 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
 def test_indivisible_sizes_are_refused(layer: Any, message: str) -> None:
     """The message has the ranks, the size and the name."""
     with pytest.raises(UserError, match=f"mesh.tensor = 2 ranks {message}"):
-        split(layer, TensorRanks(Rank(0, 2)))
+        split_over_ranks(layer, TensorRanks(Rank(0, 2)))
 
 
 def test_a_bias_of_partial_sums_is_added_once() -> None:
@@ -122,7 +125,7 @@ def test_a_bias_of_partial_sums_is_added_once() -> None:
     expected, parts = layer(x), list[Tensor]()
     for rank in range(2):
         part = Linear(4, 3, cpu_kernels(), True, "rowwise")
-        [weight_split] = split(part, TensorRanks(Rank(rank, 2))).values()
+        [weight_split] = split_over_ranks(part, TensorRanks(Rank(rank, 2))).values()
         with torch.no_grad():
             part.weight.copy_(layer.weight[weight_split.tensor_slice.index()])
             part.bias.copy_(layer.bias)

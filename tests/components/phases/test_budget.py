@@ -16,7 +16,7 @@ def run(phase: Budget, *counts: int, first: int = 1) -> int:
     for index, count in enumerate(counts, first):
         step = Step(index, 99, {"tokens": torch.tensor(float(count))}, started=0.0)
         phase.run_phase(step)
-        if step.last:
+        if step.is_last:
             return index
     return 0
 

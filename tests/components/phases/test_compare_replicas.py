@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
-from drawloom.components.phases.compare_replicas import describe_difference
+from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
+from drawloom.components.phases.compare_replicas import describe_differing_replicas
 from support.runs import drawloom, write_corpus
 
 FLIP = '''
@@ -41,7 +41,7 @@ def test_one_flipped_bit_ends_the_run_before_it_is_saved(tmp_path: Path) -> None
     text = "".join(outcome.text for outcome in outcomes)
     assert {outcome.code for outcome in outcomes} == {1}, text
     assert text.count("after the update of step 3, rank 1 has other bits than the other replicas in ") == 1
-    assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [1, 2]
+    assert [step_of_checkpoint(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -59,5 +59,5 @@ def test_the_minority_is_named(digests: str, who: str) -> None:
     by_replica: list[dict[str, Any]] = [
         {"rank": 10 + number, "digests": {"equal": "x", "weight": digest}} for number, digest in enumerate(digests)
     ]
-    message = describe_difference(by_replica)
+    message = describe_differing_replicas(by_replica)
     assert message.startswith(who) and " in weight: " in message and "equal" not in message

@@ -15,7 +15,7 @@ def train(phase: EarlyStopping, *values: float | None, first: int = 1) -> int:
         step = Step(index, 99, {} if value is None else {"validation_loss": value})
         phase.run_phase(step)
         if step.stop_reason:
-            assert step.last
+            assert step.is_last
             return index
     return 0
 

@@ -26,7 +26,7 @@ class Data:
         self.position += 10
         return []
 
-    def continue_at(self, position: int) -> None:
+    def skip_to_position(self, position: int) -> None:
         self.position = position
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.phases.report import Report, step_line
+from drawloom.components.phases.report import Report, format_step_line
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import ResolvedRecipe
@@ -84,9 +84,9 @@ def test_a_step_is_logged_as_one_line(one_rank: Any, caplog: pytest.LogCaptureFi
 def test_a_line_has_only_measured_values() -> None:
     """Without metrics there is only the step; the validation loss follows the loss; unknown metrics are not shown."""
     step = Step(1, 2)
-    assert step_line(step, {}) == "step 1/2"
+    assert format_step_line(step, {}) == "step 1/2"
     assert (
-        step_line(step, {"x": 1.0, "validation_loss": 2.1, "loss": 3.0})
+        format_step_line(step, {"x": 1.0, "validation_loss": 2.1, "loss": 3.0})
         == "step 1/2  loss 3.0000  validation loss 2.1000"
     )
 
@@ -97,7 +97,7 @@ def test_a_line_has_only_measured_values() -> None:
 )
 def test_a_small_norm_keeps_two_digits(number: float, text: str) -> None:
     """A norm of a thousandth is not shown as zero, nor a large one with an exponent."""
-    assert step_line(Step(1, 1), {"grad_norm": number}) == f"step 1/1  grad_norm {text}"
+    assert format_step_line(Step(1, 1), {"grad_norm": number}) == f"step 1/1  grad_norm {text}"
 
 
 def test_a_skipped_step_is_a_warning_at_any_cadence(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,7 +191,7 @@ def test_a_late_step_is_written_once_with_the_next_or_before_a_checkpoint(one_ra
 class Rich(Recorder):
     """A tracker with every capability."""
 
-    def describe(self, properties: Mapping[str, Any]) -> None:
+    def store_properties(self, properties: Mapping[str, Any]) -> None:
         self.calls.append(("describe", dict(properties)))
 
     def track_in_context(self, step: int, values: Mapping[str, Value], context: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.phases.advantages import STD_FLOOR, Advantages, group_advantages
+from drawloom.components.phases.advantages import STD_FLOOR, Advantages, compute_group_advantages
 from drawloom.components.phases.evaluate_rewards import EvaluateRewards
 from drawloom.components.phases.policy_gradient import PolicyGradient
 from drawloom.components.phases.rollout import Rollout
@@ -88,7 +88,7 @@ def rollout(mesh: Any, batches: list[Any], rewards: dict[str, Any], group_size: 
         data=fake(TrainingData, next_step=lambda: batches),
         rollouts=echo,
         tokenizer=Bytes(),
-        batching=fake(Batching, start=lambda step: 10, positions=lambda step: positions),
+        batching=fake(Batching, first_position=lambda step: 10, microbatch_positions=lambda step: positions),
         mesh=mesh,
         events=fake(Events, emit=lambda event: None),
         rewards=Ordered([*rewards.values()], [*rewards]),
@@ -186,7 +186,7 @@ def totals(*values: float) -> Tensor:
 def test_baselines_are_of_the_group(baseline: str, scale: str, expected: list[float]) -> None:
     """A group's mean, or its other rows' mean, is subtracted; a row without a reward has 0 and is in no mean."""
     rewards = totals(0, 2, 1, 0.3, 0.3, 0.1 + 0.2, 0, NAN, 1)
-    advantages, is_equal = group_advantages(rewards, 3, baseline, scale)
+    advantages, is_equal = compute_group_advantages(rewards, 3, baseline, scale)
     wanted = [*expected[:3], *([0.3] * 3 if baseline == "none" else [0.0] * 3), *expected[4:]]
     torch.testing.assert_close(advantages, totals(*wanted))
     assert is_equal.tolist() == [False] * 3 + [True] * 3 + [False] * 3
@@ -198,7 +198,7 @@ def test_scaled_advantages_are_those_of_grpo() -> None:
     """With `std`, a group's advantages are (r - mean) / (std + 1e-4) with Bessel's correction, as in TRL."""
     rewards = torch.rand(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + STD_FLOOR)
-    torch.testing.assert_close(group_advantages(rewards.flatten(), 5, "mean", "std")[0], expected.flatten())
+    torch.testing.assert_close(compute_group_advantages(rewards.flatten(), 5, "mean", "std")[0], expected.flatten())
 
 
 def test_equal_groups_are_dropped_on_demand() -> None:
@@ -223,7 +223,7 @@ def test_the_expected_gradient_of_a_bandit_is_that_of_its_mean_reward() -> None:
             rewards = totals(*((case >> bit) & 1 for bit in range(3)))
             probability = torch.where(rewards == 1, p, 1 - p).prod()
             gradients = rewards - p  # of log-probabilities, with respect to the logit of the token with reward 1
-            advantages, _ = group_advantages(rewards, 3, baseline, "none")
+            advantages, _ = compute_group_advantages(rewards, 3, baseline, "none")
             mean += float(probability * (advantages * gradients).mean())
         assert mean == pytest.approx(factor * p * (1 - p))
 

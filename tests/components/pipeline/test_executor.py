@@ -72,10 +72,10 @@ class Local:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels on one rank")
 
-    def links(self, edges: Any) -> dict[int, Any]:
+    def open_channels(self, edges: Any) -> dict[int, Any]:
         return {}
 
 
@@ -248,5 +248,5 @@ def test_outputs_are_handed_out_one_by_one(one_rank: Any) -> None:
     def look(number: int, output: Tensor) -> None:
         seen.append((number, output.tolist(), sum(reference() is not None for reference in modules[1].seen[:-1])))
 
-    open_executor(modules, one_rank).infer_each([(part, TokenContext(part, part)) for part in tokens], look)
+    open_executor(modules, one_rank).infer_microbatches([(part, TokenContext(part, part)) for part in tokens], look)
     assert seen == [(number, [[3.0 * number] * 2], 0) for number in range(3)]

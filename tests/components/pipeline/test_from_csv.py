@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.pipeline.from_csv import FromCsv
-from drawloom.components.pipeline.program.notation import write_csv
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.graph import UserError
 from support.schedules import schedule, texts
 
@@ -13,7 +13,7 @@ from support.schedules import schedule, texts
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Return a CSV file of DualPipeV for 4 ranks and 8 microbatches."""
-    (tmp_path / "dual.csv").write_text(write_csv(schedule("dual_pipe_v").program(4, 8)))
+    (tmp_path / "dual.csv").write_text(format_program_csv(schedule("dual_pipe_v").program(4, 8)))
     return tmp_path / "dual.csv"
 
 
@@ -28,7 +28,7 @@ def test_a_file_of_a_spreadsheet_is_read(path: Path) -> None:
     """It begins with a byte order mark."""
     wanted = FromCsv(path=path).program(4, 8)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert write_csv(FromCsv(path=path).program(4, 8)) == write_csv(wanted)
+    assert format_program_csv(FromCsv(path=path).program(4, 8)) == format_program_csv(wanted)
 
 
 def test_other_numbers_of_ranks_or_microbatches_are_refused(path: Path) -> None:

@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.calibrate import Sizes, at_hand, calibrate, calibration_path, local_device
+from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.planning.calibrate import (
+    Sizes,
+    calibration_path,
+    choose_local_device,
+    load_local_device_model,
+    measure_and_save_calibration,
+)
 from drawloom.graph import UserError
 
 CPU = torch.device("cpu")
@@ -16,11 +22,11 @@ def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: py
     """The user's cache folder has the measured rates, used in later plans; a damaged file is an error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert local_device() == CPU
-    assert at_hand() == device_model("cpu")
-    path = calibrate(CPU, Sizes(256, 2**20, 64), seconds=0.05)
+    assert choose_local_device() == CPU
+    assert load_local_device_model() == find_device_model("cpu")
+    path = measure_and_save_calibration(CPU, Sizes(256, 2**20, 64), seconds=0.05)
     assert path == calibration_path(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
-    device = at_hand()
+    device = load_local_device_model()
     assert device.name == "cpu"
     assert not device.is_gpu
     assert 1e8 < device.product_rate(torch.float32) < 1e13
@@ -32,7 +38,7 @@ def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: py
     with pytest.raises(
         UserError, match=r"cpu\.toml: Expected '='.*; measure it again with `drawloom plan --calibrate`"
     ):
-        at_hand()
+        load_local_device_model()
 
 
 def test_an_unknown_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -40,7 +46,7 @@ def test_an_unknown_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert at_hand() == device_model("h200")
+    assert load_local_device_model() == find_device_model("h200")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Other 1")
     with pytest.raises(Exception, match="--calibrate"):
-        at_hand()
+        load_local_device_model()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.check import PLAN, comparison
+from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.planning.check import PLAN, compare_with_plan
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.run import Event, Step
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph import UserError
 from support.plans import RECIPE, on_a_gpu, plan_check
 
@@ -29,14 +29,14 @@ def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path
     """The first rank, which has enough memory, refuses too, and names the action on the rank without enough."""
     values = {"mesh": {"pipeline": 2}, "model": {"num_hidden_layers": 2, "vocab_size": 40_000}}
     recipe = RECIPE.with_values(values)
-    planned = plan(recipe, device_model("cpu"))
+    planned = plan(recipe, find_device_model("cpu"))
     first, last = planned.memory
-    assert last.peak > 1.1 * first.peak
-    memory = int(0.94 * last.peak)  # beyond what a plan may be wrong by
-    when = re.escape(last.when)
+    assert last.peak_bytes > 1.1 * first.peak_bytes
+    memory = int(0.94 * last.peak_bytes)  # beyond what a plan may be wrong by
+    when = re.escape(last.action_at_peak)
     with (
         on_a_gpu(memory),
-        pytest.raises(UserError, match=f"the run needs {byte_size(last.peak)} on a GPU, in {when}"),
+        pytest.raises(UserError, match=f"the run needs {format_byte_size(last.peak_bytes)} on a GPU, in {when}"),
     ):
         plan_check(tmp_path, "cuda", recipe, 2).open()
 
@@ -60,7 +60,7 @@ def test_the_end_reports_planned_and_measured_figures(tmp_path: Path, caplog: py
 
 def test_a_comparison_reports_the_error_of_the_plan() -> None:
     """Memory is compared only if it was measured."""
-    planned = plan(RECIPE, device_model("cpu"))
+    planned = plan(RECIPE, find_device_model("cpu"))
     half = planned.peak_memory_bytes[0] // 2
-    assert "(+100.0%); step" in comparison(planned, half, 1.0)
-    assert "planned; step" in comparison(planned, None, 1.0)
+    assert "(+100.0%); step" in compare_with_plan(planned, half, 1.0)
+    assert "planned; step" in compare_with_plan(planned, None, 1.0)

@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 
-from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.checkpoint_interval import Interval, propose_interval, save_seconds
+from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.planning.checkpoint_interval import Interval, estimate_blocking_save_seconds, propose_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import plan
 from support.plans import RECIPE
@@ -16,13 +16,16 @@ def test_no_other_number_of_steps_loses_less() -> None:
     intervals = {}
     for ranks in (1, 32):
         recipe = RECIPE.with_values({"mesh": {"data_replicate": ranks}, "batch": {"global_size": 64}})
-        planned = plan(recipe, device_model("h100"), ranks)
-        advised = propose_interval(Nodes.of(recipe), planned, mtbf=3.6e6, cost=2.0)
+        planned = plan(recipe, find_device_model("h100"), ranks)
+        advised = propose_interval(Nodes.of(recipe), planned, mtbf=3.6e6, save_seconds=2.0)
         assert advised.between_failures == 3.6e6 / -(-ranks // 8)
         intervals[ranks] = advised.every * advised.step
         for other in (advised.every * 2, advised.every // 2, advised.every * 1.1):
-            assert Interval(advised.node, round(other), 2.0, advised.between_failures, advised.step).lost > advised.lost
-        assert advised.toml == f"checkpoint.every = {advised.every}"
+            assert (
+                Interval(advised.node, round(other), 2.0, advised.between_failures, advised.step).lost_time_fraction
+                > advised.lost_time_fraction
+            )
+        assert advised.toml_line == f"checkpoint.every = {advised.every}"
     assert intervals[1] == pytest.approx(2 * intervals[32], rel=0.01)
 
 
@@ -34,9 +37,9 @@ def test_hours_are_written_out(seconds: float, hours: str) -> None:
 
 def test_a_save_takes_longer_without_staging() -> None:
     """The disk is slower than the memory of a host; moments and weights count, gradients do not."""
-    planned = plan(RECIPE, device_model("cpu"))
+    planned = plan(RECIPE, find_device_model("cpu"))
     kept = planned.memory[0].persistent
     size = kept["parameters"] + kept["optimizer_state"]
-    assert save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 10e9)
-    with mock.patch.object(Nodes, "has", return_value=False):
-        assert save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 2e9)
+    assert estimate_blocking_save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 10e9)
+    with mock.patch.object(Nodes, "has_node_for", return_value=False):
+        assert estimate_blocking_save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 2e9)

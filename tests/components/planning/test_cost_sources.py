@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.distributed.device_model import DeviceModel, device_model
-from drawloom.components.pipeline.program.notation import read_program
+from drawloom.components.distributed.device_model import DeviceModel, find_device_model
+from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.cost_sources import PlacedSchedule, Planned, Traced, Units
 from drawloom.components.planning.plan import Plan, plan
@@ -19,32 +19,34 @@ from support.schedules import schedule
 
 def test_a_plan_costs_as_much_in_other_stages() -> None:
     """One stage on a rank or two: the forward passes of all stages take as long, and more live at once in GPipe."""
-    planned = Planned(RECIPE.with_values({"model": {"num_hidden_layers": 4}}), device_model("cpu"))
-    one, two = (planned.costs(2, stages) for stages in (1, 2))
+    planned = Planned(RECIPE.with_values({"model": {"num_hidden_layers": 4}}), find_device_model("cpu"))
+    one, two = (planned.stage_costs(2, stages) for stages in (1, 2))
     assert isinstance(one, CostTable)
     assert isinstance(two, CostTable)
     assert (one.lengths.shape, two.lengths.shape) == ((2, 4), (4, 4))
     assert two.lengths.sum(0) == pytest.approx(one.lengths.sum(0), rel=0.03)
-    first, all_at_once = (planned.memory(schedule(name).program(2, 4)) for name in ("one_f_one_b", "gpipe"))
+    first, all_at_once = (
+        planned.peak_activation_bytes(schedule(name).program(2, 4)) for name in ("one_f_one_b", "gpipe")
+    )
     assert all_at_once[1] > 2 * first[1]
     with pytest.raises(UserError, match="4 layers can't be cut into 6 stages"):
-        planned.costs(3, 2)
+        planned.stage_costs(3, 2)
 
 
 def test_a_trace_gives_costs_for_any_stages() -> None:
     """A trace gives its own stages' costs, and shares of them."""
-    program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
+    program = parse_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
     traced = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3])))
-    costs = traced.costs(2, 1)
+    costs = traced.stage_costs(2, 1)
     assert isinstance(costs, CostTable)
     assert costs.lengths[:, 0].tolist() == [1, 2]
-    assert [traced.costs(2, 2).length("B", stage) for stage in range(4)] == [1, 1, 1.5, 1.5]
+    assert [traced.stage_costs(2, 2).get_duration("B", stage) for stage in range(4)] == [1, 1, 1.5, 1.5]
 
 
 def test_stages_share_the_units_of_a_rank() -> None:
     """The costs of a rank's units are divided among its stages."""
-    assert Units(Costs(comm=1)).costs(4, 2) == Costs(0.5, 0.5, 0.5, comm=1)
+    assert Units(Costs(comm=1)).stage_costs(4, 2) == Costs(0.5, 0.5, 0.5, comm=1)
 
 
 def test_slices_of_a_plan_make_the_stages_of_another() -> None:
@@ -53,14 +55,16 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
     vocabulary makes the last slice, with the head, the costliest; the host is not the limit.
     """
     words = ("model.num_hidden_layers=6", "model.vocab_size=30000", "model.hidden_size=768", "vars.length=2048")
-    planned = Planned(Recipe.load("first_run", *words, "batch.micro_size=4"), device_model("h100").without_host())
-    settings = planned.slices(2)
+    planned = Planned(
+        Recipe.load("first_run", *words, "batch.micro_size=4"), find_device_model("h100").without_host_time()
+    )
+    settings = planned.auto_schedule_settings(2)
     slices, per_stage = np.array(settings["slices"]), np.array(settings["per_stage"])
     assert slices[-1].sum() > 2 * slices[2].sum() and settings["memory"] > 1e9
     for sizes in ([3, 3], [5, 1], [2, 1, 1, 2]):
         ends = np.cumsum(sizes)
         wanted = [slices[end - size : end].sum(0) + per_stage for size, end in zip(sizes, ends, strict=True)]
-        table = planned.costs(2, len(sizes) // 2, sizes)
+        table = planned.stage_costs(2, len(sizes) // 2, sizes)
         assert isinstance(table, CostTable)
         assert table.lengths == pytest.approx(np.array(wanted), rel=0.03)
 
@@ -72,8 +76,8 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     choose.
     """
     recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
-    planned = Planned(recipe, device_model("h100").without_host())
-    settings = planned.slices(2)
+    planned = Planned(recipe, find_device_model("h100").without_host_time())
+    settings = planned.auto_schedule_settings(2)
     forward, activations = np.array(settings["slices"])[:, 0], np.array(settings["activations"])
     cases: list[tuple[tuple[Recompute, ...], list[list[int]]]] = [
         (("blocks", "none"), [[0, 1, 2], []]),
@@ -94,18 +98,18 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
             assert cut.costs[stage].passes["I"].total_kept_bytes == pytest.approx(
                 plain.costs[stage].passes["I"].total_kept_bytes, rel=0.05
             )
-    other = Planned(recipe.with_values({"stages": {"recompute": "selective"}}), device_model("h100"))
-    assert "recompute" not in other.slices(2)
+    other = Planned(recipe.with_values({"stages": {"recompute": "selective"}}), find_device_model("h100"))
+    assert "recompute" not in other.auto_schedule_settings(2)
 
 
 def short_of_memory(part: float, shards: int, *words: str) -> tuple[Recipe, DeviceModel, Plan]:
     """Return a recipe, a device with a part of the needed memory, and `auto`'s plan."""
     ranks = f"mesh.data_shard={shards}", "mesh.data_replicate=1", "mesh.pipeline=2"
     recipe = Recipe.load("first_run", *ranks, "model.num_hidden_layers=8", "batch.global_size=32", *words)
-    device = device_model("h100").without_host()
+    device = find_device_model("h100").without_host_time()
     most = max(plan(recipe, device, 2 * shards).peak_memory_bytes)
     small = attrs.evolve(device, memory=int(part * most))
-    schedule = {"use": "pipeline.schedules.auto", "microbatches": 8, **Planned(recipe, small).slices(2)}
+    schedule = {"use": "pipeline.schedules.auto", "microbatches": 8, **Planned(recipe, small).auto_schedule_settings(2)}
     return recipe, small, plan(recipe.with_values({"schedule": schedule}), small, 2 * shards)
 
 
@@ -128,14 +132,14 @@ def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
 
 def test_units_count_recomputed_work() -> None:
     """A stage that recomputes all or one of its two blocks has a longer backward by their share in the forward."""
-    costs = Units(Costs(comm=1)).costs(2, 1, None, ("blocks", 2))
-    assert [[costs.length(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]
+    costs = Units(Costs(comm=1)).stage_costs(2, 1, None, ("blocks", 2))
+    assert [[costs.get_duration(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]
     assert costs.comm == 1
 
 
 def test_slices_of_a_trace_are_shares_of_its_stages() -> None:
     """A rank has two slices, with their ops' times."""
-    program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
+    program = parse_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
-    settings = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3]))).slices(2)
+    settings = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3]))).auto_schedule_settings(2)
     assert settings["slices"] == [[0.5, 1.0, 0.5, 0.5]] * 2 + [[1.0, 1.5, 0.75, 0.75]] * 2

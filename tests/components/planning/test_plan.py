@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from drawloom import Recipe, RecipeError
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.plan import Plan, plan
@@ -70,7 +70,7 @@ RECIPES = {
 def plan_recipe(name: str, *words: str, ranks: int | None = None, recipe: str = "first_run") -> Plan:
     """Plan one of the recipes, or another with these words, for the CPU."""
     base, given = RECIPES.get(name, (recipe, ()))
-    return plan(Recipe.load(base, *given, *words), device_model("cpu"), ranks)
+    return plan(Recipe.load(base, *given, *words), find_device_model("cpu"), ranks)
 
 
 def by_kind(*users: Any) -> dict[str, int]:
@@ -126,12 +126,12 @@ def test_planned_memory_equals_that_of_a_run(name: str, tmp_path: Path, monkeypa
             assert run_plan.costs[0].passes["F"].total_kept_bytes == pytest.approx(saved.bytes, rel=0.1)
             runner.backward(0, None)
         with recorder:
-            recorder.begin()
+            recorder.begin_pass()
             runner.forward(0, tokens, shared, given)
-            forward = recorder.end()
-            recorder.begin()
+            forward = recorder.end_pass()
+            recorder.begin_pass()
             runner.backward(0, None)
-            backward = recorder.end()
+            backward = recorder.end_pass()
     passes = run_plan.costs[0].passes
     assert passes["F"].total_kept_bytes == pytest.approx(forward.total_kept_bytes, rel=0.05)
     assert passes["F"].peak_delta == pytest.approx(forward.peak_delta, rel=0.1)
@@ -174,11 +174,11 @@ def test_memory_of_a_pipeline_falls_with_the_microbatches_that_a_rank_holds() ->
     """In 1F1B the first of four ranks holds four microbatches, the last one, and all peaks are in a backward pass."""
     words = ("mesh.pipeline=4", "model.num_hidden_layers=4", "batch.global_size=32", "model.tie_word_embeddings=false")
     pipeline_plan = plan_recipe("dense", *words, ranks=4)
-    first, second, third, _ = (sum(memory.activations.values()) for memory in pipeline_plan.memory)
+    first, second, third, _ = (sum(memory.activation_bytes_at_peak.values()) for memory in pipeline_plan.memory)
     middle = pipeline_plan.costs[1].passes["F"].total_kept_bytes
     assert second - third == pytest.approx(middle, rel=0.01)
     assert first > second
-    assert [memory.when[1] for memory in pipeline_plan.memory] == ["B"] * 4
+    assert [memory.action_at_peak[1] for memory in pipeline_plan.memory] == ["B"] * 4
 
 
 def test_layers_beyond_the_first_of_a_kind_count_as_often_as_there_are() -> None:
@@ -212,7 +212,7 @@ def test_cuda_graphs_take_no_time_of_the_host() -> None:
     """With stages.capture a small model's passes take the GPU's time, far less than the host's."""
     words = DENSE[:-1]
     plain, captured = (
-        plan(Recipe.load("first_run", *words, f"stages.capture={how}"), device_model("h200")).time.compute
+        plan(Recipe.load("first_run", *words, f"stages.capture={how}"), find_device_model("h200")).time.compute
         for how in ("false", "true")
     )
     assert captured < 0.2 * plain
@@ -228,6 +228,20 @@ def test_products_of_an_optimizer_are_part_of_the_update() -> None:
     assert two == pytest.approx(one / 2, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("words", "passes"),
+    [((), 2), (("sync_gradients.norm=exact",), 4), (("optimizer.use=optim.sgd", "optimizer.lr=0.1"), 4)],
+)
+def test_updates_read_gradients_once_if_they_scale_them(words: tuple[str, ...], passes: int) -> None:
+    """AdamW's launch multiplies gradients by deferred factors; with SGD and for an exact norm other launches do."""
+    device = find_device_model("h200")
+    planned = plan(Recipe.load("first_run", *DENSE[:-1], *words, "stages.capture=true"), device)
+    persistent = planned.memory[0].persistent
+    traffic = passes * planned.memory[0].gradients + 2 * persistent["parameters"]
+    traffic += 2 * persistent.get("optimizer_state", 0)
+    assert planned.time.update == pytest.approx(traffic / (device.bandwidth * device.reached.memory), rel=0.02)
+
+
 def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
     """Ten bytes per weight are on the host instead of the GPU, except for slots, and an update takes their transfer."""
     base = (
@@ -238,7 +252,7 @@ def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
         *OFFLOADED,
     )
     resident, offloaded = (
-        plan(Recipe.load("qwen3_0_6b", *base[:-1], f"optimizer.states={where}"), device_model("h200"))
+        plan(Recipe.load("qwen3_0_6b", *base[:-1], f"optimizer.states={where}"), find_device_model("h200"))
         for where in ("device", "host")
     )
     weights = resident.elements[0].all
@@ -262,7 +276,7 @@ def test_attention_of_packed_rows_uses_the_kernel_and_documents_of_a_run(tmp_pat
 
     def seconds(corpus: str, *words: str, device: str = "h200") -> tuple[float, float]:
         recipe = Recipe.load("qwen3_0_6b", f"vars.data={tmp_path / corpus}", *PACKED, *words)
-        packed_plan = plan(recipe, device_model(device))
+        packed_plan = plan(recipe, find_device_model(device))
         assert as_data(packed_plan)["document_tokens"] == (4000 if corpus == "store" else None)
         return packed_plan.costs[0].passes["F"].seconds, packed_plan.flops or 0.0
 
@@ -299,7 +313,7 @@ def test_float8_is_planned_with_less_time_and_memory() -> None:
         *("batch.micro_size=2", "device.kind=cuda", *MIXED),
     )
     formats = ((), ("precision.linear=float8",), ("precision.linear=float8", "precision.linear_weights=step"))
-    plans = [plan(Recipe.load("first_run", *words, *added), device_model("h200"), 1) for added in formats]
+    plans = [plan(Recipe.load("first_run", *words, *added), find_device_model("h200"), 1) for added in formats]
     plain, in_passes, once = [sum(step.costs[0].passes[op].seconds for op in "FB") for step in plans]
     assert once < in_passes < plain / 1.3
     memory = [step.peak_memory_bytes[0] for step in plans]

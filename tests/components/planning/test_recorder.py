@@ -6,7 +6,7 @@ from torch import nn
 
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.components.distributed.device_model import DeviceModel, Reached
-from drawloom.components.parallel.meta_collectives import collective
+from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.kernels.cut_cross_entropy import LogitCut
@@ -32,13 +32,13 @@ def test_memory_is_counted_until_it_is_freed() -> None:
     """Results with shared memory count once, parameters not at all, and freed memory only in the peak."""
     weight = nn.Parameter(torch.empty(256, 256, device="meta"))
     with recorder() as recording:
-        recording.begin()
+        recording.begin_pass()
         x = torch.empty(256, 256, device="meta")
-        with recording.label("kept"):
+        with recording.label_storages("kept"):
             y = x @ weight.detach().t()
         del x
         view = y.view(-1)
-        part = recording.end()
+        part = recording.end_pass()
     assert view.shape == (256 * 256,)
     assert (part.kept_bytes, part.peak_delta) == ({"kept": 2**18}, 2 * 2**18)
 
@@ -48,24 +48,24 @@ def test_autograd_keeps_the_tensors_of_a_real_graph() -> None:
     weight = nn.Parameter(torch.empty(64, 64, device="meta"))
     weight.grad = torch.empty_like(weight)
     with recorder() as recording:
-        recording.begin()
+        recording.begin_pass()
         loss = (torch.empty(64, 64, device="meta") @ weight).relu().sum()
-        assert recording.end().total_kept_bytes == 2 * 64 * 64 * 4 + 512
+        assert recording.end_pass().total_kept_bytes == 2 * 64 * 64 * 4 + 512
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
-        assert recording.end().total_kept_bytes == 0
+        assert recording.end_pass().total_kept_bytes == 0
 
 
 def test_an_operation_takes_as_long_as_its_slower_side() -> None:
     """Arithmetic at half of the peak, or memory traffic; the host issues both."""
     wide, narrow = torch.empty(100, 1000, device="meta"), torch.empty(1000, 100, device="meta")
     with recorder() as recording:
-        recording.begin()
+        recording.begin_pass()
         _ = wide @ narrow
-        product = recording.end()
-        recording.begin()
+        product = recording.end_pass()
+        recording.begin_pass()
         _ = wide + 1
-        addition = recording.end()
+        addition = recording.end_pass()
     assert (product.flops, product.seconds) == (2 * 100 * 1000 * 100, pytest.approx(2e7 / 5e5))
     assert (addition.flops, addition.seconds) == (0, pytest.approx(2 * 4e5 / 1e6))
     assert product.host == addition.host == 1.0
@@ -81,9 +81,9 @@ def test_the_peak_includes_workspaces_of_operations(least: float) -> None:
     with recorder() as recording:
         losses = cut_cross_entropy_triton(hidden, weight, targets, LogitCut(filter_eps=least))[0]
         grad = torch.empty_like(losses)
-        recording.begin()
+        recording.begin_pass()
         grads = torch.autograd.grad(losses, (hidden, weight), grad)
-        rise = recording.end().peak_delta
+        rise = recording.end_pass().peak_delta
     mine = 2 * tokens * words + 4 * words * width + (2 * words * width if least else 0)
     small = 16 * tokens  # numbers by token, some of them twice
     assert mine < rise - sum(leaf_grad.nbytes for leaf_grad in grads) <= mine + small
@@ -92,9 +92,9 @@ def test_the_peak_includes_workspaces_of_operations(least: float) -> None:
 def test_collectives_take_the_time_of_links() -> None:
     """A collective takes its sent bytes divided by the bandwidth of the links between its ranks."""
     with recorder() as recording:
-        recording.begin()
-        collective(torch.empty(100, device="meta"), [400], "all_gather", "tensor", 4)
-        part = recording.end()
+        recording.begin_pass()
+        emulate_collective(torch.empty(100, device="meta"), [400], "all_gather", "tensor", 4)
+        part = recording.end_pass()
     assert part.comm_seconds == part.seconds == 1600 * 0.75 / 100
 
 
@@ -104,5 +104,5 @@ def test_parts_add_up() -> None:
         PassCost(1.0, 0.5, 2.0, 3.0, 7, 1, {"a": 1}),
         PassCost(10.0, 5.0, 20.0, 30.0, 5, -2, {"a": 1, "b": 2}),
     )
-    assert first.plus(second, 2) == PassCost(21.0, 10.5, 42.0, 63.0, 7, -3, {"a": 3, "b": 4})
-    assert second.plus(second, -1) == PassCost(peak_delta=5)
+    assert first.add_repetitions(second, 2) == PassCost(21.0, 10.5, 42.0, 63.0, 7, -3, {"a": 3, "b": 4})
+    assert second.add_repetitions(second, -1) == PassCost(peak_delta=5)

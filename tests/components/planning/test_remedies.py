@@ -4,9 +4,9 @@ import attrs
 import tomli
 
 from drawloom import Recipe
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.plan import plan
-from drawloom.components.planning.remedies import Remedy, find_remedies, remedies_text, remedy_data
+from drawloom.components.planning.remedies import Remedy, describe_remedy_for_json, find_remedies, format_remedies
 
 RECIPE = Recipe.load(
     "first_run",
@@ -17,8 +17,8 @@ RECIPE = Recipe.load(
 
 def remedies_at(part: float) -> list[Remedy]:
     """Return the remedies on two ranks of a device with this part of the recipe's memory."""
-    roomy = plan(RECIPE, device_model("cpu"), 2)
-    device = attrs.evolve(device_model("cpu"), memory=int(part * max(roomy.peak_memory_bytes)))
+    roomy = plan(RECIPE, find_device_model("cpu"), 2)
+    device = attrs.evolve(find_device_model("cpu"), memory=int(part * max(roomy.peak_memory_bytes)))
     return find_remedies(RECIPE, plan(RECIPE, device, 2))
 
 
@@ -37,10 +37,10 @@ def test_each_line_is_a_setting_with_its_planned_memory() -> None:
         overlaid = RECIPE.with_values(tomli.loads("\n".join(remedy.setting_lines)))
         again = plan(overlaid, remedy.plan.device, remedy.plan.ranks)
         assert again.peak_memory_bytes == remedy.plan.peak_memory_bytes
-        assert all(line in remedies_text([remedy]) for line in remedy.setting_lines)
-    assert remedy_data(together)["toml"] == together.setting_lines
+        assert all(line in format_remedies([remedy]) for line in remedy.setting_lines)
+    assert describe_remedy_for_json(together)["toml"] == together.setting_lines
 
 
 def test_nothing_is_proposed_where_nothing_helps() -> None:
     """But more ranks or a smaller model, in words."""
-    assert "smaller model" in remedies_text([])
+    assert "smaller model" in format_remedies([])

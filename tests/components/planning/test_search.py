@@ -7,10 +7,10 @@ import pytest
 import tomli
 
 from drawloom import Recipe
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.cost_sources import Planned
 from drawloom.components.planning.plan import PlanCache, TooLargeError, plan
-from drawloom.components.planning.search import _abbreviate_lists, search, search_text
+from drawloom.components.planning.search import _abbreviate_lists, format_search_table, search_fastest_plans
 from drawloom.components.planning.text import as_data
 from drawloom.graph import UserError
 
@@ -23,26 +23,26 @@ RECIPE = Recipe.load(
 
 def test_the_fastest_plans_come_first_and_are_overlays() -> None:
     """An overlay gives the recipe its plan; there is at least a plan with shards, with replicas and with stages."""
-    candidates = search(RECIPE, device_model("cpu"), 2)
+    candidates = search_fastest_plans(RECIPE, find_device_model("cpu"), 2)
     seconds = [candidate.plan.time.seconds for candidate in candidates]
     assert all(later > 0.98 * earlier for earlier, later in pairwise(seconds))
-    overlays = [tomli.loads(candidate.overlay) for candidate in candidates]
+    overlays = [tomli.loads(candidate.format_overlay) for candidate in candidates]
     for dimension in ("data_replicate", "data_shard", "pipeline"):
         assert any(overlay["mesh"][dimension] == 2 for overlay in overlays), dimension
     for overlay, candidate in zip(overlays, candidates, strict=True):
-        again = plan(RECIPE.with_values(overlay), device_model("cpu"), 2)
+        again = plan(RECIPE.with_values(overlay), find_device_model("cpu"), 2)
         assert as_data(again) == as_data(candidate.plan)
-    lines = [line for line in candidates[0].overlay.splitlines() if "[" not in line]  # long lists are left out
-    assert all(line in search_text(candidates) for line in lines)
+    lines = [line for line in candidates[0].format_overlay.splitlines() if "[" not in line]  # long lists are left out
+    assert all(line in format_search_table(candidates) for line in lines)
 
 
 def test_the_fastest_pipeline_is_tried_with_auto() -> None:
     """Its overlay has the layers' costs, and gives the same plan; no other schedule is faster on this mesh."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
-    device = device_model("cpu")
-    every = search(recipe, device, 2)
-    overlays = [(tomli.loads(candidate.overlay), candidate.plan) for candidate in every]
+    device = find_device_model("cpu")
+    every = search_fastest_plans(recipe, device, 2)
+    overlays = [(tomli.loads(candidate.format_overlay), candidate.plan) for candidate in every]
     [(overlay, planned)] = [pair for pair in overlays if pair[0].get("schedule", {}).get("use", "").endswith(".auto")]
     assert len(overlay["schedule"]["slices"]) == 5
     again = plan(recipe.with_values(overlay), device, 2)
@@ -50,18 +50,18 @@ def test_the_fastest_pipeline_is_tried_with_auto() -> None:
     for name in ("one_f_one_b", "zero_bubble_v"):
         other = {"mesh": overlay["mesh"], "batch": overlay["batch"], "schedule": {"use": f"pipeline.schedules.{name}"}}
         assert planned.time.seconds < plan(recipe.with_values(other), device, 2).time.seconds
-    assert "schedule.slices = [...]" in search_text(every)
+    assert "schedule.slices = [...]" in format_search_table(every)
 
 
 def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
     """This holds also beside a setting for fewer layers in the last stage, ignored by `auto`."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
-    device = attrs.evolve(device_model("cpu"), memory=60_000_000)
-    tried = [candidate.values for candidate in search(recipe, device, 2)]
+    device = attrs.evolve(find_device_model("cpu"), memory=60_000_000)
+    tried = [candidate.values for candidate in search_fastest_plans(recipe, device, 2)]
     [values] = [candidate for candidate in tried if candidate.get("schedule", {}).get("use", "").endswith(".auto")]
     alone = Planned(recipe.with_values({name: values[name] for name in ("mesh", "batch", "stages")}), device)
-    assert values["schedule"]["memory"] == alone.slices(2)["memory"] < 1e8
+    assert values["schedule"]["memory"] == alone.auto_schedule_settings(2)["memory"] < 1e8
 
 
 def test_stages_too_large_under_auto_are_left_out() -> None:
@@ -77,8 +77,8 @@ def test_stages_too_large_under_auto_are_left_out() -> None:
         *("model.intermediate_size=3072", "model.vocab_size=60000", "model.tie_word_embeddings=false"),
     ]
     recipe = Recipe.load("first_run", *words)
-    device = attrs.evolve(device_model("cpu"), memory=300_000_000)
-    candidates = search(recipe, device, 2)
+    device = attrs.evolve(find_device_model("cpu"), memory=300_000_000)
+    candidates = search_fastest_plans(recipe, device, 2)
     assert all(candidate.plan.fits for candidate in candidates)
     assert [
         candidate.values["schedule"]["use"] for candidate in candidates if candidate.values["mesh"]["pipeline"] == 2
@@ -89,14 +89,17 @@ def test_experts_are_tried_on_one_rank_and_on_several() -> None:
     """Both are tried even if the recipe partitions experts: its own expert dimension is ignored."""
     words = ("mesh.data_shard=2", "mesh.expert=2", "stages.dispatcher.use=experts.all_to_all", "vars.length=64")
     recipe = Recipe.load("moe", *words, "batch.global_size=8", "batch.micro_size=4")
-    every = [tomli.loads(candidate.overlay) for candidate in search(recipe, device_model("h200"), 2)]
+    every = [
+        tomli.loads(candidate.format_overlay)
+        for candidate in search_fastest_plans(recipe, find_device_model("h200"), 2)
+    ]
     ways = {(candidate["mesh"]["expert"], candidate["stages"]["dispatcher"]["use"]) for candidate in every}
     assert ways == {(1, "experts.local"), (2, "experts.all_to_all")}
 
 
 def test_rows_are_divided_as_the_recipe_says() -> None:
     """All meshes have the recipe's context dimension; the search tries the other dimensions."""
-    every = search(RECIPE.with_values({"mesh": {"context": 2}}), device_model("cpu"), 4)
+    every = search_fastest_plans(RECIPE.with_values({"mesh": {"context": 2}}), find_device_model("cpu"), 4)
     sizes = {
         (size.context, size.pipeline, size.data_shard) for size in (candidate.plan.mesh.sizes for candidate in every)
     }
@@ -115,19 +118,19 @@ def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
 
 def test_ranks_without_a_suitable_mesh_are_reported() -> None:
     """The message replaces an empty table, with the reason unless it is the number of rows in a step."""
-    assert "another number of ranks" in search_text(search(RECIPE, device_model("cpu"), 7))
+    assert "another number of ranks" in format_search_table(search_fastest_plans(RECIPE, find_device_model("cpu"), 7))
     circular = {"schedule": "pipeline.schedules.circular", "executor": "pipeline.circular.executor"}
     recipe = RECIPE.with_values({name: {"use": use} for name, use in circular.items()})
     with pytest.raises(UserError, match=r"no mesh of 2 ranks suits the recipe: .* embedding and head on every rank"):
-        search(recipe, device_model("cpu"), 2)
+        search_fastest_plans(recipe, find_device_model("cpu"), 2)
 
 
 def test_meshes_whose_parameters_do_not_fit_are_left_out() -> None:
     """Their activations are not recorded; if no plan fits, plans with the least memory are shown."""
     small = attrs.evolve(
-        device_model("cpu"), memory=plan(RECIPE, device_model("cpu"), 1).memory[0].persistent["parameters"]
+        find_device_model("cpu"), memory=plan(RECIPE, find_device_model("cpu"), 1).memory[0].persistent["parameters"]
     )
-    candidates = search(RECIPE, small, 2)
+    candidates = search_fastest_plans(RECIPE, small, 2)
     sizes = [max(candidate.plan.peak_memory_bytes) for candidate in candidates]
     assert candidates
     assert not any(candidate.plan.fits for candidate in candidates)

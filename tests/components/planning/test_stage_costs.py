@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning import stage_costs
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.stage_costs import StageCosts, StageMeter
@@ -44,7 +44,7 @@ def test_a_stage_costs_as_much_as_a_recording_of_all_its_blocks(case: str, monke
 
     monkeypatch.setattr(StageMeter, "costs", costs)
     more = (f"model.num_hidden_layers={layers}", f"stages.recompute={policy}", "vars.length=64", "device.kind=cpu")
-    plan(Recipe.load(recipe, *SMALL, *more, *words), device_model("h100"))
+    plan(Recipe.load(recipe, *SMALL, *more, *words), find_device_model("h100"))
     assert asked
     for meter, stage, split, composed in asked:
         blocks = [

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.pipeline.program.notation import read_program
+from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.runtime.p2p import WAIT
 from drawloom.components.planning.traces import read_traced_step
 from drawloom.graph import UserError
 
-PROGRAM = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
+PROGRAM = parse_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
 RANKS = (
     {"step 3": (0, 90), "0F0": (0, 10), "step 4": (100, 160), "0F0 ": (110, 130), "0B0": (131, 155), WAIT: (132, 145)},
     {"step 4": (100, 160), "1F0": (112, 138), WAIT: (113, 134), "1I0": (138, 143), "1W0": (143, 150)},
@@ -67,7 +67,7 @@ def test_operations_of_a_gpu_count_and_not_the_host_that_issues_them(tmp_path: P
         events.append(same | {"cat": kind, "name": name, "ts": began, "dur": ended - began})
     events.append({"ph": "X", "cat": "gpu_user_annotation", "name": "0F0", "ts": 120, "dur": 70})
     write(tmp_path, 0, host, more=events)
-    traced = read_traced_step(tmp_path, read_program("0: 0F0 0B0\n"))
+    traced = read_traced_step(tmp_path, parse_program("0: 0F0 0B0\n"))
     assert (traced.start * 1e6).round(3).tolist() == [0, 22]
     assert (traced.end * 1e6).round(3).tolist() == [20, 51]
 
@@ -93,7 +93,7 @@ def test_an_unsuitable_trace_is_refused(tmp_path: Path) -> None:
     for rank, spans in enumerate(RANKS):
         write(tmp_path, rank, spans)
     with pytest.raises(UserError, match="no 0F1 on rank 0 of the pipeline"):
-        read_traced_step(tmp_path, read_program("0: 0F0 0F1 0B0 0B1\n"))
+        read_traced_step(tmp_path, parse_program("0: 0F0 0F1 0B0 0B1\n"))
     (tmp_path / "traces/steps-3-4-rank-1.json.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(UserError, match="can't be read as a trace"):
         read_traced_step(tmp_path, PROGRAM)

@@ -29,5 +29,5 @@ def test_frozen_weights_have_no_gradients() -> None:
     """Forward, the gradient of the input, and of the weight if it is trained; attention three times in all."""
     flops = ForwardFlops({"a": 2.0, "b": 10.0}, {None: 4.0, 8: 100.0})
     pairs = {None: 7.0, 8: 3.0}
-    assert flops.of_training(5, pairs) == 5 * 3 * 12 + 3 * (28 + 300)
-    assert flops.of_training(5, pairs, frozen={"b", "other"}) == 5 * (3 * 2 + 2 * 10) + 3 * (28 + 300)
+    assert flops.count_training_flops(5, pairs) == 5 * 3 * 12 + 3 * (28 + 300)
+    assert flops.count_training_flops(5, pairs, frozen={"b", "other"}) == 5 * (3 * 2 + 2 * 10) + 3 * (28 + 300)

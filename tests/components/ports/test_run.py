@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drawloom.components.ports.run import Cadence, Step, check_cadence, due
+from drawloom.components.ports.run import Cadence, Step, check_cadence, is_due
 from support.steps import LateState, late
 
 
@@ -15,7 +15,7 @@ from support.steps import LateState, late
 )
 def test_a_cadence_selects_steps(cadence: Cadence, steps: list[int]) -> None:
     """A number selects its multiples and the last step, `last` only the last step, `never` none."""
-    assert [index for index in range(1, 8) if due(cadence, Step(index, 7))] == steps
+    assert [index for index in range(1, 8) if is_due(cadence, Step(index, 7))] == steps
 
 
 def test_a_cadence_of_no_steps_is_refused() -> None:

@@ -21,7 +21,7 @@ def metrics_of(*rows: dict[str, Any]) -> Metrics:
 
 def test_a_short_series_is_kept_unchanged() -> None:
     """Every point has its step and its value, and no band."""
-    curve = metrics_of(*({"step": step, "loss": 1 / step} for step in range(1, 241))).curves()["loss"]
+    curve = metrics_of(*({"step": step, "loss": 1 / step} for step in range(1, 241))).thin_all_curves()["loss"]
     assert curve.x == list(range(1, 241)) and not curve.low and not curve.high
     np.testing.assert_allclose(curve.y, [1 / step for step in range(1, 241)], rtol=1e-5)
 
@@ -30,9 +30,9 @@ def test_a_long_series_loses_no_spike() -> None:
     """A point's mean, least and greatest values summarize all its steps."""
     values = np.random.default_rng(0).normal(size=12_345)
     values[7_777] = 1e6
-    curve = metrics_of(*({"step": step + 1, "loss": float(value)} for step, value in enumerate(values))).curves()[
-        "loss"
-    ]
+    curve = metrics_of(
+        *({"step": step + 1, "loss": float(value)} for step, value in enumerate(values))
+    ).thin_all_curves()["loss"]
     assert len(curve.x) <= 1000 and curve.x[-1] == 12_345
     starts = [0, *curve.x[:-1]]
     buckets = [values[start:end] for start, end in zip(starts, curve.x, strict=True)]
@@ -45,7 +45,7 @@ def test_many_series_share_the_space_of_a_few() -> None:
     """The curves of a run have a bounded number of numbers, and series beyond the limit are left out."""
     names = [f"metric {number}" for number in range(MAX_SERIES + 5)]
     metrics = metrics_of(*({"step": step, **dict.fromkeys(names, 0.5)} for step in range(1, 1501)))
-    curves = metrics.curves()
+    curves = metrics.thin_all_curves()
     assert len(curves) == MAX_SERIES and metrics.left_out == set(names[MAX_SERIES:])
     assert sum(4 * len(curve.x) for curve in curves.values()) <= MAX_NUMBERS
 
@@ -56,16 +56,21 @@ def test_tokens_and_seconds_of_a_step_add_up() -> None:
         {"step": 1, "tokens": 100, "tokens_per_second": 50.0},
         {"step": 2, "tokens": 400, "tokens_per_second": 100.0},
     ]
-    assert metrics_of(*rows).axes() == {"step": [1, 2], "tokens": [100, 400], "seconds": [2, 5]}
-    assert metrics_of({"step": 1, "loss": 1.0}).axes() == {"step": [1]}  # a switch to what is unknown is not offered
+    assert metrics_of(*rows).thin_all_axes() == {"step": [1, 2], "tokens": [100, 400], "seconds": [2, 5]}
+    assert metrics_of({"step": 1, "loss": 1.0}).thin_all_axes() == {
+        "step": [1]
+    }  # a switch to what is unknown is not offered
 
 
 def test_an_evaluation_before_training_is_at_step_0() -> None:
     """Its curve begins there, and it takes neither tokens nor time."""
     start = {"step": 0, "validation_loss": 5.5}
     metrics = metrics_of(start, {"step": 1, "tokens": 100, "tokens_per_second": 50.0, "validation_loss": 4.0})
-    assert (metrics.curves()["validation_loss"].x, metrics.curves()["validation_loss"].y) == ([0, 1], [5.5, 4])
-    assert metrics.axes() == {"step": [0, 1], "tokens": [0, 100], "seconds": [0, 2]}
+    assert (metrics.thin_all_curves()["validation_loss"].x, metrics.thin_all_curves()["validation_loss"].y) == (
+        [0, 1],
+        [5.5, 4],
+    )
+    assert metrics.thin_all_axes() == {"step": [0, 1], "tokens": [0, 100], "seconds": [0, 2]}
 
 
 def test_rows_of_a_stranger_are_filtered(tmp_path: Path) -> None:
@@ -79,7 +84,7 @@ def test_rows_of_a_stranger_are_filtered(tmp_path: Path) -> None:
         "[" * 99999,
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9, "lo']), "utf-8")
-    assert read_metrics(tmp_path).curves()["loss"].y == [1]
+    assert read_metrics(tmp_path).thin_all_curves()["loss"].y == [1]
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

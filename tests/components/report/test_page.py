@@ -14,7 +14,7 @@ import pytest
 
 from drawloom.components.checkpoint.manifest import Manifest
 from drawloom.components.report.page import FOLDER, render_page
-from drawloom.components.report.run_record import Drawings, RunRecord, read_run
+from drawloom.components.report.run_record import Drawings, RunRecord, read_run_record
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u202e\ud800"
 
@@ -46,7 +46,7 @@ def run_in(folder: Path, name: str = "mine", steps: int = 240, drawings: Drawing
         {"step": step, "loss": 1 / step, "tokens": 8 * step, "tokens_per_second": 4.0} for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return read_run(folder, name, drawings or Drawings())
+    return read_run_record(folder, name, drawings or Drawings())
 
 
 def data_of(content: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def page_saying(words: str, folder: Path) -> str:
     line = f"2026-01-01 00:00:00,000 WARNING drawloom.run: {words}\n"
     (folder / "log/rank-0.log").write_bytes(line.encode("utf-8", "replace"))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, words: 2.0}), "utf-8")
-    run = read_run(folder, words, Drawings(missing=words))
+    run = read_run_record(folder, words, Drawings(missing=words))
     runs = [attrs.evolve(run, recipe=f'[run]\nname = "{name}"\n# {words}', sample=words) for name in "ab"]
     return render_page(runs)
 
@@ -122,7 +122,7 @@ def test_seeds_of_a_recipe_share_a_curve(tmp_path: Path) -> None:
         recipe = f'[run]\nuse = "run.job"\nname = "{seed}"\nseed = {seed}\n'
         rows = [{"step": step, "loss": factor * step} for step in range(1, 5 + seed)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-        runs.append(attrs.evolve(read_run(folder, str(seed), Drawings()), recipe=recipe))
+        runs.append(attrs.evolve(read_run_record(folder, str(seed), Drawings()), recipe=recipe))
     content = render_page(runs)
     [group] = data_of(content)["runs"]
     curve = {"x": [1, 2, 3, 4], "y": [2, 4, 6, 8], "low": [1, 2, 3, 4], "high": [3, 6, 9, 12]}

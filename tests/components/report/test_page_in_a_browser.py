@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import Drawings, read_run
+from drawloom.components.report.run_record import Drawings, read_run_record
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
@@ -26,7 +26,7 @@ def test_curves_are_drawn_and_markup_is_not_run(tmp_path: Path) -> None:
     evil = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
     rows = [{"step": step, "loss": 1 / step, **({evil: 1.0} if step % 5 else {})} for step in range(1, 4000)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    runs = [read_run(tmp_path, name, Drawings()) for name in ("one", evil)]
+    runs = [read_run_record(tmp_path, name, Drawings()) for name in ("one", evil)]
     (tmp_path / "report.html").write_text(render_page(runs), "utf-8")
     command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "report.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.report.run_record import Drawings, check_is_run, differences, names_of, read_run
+from drawloom.components.report.run_record import (
+    Drawings,
+    check_is_run,
+    find_differing_settings,
+    read_run_record,
+    unique_run_names,
+)
 from drawloom.graph import UserError
 
 
@@ -13,15 +19,15 @@ def test_recipes_are_compared_key_by_key() -> None:
     one = '[clip]\nuse = "gradients.clip_norm"\nmax_norm = 1.0\n[run]\nuse = "run.job"\nname = "a"\n'
     other = '[run]\nuse = "run.job"\nname = "b"\n'
     clip = [("clip.use", ['"gradients.clip_norm"', ""]), ("clip.max_norm", ["1.0", ""])]
-    assert differences([one, other]) == [*clip, ("run.name", ['"a"', '"b"'])]
-    assert differences([other, other]) == []
-    assert differences([other, "= no TOML"]) == [("run.use", ['"run.job"', ""]), ("run.name", ['"b"', ""])]
+    assert find_differing_settings([one, other]) == [*clip, ("run.name", ['"a"', '"b"'])]
+    assert find_differing_settings([other, other]) == []
+    assert find_differing_settings([other, "= no TOML"]) == [("run.use", ['"run.job"', ""]), ("run.name", ['"b"', ""])]
 
 
 def test_two_runs_of_one_name_are_called_by_their_paths(tmp_path: Path) -> None:
     """Folders of the same name are called by their paths, others by their names."""
     folders = [tmp_path / "a/mine", tmp_path / "b/mine", tmp_path / "other"]
-    assert names_of(folders) == [str(folders[0]), str(folders[1]), "other"]
+    assert unique_run_names(folders) == [str(folders[0]), str(folders[1]), "other"]
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
@@ -34,5 +40,5 @@ def test_a_folder_with_nothing_but_metrics_is_a_run(tmp_path: Path) -> None:
     """All else may be missing."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n', "utf-8")
     check_is_run(tmp_path)
-    run = read_run(tmp_path, "mine", Drawings())
-    assert run.metrics.last("loss") == 2.5 and not run.log.events and not run.checkpoints and not run.recipe
+    run = read_run_record(tmp_path, "mine", Drawings())
+    assert run.metrics.last_value("loss") == 2.5 and not run.log.events and not run.checkpoints and not run.recipe

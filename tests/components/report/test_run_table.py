@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.report.run_table import RunRow, find_runs, read_rows, sort_rows
+from drawloom.components.report.run_table import RunRow, find_run_folders, read_run_rows, sort_run_rows
 from drawloom.graph import UserError
 from support.run_folders import write_run
 
@@ -46,7 +46,7 @@ def test_a_run_has_the_state_of_its_newest_process(
     """A process without a logged end runs as long as it exists; a process of another host is believed to run."""
     write_run(tmp_path / "a", log=log)
     hold(tmp_path / "a", os.getpid() if process == OWN_PROCESS else process, host)
-    [row] = read_rows(tmp_path)
+    [row] = read_run_rows(tmp_path)
     assert row.state == state
 
 
@@ -55,7 +55,7 @@ def test_a_row_has_numbers_and_differing_settings(tmp_path: Path) -> None:
     log = f"{HEADER}{TIME}step 3/4  loss 3.5\n"
     write_run(tmp_path / "sweep/a", losses=(3.0, 2.0, 2.5), log=log)
     write_run(tmp_path / "b", lr=3e-4)
-    first, second = read_rows(tmp_path)
+    first, second = read_run_rows(tmp_path)
     assert (first.run, second.run) == ("b", "sweep/a")
     assert second == RunRow(
         run="sweep/a",
@@ -76,12 +76,12 @@ def test_rows_are_sorted_by_number_with_missing_values_last(tmp_path: Path) -> N
     """Settings are compared as numbers, too; an unknown column is an error with a list of all."""
     for name, lr, losses in (("a", 1e-3, (2.0,)), ("b", 3e-4, ()), ("c", 1e-2, (1.0,))):
         write_run(tmp_path / name, lr=lr, losses=losses)
-    rows = read_rows(tmp_path)
-    assert [row.run for row in sort_rows(rows, "best")] == ["c", "a", "b"]
-    assert [row.run for row in sort_rows(rows, "best", reverse=True)] == ["a", "c", "b"]
-    assert [row.run for row in sort_rows(rows, "optimizer.lr")] == ["b", "a", "c"]
+    rows = read_run_rows(tmp_path)
+    assert [row.run for row in sort_run_rows(rows, "best")] == ["c", "a", "b"]
+    assert [row.run for row in sort_run_rows(rows, "best", reverse=True)] == ["a", "c", "b"]
+    assert [row.run for row in sort_run_rows(rows, "optimizer.lr")] == ["b", "a", "c"]
     with pytest.raises(UserError, match=r"--sort speed: there is no such column; write one of run, .*, optimizer\.lr"):
-        sort_rows(rows, "speed")
+        sort_run_rows(rows, "speed")
 
 
 def test_an_unreadable_run_hides_no_other(tmp_path: Path) -> None:
@@ -93,6 +93,6 @@ def test_an_unreadable_run_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "b/metrics.jsonl").unlink()
     (tmp_path / "b/metrics.jsonl").symlink_to("/dev/zero")
-    assert [path.name for path in find_runs(tmp_path)] == ["a", "b"]
-    first, second = read_rows(tmp_path)
+    assert [path.name for path in find_run_folders(tmp_path)] == ["a", "b"]
+    first, second = read_run_rows(tmp_path)
     assert first.state == "unknown" and second.state == "unreadable" and "metrics.jsonl" in second.problem

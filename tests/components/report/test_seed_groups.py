@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.report.run_record import Drawings, RunRecord, read_run
-from drawloom.components.report.seed_groups import group_seeds, last_common_step
+from drawloom.components.report.run_record import Drawings, RunRecord, read_run_record
+from drawloom.components.report.seed_groups import group_runs_by_settings, last_common_step
 from support.run_folders import write_run
 
 
@@ -14,7 +14,7 @@ def read_runs(folder: Path, *runs: tuple[str, float, int, tuple[float, ...]]) ->
     """Write and read runs, given their names, learning rates, seeds and validation losses."""
     for name, lr, seed, losses in runs:
         write_run(folder / name, lr=lr, seed=seed, losses=losses)
-    return [read_run(folder / name, name, Drawings()) for name, *_ in runs]
+    return [read_run_record(folder / name, name, Drawings()) for name, *_ in runs]
 
 
 def test_seeds_are_grouped_and_recipes_are_not(tmp_path: Path) -> None:
@@ -22,34 +22,39 @@ def test_seeds_are_grouped_and_recipes_are_not(tmp_path: Path) -> None:
     runs = read_runs(
         tmp_path, ("a", 1e-3, 0, (1.0,)), ("b", 1e-4, 0, (1.0,)), ("c", 1e-3, 1, (1.0,)), ("d", 1e-3, 2, (1.0,))
     )
-    first, second = group_seeds(runs)
+    first, second = group_runs_by_settings(runs)
     assert [run.name for run in first.runs] == ["a", "c", "d"] and [run.name for run in second.runs] == ["b"]
-    assert (first.name, first.title, second.name) == ("lr=0.001", "lr=0.001 (3 seeds)", "b")
+    assert (first.name, first.name_with_seed_count, second.name) == ("lr=0.001", "lr=0.001 (3 seeds)", "b")
     assert first.settings == {"optimizer.lr": "0.001"} and second.settings == {"optimizer.lr": "0.0001"}
 
 
 def test_spreads_are_means_with_sample_deviations(tmp_path: Path) -> None:
     """At a step, and of the smallest values; a run without the step has no part, so there is no spread."""
     losses = [(3.0, 1.0, 2.0), (3.0, 2.0, 4.0), (3.0, 6.0)]
-    [group] = group_seeds(read_runs(tmp_path, *((f"s{seed}", 1e-3, seed, row) for seed, row in enumerate(losses))))
+    [group] = group_runs_by_settings(
+        read_runs(tmp_path, *((f"s{seed}", 1e-3, seed, row) for seed, row in enumerate(losses)))
+    )
     assert last_common_step([group], "validation_loss") == 2
-    spread = group.at("validation_loss", 2)
+    spread = group.spread_at_step("validation_loss", 2)
     assert spread is not None and spread.mean == 3.0
     assert spread.deviation == pytest.approx(statistics.stdev([1.0, 2.0, 6.0]))
-    assert group.at("validation_loss", 3) is None and group.at("other", 2) is None
-    best = group.best("validation_loss")
+    assert group.spread_at_step("validation_loss", 3) is None and group.spread_at_step("other", 2) is None
+    best = group.spread_of_best_values("validation_loss")
     assert best is not None and best.mean == pytest.approx(statistics.fmean([1.0, 2.0, 3.0]))
-    curve = group.curves()["validation_loss"]
+    curve = group.curves_over_seeds()["validation_loss"]
     assert (curve.x, curve.y, curve.low, curve.high) == ([1, 2], [3, 3], [3, 1], [3, 6])
 
 
 def test_runs_without_a_recipe_are_apart(tmp_path: Path) -> None:
     """Nothing says that they are of one recipe."""
     runs = read_runs(tmp_path, ("a", 1e-3, 0, (1.0,)), ("b", 1e-3, 0, (1.0,)))
-    assert len(group_seeds(runs)) == 1
+    assert len(group_runs_by_settings(runs)) == 1
     for name in "ab":
         (tmp_path / name / "recipe.lock.toml").unlink()
-    assert [group.name for group in group_seeds([read_run(tmp_path / name, name, Drawings()) for name in "ab"])] == [
+    assert [
+        group.name
+        for group in group_runs_by_settings([read_run_record(tmp_path / name, name, Drawings()) for name in "ab"])
+    ] == [
         "a",
         "b",
     ]

@@ -4,7 +4,7 @@ from typing import Any
 
 import jsonschema
 
-from drawloom.components.rewards.json_schema import JsonSchema, is_valid
+from drawloom.components.rewards.json_schema import JsonSchema, is_valid_under_schema
 from support.rewards import answer
 
 SCHEMAS: list[Any] = [
@@ -27,7 +27,7 @@ def test_schemas_are_those_of_jsonschema() -> None:
     for schema in SCHEMAS:
         validator = jsonschema.Draft202012Validator(schema)
         for value in VALUES:
-            assert is_valid(value, schema) == validator.is_valid(value), (schema, value)
+            assert is_valid_under_schema(value, schema) == validator.is_valid(value), (schema, value)
 
 
 def test_only_json_without_more_text_is_right() -> None:

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from drawloom.components.rewards.math_equal import MathEqual, read_number
+from drawloom.components.rewards.math_equal import MathEqual, extract_last_number
 from drawloom.graph import UserError
 from support.rewards import answer
 
@@ -29,7 +29,7 @@ from support.rewards import answer
 )
 def test_a_number_is_the_last_one_or_the_last_box(text: str, number: Fraction | None) -> None:
     """A closed box counts before all other numbers; text without a number, or with an open box, has none."""
-    assert read_number(text) == number
+    assert extract_last_number(text) == number
 
 
 def test_equal_numbers_are_right_however_they_are_written() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.rollouts import Completions, Prompts
-from drawloom.components.rollouts.stages import StageRollouts, draw_rows, uniform
+from drawloom.components.rollouts.stages import StageRollouts, draw_id_by_row, uniform_by_counter
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.observers_of_runs import TINY
@@ -73,7 +73,7 @@ def test_completions_have_log_probabilities_from_a_whole_pass(run: Any, temperat
     for completions in (cached, exact):
         torch.testing.assert_close(completions.logps, logps, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(completions.entropies, entropies, atol=1e-4, rtol=1e-4)
-    assert int(cached.is_target.sum()) == int(cached.counts.sum())
+    assert int(cached.is_target.sum()) == int(cached.sampled_counts.sum())
 
 
 def test_exact_log_probabilities_have_the_bits_of_the_training_pass(run: Any) -> None:
@@ -86,7 +86,7 @@ def test_exact_log_probabilities_have_the_bits_of_the_training_pass(run: Any) ->
         return -head.token_losses(hidden, targets, exact.is_target.float())[0]
 
     context = TokenContext(torch.arange(exact.tokens.shape[1]).expand(16, -1), torch.zeros_like(exact.tokens))
-    run["executor"].infer_each([(exact.tokens, context)], rows.__setitem__, finish)
+    run["executor"].infer_microbatches([(exact.tokens, context)], rows.__setitem__, finish)
     assert rows[0].equal(exact.logps)
 
 
@@ -115,7 +115,7 @@ def test_draws_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0], dtype=torch.float64)
     numbers = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     numbers[0], numbers[-1] = 0.0, 1 - 2.0**-53
-    ids, logps, entropies = draw_rows(probabilities.log().expand(1000, -1), numbers)
+    ids, logps, entropies = draw_id_by_row(probabilities.log().expand(1000, -1), numbers)
     assert torch.bincount(ids, minlength=6).tolist() == [0, 500, 0, 300, 200, 0]
     torch.testing.assert_close(logps.double(), probabilities.log()[ids], rtol=1e-6, atol=1e-6)
     entropy = -(probabilities[probabilities > 0].log() * probabilities[probabilities > 0]).sum()
@@ -124,7 +124,7 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_uniform_numbers_are_spread_over_the_interval() -> None:
     """Neighbouring counters give uncorrelated numbers in [0, 1) with a uniform mean and variance."""
-    numbers = uniform(7, torch.arange(100_000))
+    numbers = uniform_by_counter(7, torch.arange(100_000))
     assert 0 <= float(numbers.min()) < 1e-4 and 1 - 1e-4 < float(numbers.max()) < 1
     assert abs(float(numbers.mean()) - 0.5) < 0.005 and abs(float(numbers.var()) - 1 / 12) < 0.002
     assert abs(float(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1])) < 0.02

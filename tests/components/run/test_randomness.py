@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from drawloom.components.run.randomness import ProcessRandomness, generator_states, set_generator_states
+from drawloom.components.run.randomness import ProcessRandomness, read_generator_states, set_generator_states
 
 
 @pytest.fixture(autouse=True)
 def own_generators() -> Iterator[None]:
     """Restore the generators after the test."""
-    before = generator_states()
+    before = read_generator_states()
     yield
     set_generator_states(before)
 
@@ -78,7 +78,7 @@ def test_generators_depend_on_seed_and_rank(open_randomness: Callable[..., Proce
 
 def test_close_restores_the_generators(open_randomness: Callable[..., ProcessRandomness]) -> None:
     """A program's own draws are the same with and without a run in between."""
-    before = generator_states()
+    before = read_generator_states()
     expected = _draws()
     set_generator_states(before)
     node = open_randomness()

@@ -14,7 +14,7 @@ from drawloom.graph import UserError
 @pytest.fixture(autouse=True)
 def own_determinism() -> Iterator[None]:
     """Restore the determinism settings after the test."""
-    before = Determinism.now()
+    before = Determinism.read_current()
     yield
     before.apply()
 
@@ -36,22 +36,22 @@ def test_determinism_is_on_while_open_and_restored_after(
     if chosen is not None:
         monkeypatch.setenv(WORKSPACE, chosen)
     torch.backends.cudnn.benchmark = True
-    before = Determinism.now()
+    before = Determinism.read_current()
     node.open()
-    assert Determinism.now() == Determinism(True, False, True, False, used)
+    assert Determinism.read_current() == Determinism(True, False, True, False, used)
     assert os.environ[WORKSPACE] == used
     node.close()
-    assert Determinism.now() == before
+    assert Determinism.read_current() == before
     node.close()
-    assert Determinism.now() == before
+    assert Determinism.read_current() == before
 
 
 def test_by_default_the_settings_are_unchanged(job: Any, one_rank: Any) -> None:
     """The default does not slow torch down."""
-    before = Determinism.now()
+    before = Determinism.read_current()
     node = ProcessRandomness(job=job, mesh=one_rank)
     node.open()
-    assert Determinism.now() == before
+    assert Determinism.read_current() == before
     node.close()
 
 

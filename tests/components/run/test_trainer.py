@@ -47,7 +47,7 @@ class Record:
     def wait_until_staged(self) -> None:
         self.calls.append("wait")
 
-    def hold(self, step: Step) -> None:
+    def keep_in_memory(self, step: Step) -> None:
         self.remembered = step.index
 
     def is_finished(self, step: int) -> bool:
@@ -63,7 +63,7 @@ class Record:
     def agree_on_reason(self, reason: str) -> str:
         return reason
 
-    def raising(self) -> AbstractContextManager[None]:
+    def stop_on_signal(self) -> AbstractContextManager[None]:
         self.before_final_tasks = list(self.calls)
         return nullcontext()
 
@@ -388,7 +388,7 @@ class Stopping(Record):
 
     def emit(self, event: Event) -> None:
         if event.kind == "step_ended" and event.step is not None:
-            self.seen.append(event.step.last)
+            self.seen.append(event.step.is_last)
 
 
 @pytest.mark.parametrize(("other", "last"), [(0, 2), (1, 1)])

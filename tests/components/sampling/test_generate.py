@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import TokenContext
-from drawloom.components.sampling.generate import Sampler, draw
+from drawloom.components.sampling.generate import Sampler, draw_id
 from drawloom.graph import UserError
 from support.qwen3 import dense, logits_of, sparse, whole
 
@@ -33,7 +33,7 @@ def draw_continuation(model: Any, mesh: Any, **changes: Any) -> list[int]:
     tokens = options.pop("tokens", 6)
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler(model=model, pipeline=mesh.pipeline_group, generator=generator, **options)
-    return list(sampler.continuation([0], tokens))
+    return list(sampler.sample_continuation([0], tokens))
 
 
 def test_greedy_sampling_stops_at_the_end(one_rank: Any) -> None:
@@ -95,14 +95,14 @@ def test_a_model_without_finite_numbers_is_refused_in_a_sentence(temperature: fl
 def test_a_temperature_near_zero_draws_the_most_likely() -> None:
     """The quotient of a logit by the temperature may be more than a float32 can hold."""
     for temperature in (1e-30, 1e-300, 5e-324):
-        assert draw(torch.tensor([1.0, 3.0, 2.0]), temperature, None, torch.Generator()) == 1
+        assert draw_id(torch.tensor([1.0, 3.0, 2.0]), temperature, None, torch.Generator()) == 1
 
 
 def test_draws_follow_the_distribution() -> None:
     """Frequencies are near the softmax of the logits at the temperature, restricted to the top k."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    counts = torch.bincount(torch.tensor([draw(logits, 0.5, 2, generator) for _ in range(4000)]), minlength=4)
+    counts = torch.bincount(torch.tensor([draw_id(logits, 0.5, 2, generator) for _ in range(4000)]), minlength=4)
     expected = torch.softmax(torch.tensor([2.0, 4.0]), 0)
     torch.testing.assert_close(counts[1:3] / 4000, expected, atol=0.02, rtol=0)
     assert counts[0] == counts[3] == 0

@@ -10,7 +10,7 @@ from torch import nn
 from drawloom.components.parallel.pipeline import partition_layers
 from drawloom.components.ports.model import BatchContext, HiddenStates, LayerRange, TokenContext
 from drawloom.components.stages.activation_specs import ActivationSpecs
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from support.qwen3 import dense, sparse
 
 STAGES = 3
@@ -38,7 +38,7 @@ def batch(rows: int = 2, **context: Any) -> tuple[torch.Tensor, BatchContext]:
 
 def shapes_and_dtypes(tree: Any) -> list[tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes of a tree's tensors."""
-    return [(leaf.shape, leaf.dtype) for leaf in leaves(tree)]
+    return [(leaf.shape, leaf.dtype) for leaf in list_leaves(tree)]
 
 
 @pytest.mark.parametrize("make", [dense, sparse])
@@ -54,7 +54,9 @@ def test_a_model_that_keeps_shapes_runs_one_layer(make: Any, ends_apart: bool) -
     for rows in (2, 3):
         for stage in range(len(spans)):
             given = batch(rows)
-            assert shapes_and_dtypes(declared.of(stage, *given)) == shapes_and_dtypes(recorded.of(stage, *given))
+            assert shapes_and_dtypes(declared.infer_stage_inputs(stage, *given)) == shapes_and_dtypes(
+                recorded.infer_stage_inputs(stage, *given)
+            )
     assert (built[0].layers, built[1].layers) == (1, 6 if ends_apart else 4)
 
 
@@ -63,4 +65,4 @@ def test_hidden_states_of_layers_are_found_by_running_all() -> None:
     spans, model = partition_layers(6, STAGES), dense(num_hidden_layers=6)
     declared = ActivationSpecs(spans, Built(model), True)
     given = batch(hidden_states=HiddenStates((1, 4)))
-    assert [len(leaves(declared.of(stage, *given))) for stage in (1, 2)] == [2, 3]
+    assert [len(list_leaves(declared.infer_stage_inputs(stage, *given))) for stage in (1, 2)] == [2, 3]

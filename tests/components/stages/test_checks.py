@@ -158,7 +158,7 @@ def test_explain_says_which_layers_are_outside_of_stages() -> None:
         ),
         (
             (*SHORT, "schedule.recompute={ blocks = { again = [0.9], kept = 0.1 } }"),
-            ["slices has 4 values, and blocks.again has 1; write equally many"],
+            ["slices has 4 values, and blocks.again has 1; write as many values in both"],
         ),
         ((*AUTO, "model.num_hidden_layers=6"), ["6 layers are not divisible into 4 slices"]),
     ],

@@ -11,7 +11,7 @@ from drawloom.components.pipeline.split_backward.split_backward import SplitBack
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.compilation import compile_blocks
-from drawloom.kernels.recompute_policy import make_recomputable, recomputing
+from drawloom.kernels.recompute_policy import apply_recompute_policy, make_recomputable
 from support.qwen3 import cpu_kernels, dense, sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
@@ -49,7 +49,7 @@ def loss_of(module: Any, policy: Recompute) -> Any:
     def finish(hidden: Any, head: Head) -> Any:
         return head.token_losses(hidden, tokens, shared.weights)[0].sum()
 
-    with recomputing(policy):
+    with apply_recompute_policy(policy):
         return module(tokens, shared, finish)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drawloom.components.distributed.device_model import device_model
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.graph.project import Recipe
 from support.qwen3 import SIZES, dense, whole
@@ -75,7 +75,7 @@ def test_wrong_loops_are_refused(base: Path) -> None:
 def test_plans_count_the_memory_of_the_teacher(base: Path, mesh: dict[str, int]) -> None:
     """A plan counts the teacher's parameters, and its hidden states for all microbatches."""
     ranks = max(mesh.values(), default=1)
-    device = device_model("h100")
+    device = find_device_model("h100")
     alone = plan(taught(base, teacher=None, loss={"use": "loss.next_token"}, mesh=mesh), device, ranks)
     both = plan(taught(base, mesh=mesh), device, ranks)
     weights = sum(parameter.nbytes for parameter in whole(dense(**TEACHER)).parameters())

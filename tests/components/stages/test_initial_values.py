@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.parallel.tensor import TensorRanks, split
+from drawloom.components.parallel.tensor import TensorRanks, split_over_ranks
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.stages.initial_values import InitialValues, check_capacity, get_device_memory
+from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device, get_device_memory
 from drawloom.graph import UserError
 from support.qwen3 import dense
 
@@ -28,9 +28,9 @@ def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, 
         module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     places = {
         name: parameter_split.tensor_slice
-        for name, parameter_split in split(module, TensorRanks(Rank(rank, ranks))).items()
+        for name, parameter_split in split_over_ranks(module, TensorRanks(Rank(rank, ranks))).items()
     }
-    InitialValues(model, seed, torch.device("cpu"), None, places).fill([module])
+    InitialValues(model, seed, torch.device("cpu"), None, places).fill_modules([module])
     return dict(module.named_parameters()), places
 
 
@@ -57,8 +57,11 @@ def test_only_frozen_parameters_have_an_origin() -> None:
     """A checkpoint holds trained parameters; frozen ones follow from the seed recorded in the state."""
     values = InitialValues(dense(), 7, torch.device("cpu"), None, {})
     trained, frozen = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1), requires_grad=False)
-    assert values.origin([trained]) == "" and values.origin([trained, frozen]) == "seed 7"
-    assert "random weights" in values.describe_other_origin()
+    assert (
+        values.fingerprint_frozen_source([trained]) == ""
+        and values.fingerprint_frozen_source([trained, frozen]) == "seed 7"
+    )
+    assert "random weights" in values.format_changed_source_error()
 
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_made() -> None:
@@ -67,5 +70,5 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made() -> None:
     with torch.device("meta"):
         module = nn.Linear(2**20, get_device_memory(device) // 2**22 * 3 // 2, bias=False)
     with pytest.raises(UserError, match=r"the parameters of this rank take .*B, and its device, cpu, has .*B; use a"):
-        check_capacity([module], 1, device)
-    check_capacity([module], 2, device)
+        check_parameters_fit_device([module], 1, device)
+    check_parameters_fit_device([module], 2, device)

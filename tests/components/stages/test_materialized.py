@@ -31,7 +31,7 @@ class Blueprint:
 
     num_hidden_layers: int = 4
     vocab_size: int = 3
-    longest_text: int | None = None
+    max_sequence_length: int | None = None
     built_on: list[str] = attrs.field(factory=list)
 
     def build(self, span: LayerRange) -> nn.Module:
@@ -42,7 +42,7 @@ class Blueprint:
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         return [part for part in module.modules() if isinstance(part, nn.Linear)]
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
         parameter.fill_(len(name) + seed)
 
     def hugging_face_config(self) -> dict[str, Any]:

@@ -90,6 +90,6 @@ def test_a_class_is_refused_where_it_does_not_say_how_leaves_are_divided() -> No
 
 
 def test_a_plan_of_a_class_without_an_outline_gives_a_remedy() -> None:
-    """The error asks for `outline`, because only the user's class knows the shapes of its leaves."""
-    with pytest.raises(NotImplementedError, match=r"Clips .* define the class method outline\(rows, length\)"):
-        Clips.outline(2, 3)
+    """The error asks for `make_meta_batch`, because only the user's class knows the shapes of its leaves."""
+    with pytest.raises(NotImplementedError, match=r"Clips .* define the class method make_meta_batch\(rows, length\)"):
+        Clips.make_meta_batch(2, 3)

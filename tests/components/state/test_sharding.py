@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drawloom.components.state.sharding import check_spec, shard_tree, unshard_tree
 from drawloom.components.state.specs import Replicate, Shard, Stack
-from drawloom.components.state.trees import branches
+from drawloom.components.state.trees import list_labelled_children
 
 
 @attrs.frozen
@@ -23,7 +23,7 @@ class Rows:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two trees are the same, type by type and number by number, NaN being the same as NaN."""
-    here, there = branches(one), branches(other)
+    here, there = list_labelled_children(one), list_labelled_children(other)
     if here is None or there is None:
         if isinstance(one, torch.Tensor):
             return isinstance(other, torch.Tensor) and _rows(one) == _rows(other)
@@ -187,7 +187,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "shapes": (
         lambda: unshard_tree([torch.ones(1, 2), torch.ones(1, 3)], Shard()),
-        "microbatches have tensors that can't be joined by Shard(dim=0): a tensor of shape (1, 2), a tensor of shape "
+        "Shard(dim=0) can't join the microbatches' tensors, a tensor of shape (1, 2), a tensor of shape "
         "(1, 3); use shapes that differ only in dimension 0",
     ),
     "kinds": (
@@ -196,7 +196,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "forms": (
         lambda: unshard_tree([{"x": {"a": 1}}, {"x": {"b": 1}}], Stack()),
-        "at ['x']: microbatch 1 has other entries than the first: ['a'], ['b']",
+        "at ['x']: microbatch 1 and the first one do not both have ['a'], ['b']; write the same entries in all",
     ),
     "a leaf and a node": (
         lambda: unshard_tree([1, {"b": 1}], Stack()),
@@ -204,11 +204,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "replicas": (
         lambda: unshard_tree([(torch.ones(2), 1), (torch.ones(2), 2)], Replicate()),
-        "at [1]: it is replicated, but differs between microbatches 0 and 1",
+        "at [1]: the spec is Replicate(), but microbatches 0 and 1 have different values; write Stack()",
     ),
     "replicas of other shapes": (
         lambda: unshard_tree([torch.ones(2), torch.ones(1)], Replicate()),
-        "it is replicated, but differs between microbatches 0 and 1",
+        "the spec is Replicate(), but microbatches 0 and 1 have different values; write Stack()",
     ),
     "tree of specifications": (
         lambda: shard_tree({"a": 1, "b": 2}, {"a": Replicate()}, 2),

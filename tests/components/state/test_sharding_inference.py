@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.state.sharding import spec_of_shard, spec_of_whole
+from drawloom.components.state.sharding import infer_batch_spec, infer_shard_spec
 from drawloom.components.state.specs import Replicate, Shard, Stack
 
 
@@ -32,5 +32,5 @@ class Rows:
 )
 def test_the_spec_of_each_leaf_is_inferred(value: Any, whole: Any, shard: Any) -> None:
     """Rows are sharded; a number is replicated if it was written as a whole, and stacked if written by shards."""
-    assert spec_of_whole(value) == whole
-    assert spec_of_shard(value) == shard
+    assert infer_batch_spec(value) == whole
+    assert infer_shard_spec(value) == shard

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.storage.byte_size import byte_size, unit_of
+from drawloom.components.storage.byte_size import choose_byte_unit, format_byte_size
 
 
 @pytest.mark.parametrize(
@@ -18,9 +18,9 @@ from drawloom.components.storage.byte_size import byte_size, unit_of
 )
 def test_the_unit_follows_the_size(size: int, text: str) -> None:
     """Sizes have the greatest decimal unit with a value of one at least."""
-    assert byte_size(size) == text
+    assert format_byte_size(size) == text
 
 
 def test_columns_of_tables_have_a_unit_also_for_few_bytes() -> None:
     """A column is written in its largest number's unit, kB at least."""
-    assert [unit_of(size)[0] for size in (0, 10**6, 10**9)] == ["kB", "MB", "GB"]
+    assert [choose_byte_unit(size)[0] for size in (0, 10**6, 10**9)] == ["kB", "MB", "GB"]

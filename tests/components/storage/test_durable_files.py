@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.durable_files import begin_folder, replace_file
+from drawloom.components.storage.durable_files import create_temp_folder, replace_file
 from drawloom.components.storage.regular_file import CHUNK
 from drawloom.components.storage.sha256_stream import BLOCK, Content
 from drawloom.graph import UserError
@@ -24,7 +24,7 @@ def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -
     data = data[:size]
     blocks = [data[start : start + BLOCK] for start in range(0, size, BLOCK)] or [b""]
     expected = Content(size, [hashlib.sha256(block).hexdigest() for block in blocks])
-    assert durable_files.write_file(tmp_path / "file", data) == expected
+    assert durable_files.create_file_with(tmp_path / "file", data) == expected
     assert (tmp_path / "file").read_bytes() == data
 
 
@@ -32,15 +32,15 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A system that accepts three bytes at a time gets all bytes in order."""
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:3], offset))
-    durable_files.write_file(tmp_path / "file", b"0123456789")
+    durable_files.create_file_with(tmp_path / "file", b"0123456789")
     assert (tmp_path / "file").read_bytes() == b"0123456789"
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     """Creating an existing file raises an error and keeps its content."""
-    durable_files.write_file(tmp_path / "file", b"first")
+    durable_files.create_file_with(tmp_path / "file", b"first")
     with pytest.raises(FileExistsError):
-        durable_files.write_file(tmp_path / "file", b"second")
+        durable_files.create_file_with(tmp_path / "file", b"second")
     assert (tmp_path / "file").read_bytes() == b"first"
 
 
@@ -58,7 +58,7 @@ def test_a_failed_fsync_names_the_file_and_is_not_retried(
     handles = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, effect, fail)
     with pytest.raises(OSError, match="No space left") as caught:
-        durable_files.write_file(tmp_path / "file", b"data")
+        durable_files.create_file_with(tmp_path / "file", b"data")
     assert caught.value.filename == str(tmp_path / "file")
     assert calls == [effect]
     assert len(os.listdir("/proc/self/fd")) == handles
@@ -70,8 +70,8 @@ def test_removing_nothing_is_fine(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "c").write_text("")
     durable_files.remove_folder(tmp_path / "a")
     durable_files.remove_folder(tmp_path / "a")
-    assert durable_files.list_names(tmp_path) == []
-    assert durable_files.list_names(tmp_path / "a") == []
+    assert durable_files.list_folder(tmp_path) == []
+    assert durable_files.list_folder(tmp_path / "a") == []
 
 
 def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
@@ -79,15 +79,15 @@ def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
     for name in ("pipe", ".export.partial-1", ".file.tmp"):
         os.mkfifo(tmp_path / name)
     durable_files.remove_folder(tmp_path / "pipe")
-    begin_folder(tmp_path / "export").discard()
+    create_temp_folder(tmp_path / "export").discard()
     durable_files.replace_file(tmp_path / "file", b"content")
-    assert durable_files.list_names(tmp_path) == ["file"]
+    assert durable_files.list_folder(tmp_path) == ["file"]
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """Make a folder, which becomes the target when the block ends."""
-    temporary = begin_folder(target)
+    temporary = create_temp_folder(target)
     try:
         yield temporary.folder
         temporary.commit()
@@ -116,7 +116,7 @@ def test_an_exception_removes_the_folder(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     """A killed attempt's files do not end up in the next one's folder."""
-    killed = begin_folder(tmp_path / "export")
+    killed = create_temp_folder(tmp_path / "export")
     (killed.folder / "stale").write_text("old")
     with whole_folder(tmp_path / "export") as aside:
         (aside / "fresh").write_text("new")
@@ -126,7 +126,7 @@ def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
 
 def test_of_two_concurrent_writers_one_fails(tmp_path: Path) -> None:
     """Two writers for one target never share a folder, so their files are never mixed."""
-    first, second = begin_folder(tmp_path / "export"), begin_folder(tmp_path / "export")
+    first, second = create_temp_folder(tmp_path / "export"), create_temp_folder(tmp_path / "export")
     assert first.folder != second.folder
     (second.folder / "file").write_text("second")
     with pytest.raises(OSError):

@@ -10,10 +10,10 @@ import pytest
 
 from drawloom.components.storage.regular_file import (
     CHUNK,
+    create_folder,
     hash_file,
-    make_folder,
-    open_regular_file,
     open_to_append,
+    open_untrusted_file,
     read_file,
 )
 from drawloom.components.storage.sha256_stream import BLOCK, Content
@@ -41,7 +41,7 @@ def make_special_file(folder: Path, kind: str) -> Path:
 def test_a_part_is_read_from_its_offset(tmp_path: Path) -> None:
     """Parts of a file are read wherever they lie."""
     (tmp_path / "file").write_bytes(b"0123456789")
-    with open_regular_file(tmp_path / "file") as file:
+    with open_untrusted_file(tmp_path / "file") as file:
         assert (file.size, file.read(3, 4), file.read(10, 0)) == (10, b"3456", b"")
 
 
@@ -53,7 +53,7 @@ def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path:
     """Nothing else is opened, so nothing waits for a pipe's other end, and no link is followed."""
     path = make_special_file(tmp_path, kind)
     began = time.perf_counter()
-    with pytest.raises(UserError) as caught, open_regular_file(path):
+    with pytest.raises(UserError) as caught, open_untrusted_file(path):
         pytest.fail("it must not open")
     assert time.perf_counter() - began < 1
     assert str(path) in str(caught.value)
@@ -85,25 +85,25 @@ def test_a_new_file_is_created_and_an_old_one_appended_to(tmp_path: Path) -> Non
 def test_a_folder_that_is_a_link_or_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     """A link to a folder elsewhere would make every file in it one outside."""
     path = make_special_file(tmp_path, kind)
-    with pytest.raises(UserError, match="can't be written to"):
-        make_folder(path)
+    with pytest.raises(UserError, match="can't be opened for writing"):
+        create_folder(path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "log").symlink_to("elsewhere")
     with pytest.raises(UserError, match="it is a symbolic link"):
-        make_folder(tmp_path / "log")
+        create_folder(tmp_path / "log")
 
 
 @pytest.mark.parametrize("name", ["gone", "nul\0", "x" * 300])
 def test_an_unreadable_file_is_a_user_error_with_a_remedy(tmp_path: Path, name: str) -> None:
     """Missing files and impossible file names are user errors."""
-    with pytest.raises(UserError, match="can't be read"), open_regular_file(tmp_path / name):
+    with pytest.raises(UserError, match="can't be read"), open_untrusted_file(tmp_path / name):
         pytest.fail("it must not open")
 
 
 def test_a_file_truncated_while_read_is_an_error(tmp_path: Path) -> None:
     """A file shorter than promised is an error, not a crash and not zeros."""
     (tmp_path / "file").write_bytes(b"0123456789")
-    with pytest.raises(UserError, match="it ends after 4 bytes"), open_regular_file(tmp_path / "file") as file:
+    with pytest.raises(UserError, match="it ends after 4 bytes"), open_untrusted_file(tmp_path / "file") as file:
         os.truncate(tmp_path / "file", 4)
         file.read(2, 5)
 

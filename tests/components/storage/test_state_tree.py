@@ -17,8 +17,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
-from drawloom.components.storage.safetensors.writer import write_tensors
-from drawloom.components.storage.state_tree import narrow_tree, pack, unpack
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
+from drawloom.components.storage.state_tree import narrow_tree, pack_state, unpack_state
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -40,13 +40,13 @@ STATES = st.recursive(
 
 def _through_files(state: Any) -> Any:
     """Return the state as another process would read it: only bytes pass."""
-    tree, tensors = pack(state)
-    return unpack(json.loads(json.dumps(tree, allow_nan=False)), load(_file_of(tensors)))
+    tree, tensors = pack_state(state)
+    return unpack_state(json.loads(json.dumps(tree, allow_nan=False)), load(_file_of(tensors)))
 
 
 def _file_of(tensors: Mapping[str, Tensor]) -> bytes:
     with TemporaryDirectory() as folder:
-        write_tensors(Path(folder, "file"), tensors)
+        write_safetensors_file(Path(folder, "file"), tensors)
         return Path(folder, "file").read_bytes()
 
 
@@ -97,12 +97,12 @@ def test_views_are_saved_with_their_own_values() -> None:
     assert all(torch.equal(loaded[name], view) for name, view in views.items())
     assert len(_file_of({"view": table[:1, :1]})) < 200
     assert loaded["row"].data_ptr() == loaded["twice"].data_ptr()  # what is one tensor is saved once
-    assert len(pack(views)[1]) == len(views) - 2
+    assert len(pack_state(views)[1]) == len(views) - 2
 
 
 def test_names_tell_paths_apart() -> None:
     """A key with a slash is not a nested key."""
-    _, tensors = pack({"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}, "a~1b": torch.ones(2)})
+    _, tensors = pack_state({"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}, "a~1b": torch.ones(2)})
     assert sorted(tensors) == ["/0", "/2", "a/b"]
     assert tensors["a/b"].item() == 1
 
@@ -127,24 +127,24 @@ def test_an_ordered_dict_is_a_dict() -> None:
 def test_a_value_that_would_not_round_trip_is_refused_with_its_path(state: dict[str, Any], words: str) -> None:
     """Sets, arrays, bytes and number keys are errors, not silently lists and strings."""
     with pytest.raises(TypeError, match=words):
-        pack(state)
+        pack_state(state)
 
 
 def test_both_missing_and_unexpected_tensors_are_listed() -> None:
     """Tree and tensors of two different states don't make a third."""
-    tree, _ = pack({"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)})
+    tree, _ = pack_state({"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"missing a, b; unexpected x$"):
-        unpack(tree, {"c": torch.zeros(1), "x": torch.zeros(1)})
+        unpack_state(tree, {"c": torch.zeros(1), "x": torch.zeros(1)})
 
 
 def test_a_narrowed_tree_has_slices_of_the_whole() -> None:
     """A part of a whole tensor is a slice, a part of a slice is a slice of the whole; everything else is unchanged."""
     whole, outer = torch.arange(12.0).view(6, 2), TensorSlice((6, 2), (2, 0), (4, 2))
     state = {"a": [whole, 1], "b": SlicedTensor(whole[2:], outer), "c": (torch.ones(2), float("nan"), None)}
-    tree, tensors = pack(state)
+    tree, tensors = pack_state(state)
     parts = {"a/0": TensorSlice((6, 2), (4, 0), (1, 2)), "b": TensorSlice((4, 2), (1, 0), (2, 2))}
     cut = {name: tensor[parts[name].index()] if name in parts else tensor for name, tensor in tensors.items()}
-    narrowed = unpack(narrow_tree(tree, parts), cut)
+    narrowed = unpack_state(narrow_tree(tree, parts), cut)
     assert narrowed["a"][0].tensor_slice == parts["a/0"] and narrowed["b"].tensor_slice == TensorSlice(
         (6, 2), (3, 0), (2, 2)
     )

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.storage.step_log import StepLog, encode_line, parse_lines, read_steps
+from drawloom.components.storage.step_log import StepLog, encode_row, parse_lines, read_steps
 
 ROWS = [{"step": step, "loss": 1 / step, "name": "é", "none": None} for step in range(1, 6)]
-CONTENT = b"".join(map(encode_line, ROWS))
+CONTENT = b"".join(map(encode_row, ROWS))
 
 
 def test_written_rows_are_read_back() -> None:
@@ -48,7 +48,7 @@ def test_a_zeroed_range_is_reported(start: int, length: int) -> None:
 )
 def test_lines_out_of_order_are_counted(order: list[int], kept: list[int], told: str) -> None:
     """Each step has one line, and steps rise."""
-    lines, damage = parse_lines(b"".join(encode_line(ROWS[step - 1]) for step in order))
+    lines, damage = parse_lines(b"".join(encode_row(ROWS[step - 1]) for step in order))
     assert [line.step for line in lines] == kept and str(damage) == told
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.aim import AimTracker, load_aim
-from drawloom.components.trackers.remembered_run import recall_run
+from drawloom.components.trackers.aim import AimTracker, import_aim
+from drawloom.components.trackers.remembered_run import recall_run_id
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import SingleRankMesh
@@ -39,7 +39,7 @@ class Second:
 @pytest.fixture(scope="module")
 def load_before_timing() -> None:
     """Import Aim before its import seconds count for a tracker's timeout."""
-    load_aim()
+    import_aim()
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
         values = {"folder": Folder(tmp_path), "mesh": one_rank, "job": job, "timeout": 60.0} | changes
         tracker = AimTracker(**values)
         tracker.open()
-        tracker.describe(PROPERTIES)
+        tracker.store_properties(PROPERTIES)
         return tracker
 
     return make
@@ -60,7 +60,7 @@ def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
 def empty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a repository without runs; creating one takes Aim a second."""
     folder = tmp_path_factory.mktemp("repository")
-    load_aim().Repo.from_path(str(folder), init=True)
+    import_aim().Repo.from_path(str(folder), init=True)
     return folder / ".aim"
 
 
@@ -91,7 +91,7 @@ def wait_for_server(port: int, seconds: float) -> None:
 
 
 def _reopen(folder: Path, run: str) -> Any:
-    return load_aim().Run(run, repo=str(folder), capture_terminal_logs=False, system_tracking_interval=None)
+    return import_aim().Run(run, repo=str(folder), capture_terminal_logs=False, system_tracking_interval=None)
 
 
 def _series(folder: Path, run: str) -> dict[str, dict[int, float]]:
@@ -183,7 +183,7 @@ def test_a_restart_without_a_checkpoint_reuses_the_aim_run(make: Any, tmp_path: 
     first.track(1, {"loss": 1.0})
     run = first.state_dict()["run"]
     first.close()
-    machine = load_aim().sdk.lock_manager.LockManager.machine_id
+    machine = import_aim().sdk.lock_manager.LockManager.machine_id
     (tmp_path / ".aim" / "locks" / f"{run}.softlock").write_text(f"{machine}-1-0")
     second = make()
     second.rewind(0)
@@ -214,7 +214,7 @@ def test_closing_ends_the_aim_run(make: Any, tmp_path: Path) -> None:
     tracker.close()
     assert not list((tmp_path / ".aim" / "locks").iterdir())
     assert set(threading.enumerate()) == before
-    container = load_aim().Repo.from_path(str(tmp_path)).request_tree("meta", run, read_only=True)
+    container = import_aim().Repo.from_path(str(tmp_path)).request_tree("meta", run, read_only=True)
     assert container.subtree(("meta", "chunks", run))["end_time"] > 0
 
 
@@ -266,14 +266,14 @@ def test_an_error_of_aim_is_one_warning(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step refused by Aim is missing, the others are there."""
-    track = load_aim().Run.track
+    track = import_aim().Run.track
 
     def refuse(self: Any, value: float, name: str, step: int, context: Any) -> None:
         if step in (2, 3):
             raise OSError("disk full")
         track(self, value, name=name, step=step, context=context)
 
-    monkeypatch.setattr(load_aim().Run, "track", refuse)
+    monkeypatch.setattr(import_aim().Run, "track", refuse)
     tracker = make()
     for step in range(1, 5):
         tracker.track(step, {"loss": 1.0})
@@ -301,7 +301,7 @@ def test_an_aim_that_hangs_delays_nothing(
 ) -> None:
     """With a full disk Aim hangs: tracking returns at once, closing within its limit, and there is one warning."""
     gate = threading.Event()
-    monkeypatch.setattr(load_aim().Run, "track", lambda *_, **__: gate.wait(20))
+    monkeypatch.setattr(import_aim().Run, "track", lambda *_, **__: gate.wait(20))
     tracker = make(queue_size=2, timeout=0.1)
     start = time.monotonic()
     for step in range(1, 100):
@@ -342,7 +342,7 @@ def test_training_and_validation_are_contexts_of_one_name(make: Any, tmp_path: P
 def _distributions(folder: Path, run: str) -> dict[int, tuple[list[float], tuple[float, float]]]:
     """Return the only series of distributions of a run: weights and range by step."""
     opened = _reopen(folder, run)
-    series = opened.get_distribution_sequence("weights/a", load_aim().storage.context.Context({}))
+    series = opened.get_distribution_sequence("weights/a", import_aim().storage.context.Context({}))
     steps, values = series.values.sparse_list()
     opened.close()
     return {step: (value.weights.tolist(), tuple(value.range)) for step, value in zip(steps, values, strict=True)}
@@ -380,7 +380,7 @@ def test_runs_share_a_repository(make: Any, tmp_path: Path) -> None:
         tracker.track(1, {"loss": float(number)})
         tracker.close()
         assert not (folder / ".aim").exists()
-    series = [_series(tmp_path, recall_run(folder, "aim")) for folder in folders]
+    series = [_series(tmp_path, recall_run_id(folder, "aim")) for folder in folders]
     assert series == [{"loss": {1: 2.0}}, {"loss": {1: 1.0}}]
     assert len(_runs(tmp_path)) == 2
 
@@ -390,13 +390,13 @@ def track_on_server(folder: Path, address: str, done: int) -> tuple[list[float],
     job = fake(RunInfo, name="test", seed=0, path=folder)
     tracker = AimTracker(folder=Folder(folder), mesh=SingleRankMesh(), job=job, repository=address, timeout=60.0)
     tracker.open()
-    tracker.describe(PROPERTIES)
+    tracker.store_properties(PROPERTIES)
     tracker.rewind(done)
     for step in range(done + 1, 5 - done // 2):
         tracker.track(step, {"loss": float(step - 10 * done)})
     tracker.close()
     options = {"capture_terminal_logs": False, "system_tracking_interval": None}
-    run = load_aim().Run(recall_run(folder, "aim"), repo=address, **options)
+    run = import_aim().Run(recall_run_id(folder, "aim"), repo=address, **options)
     [series] = run.metrics()
     tracked = sorted(series.values.values_list()), run["hparams"]
     run.close()

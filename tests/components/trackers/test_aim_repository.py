@@ -6,11 +6,11 @@ import pytest
 
 from drawloom.components.trackers.aim_repository import (
     AimLocation,
-    find_run,
-    free_run,
-    has_run,
+    find_run_hash,
+    has_run_with_hash,
     open_repository,
-    refuse_link,
+    prepare_run_for_writing,
+    refuse_linked_repository,
 )
 from drawloom.graph import UserError
 
@@ -76,13 +76,17 @@ def test_a_shared_repository_may_be_created_by_another_run_meanwhile(
 
 def test_a_freed_run_appears_in_its_folder(tmp_path: Path) -> None:
     """There is no run before; afterwards the run is there, without its stale lock."""
-    assert (find_run(tmp_path), has_run(tmp_path, "abc")) == ("", False)
+    assert (find_run_hash(tmp_path), has_run_with_hash(tmp_path, "abc")) == ("", False)
     locks = tmp_path / ".aim" / "locks"
     locks.mkdir(parents=True)
     (locks / "abc.softlock").write_text("1-2-3")
     for _ in range(2):
-        free_run(tmp_path, "abc")
-        assert (find_run(tmp_path), has_run(tmp_path, "abc"), has_run(tmp_path, "ab")) == ("abc", True, False)
+        prepare_run_for_writing(tmp_path, "abc")
+        assert (find_run_hash(tmp_path), has_run_with_hash(tmp_path, "abc"), has_run_with_hash(tmp_path, "ab")) == (
+            "abc",
+            True,
+            False,
+        )
     assert not list(locks.iterdir())
 
 
@@ -92,8 +96,8 @@ def test_a_repository_elsewhere_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / ".aim").symlink_to(tmp_path / "other")
         with pytest.raises(UserError, match="symbolic link"):
-            refuse_link(tmp_path / name)
+            refuse_linked_repository(tmp_path / name)
         (tmp_path / "other").mkdir(exist_ok=True)
-    refuse_link(tmp_path)
+    refuse_linked_repository(tmp_path)
     (tmp_path / ".aim").mkdir()
-    refuse_link(tmp_path)
+    refuse_linked_repository(tmp_path)

@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from drawloom.components.trackers.aim_repository import AimLocation, AimRun
-from drawloom.components.trackers.remembered_run import recall_run
+from drawloom.components.trackers.remembered_run import recall_run_id
 
 
 @attrs.define
@@ -66,7 +66,7 @@ def test_a_run_is_opened_once_and_closed(folder: Path) -> None:
     """The first step opens it, with the properties and nothing else of the environment."""
     aim = Aim()
     run = run_of(aim, folder)
-    run.prepare()
+    run.open_or_create_repository()
     run.track("abc", 1, {"loss": 2.0, "lr": 1.0}, {})
     run.track("abc", 2, {"loss": 1.0}, {})
     run.close()
@@ -82,7 +82,7 @@ def test_system_metrics_and_experiment_are_passed_on(folder: Path) -> None:
     """Aim measures at the requested interval."""
     aim = Aim()
     run = AimRun(aim, AimLocation(str(folder)), "name", "looms", 30.0)
-    run.prepare()
+    run.open_or_create_repository()
     run.rewind("abc", 0)
     assert (aim.options["system_tracking_interval"], aim.options["experiment"]) == (30.0, "looms")
 
@@ -92,17 +92,17 @@ def test_a_run_on_a_server_is_made_by_aim_and_remembered(tmp_path: Path) -> None
     for opened in ("None", "made by aim"):
         aim = Aim()
         run = AimRun(aim, AimLocation("aim://host:1", shared_by=tmp_path), "name")
-        run.prepare()
+        run.open_or_create_repository()
         run.track("", 1, {"loss": 1.0}, {"phase": "train"})
         assert aim.asked == ["repository", f"run {opened}", "loss 1.0 at 1"]
-        assert recall_run(tmp_path, "aim") == "made by aim"
+        assert recall_run_id(tmp_path, "aim") == "made by aim"
 
 
 def test_rewinding_a_new_run_only_opens_it(folder: Path) -> None:
     """No values are deleted."""
     aim = Aim()
     run = run_of(aim, folder)
-    run.prepare()
+    run.open_or_create_repository()
     run.rewind("abc", 0)
     assert aim.asked == ["repository", "run abc", "hparams is {'seed': 3}"]
 
@@ -113,7 +113,7 @@ def test_a_run_that_cannot_be_opened_is_tried_once(folder: Path, refused: str) -
     aim = Aim(refuses=refused)
     run = run_of(aim, folder)
     with pytest.raises(OSError, match="no"):
-        run.prepare()
+        run.open_or_create_repository()
         run.track("abc", 1, {"loss": 1.0}, {})
     assert not run.usable
     asked = list(aim.asked)
@@ -126,7 +126,7 @@ def test_a_failed_step_leaves_the_run_usable(folder: Path) -> None:
     """The next step is written."""
     aim = Aim(refuses="loss 1.0")
     run = run_of(aim, folder)
-    run.prepare()
+    run.open_or_create_repository()
     with pytest.raises(OSError, match="no"):
         run.track("abc", 1, {"loss": 1.0}, {})
     run.track("abc", 2, {"loss": 2.0}, {})

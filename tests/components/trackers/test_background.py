@@ -23,9 +23,9 @@ def _append(to: list[int], number: int) -> Callable[[], None]:
 def test_tasks_run_in_order_and_the_last_one_last() -> None:
     """Closing waits for queued tasks, and then for the last one."""
     done: list[int] = []
-    background = Background("test", 100, failed=lambda _: None, last=_append(done, -1))
-    assert all(background.put(_append(done, number)) for number in range(50))
-    assert background.close(10)
+    background = Background("test", 100, on_error=lambda _: None, final_task=_append(done, -1))
+    assert all(background.try_to_queue(_append(done, number)) for number in range(50))
+    assert background.finish_tasks(10)
     assert done == [*range(50), -1]
 
 
@@ -38,12 +38,12 @@ def test_a_full_queue_refuses_a_task_at_once() -> None:
         begun.set()
         gate.wait(10)
 
-    background = Background("test", 2, failed=lambda _: None, last=_nothing)
-    background.put(first)
+    background = Background("test", 2, on_error=lambda _: None, final_task=_nothing)
+    background.try_to_queue(first)
     begun.wait(10)
-    assert [background.put(_append(done, number)) for number in range(3)] == [True, True, False]
+    assert [background.try_to_queue(_append(done, number)) for number in range(3)] == [True, True, False]
     gate.set()
-    assert background.close(10)
+    assert background.finish_tasks(10)
     assert done == [0, 1]
 
 
@@ -51,10 +51,10 @@ def test_a_task_that_raises_does_not_stop_the_others() -> None:
     """Its error is reported, and the next task and the last one run."""
     errors: list[Exception] = []
     done: list[int] = []
-    background = Background("test", 10, failed=errors.append, last=_append(done, -1))
-    background.put(lambda: done.append(1 // 0))
-    background.put(_append(done, 2))
-    assert background.close(10)
+    background = Background("test", 10, on_error=errors.append, final_task=_append(done, -1))
+    background.try_to_queue(lambda: done.append(1 // 0))
+    background.try_to_queue(_append(done, 2))
+    assert background.finish_tasks(10)
     assert [type(error) for error in errors] == [ZeroDivisionError]
     assert done == [2, -1]
 
@@ -69,13 +69,13 @@ def test_closing_has_a_timeout() -> None:
             begun.set()
             gate.wait(10)
 
-        background = Background("test", 2, failed=lambda _: None, last=_nothing)
-        background.put(hang)
+        background = Background("test", 2, on_error=lambda _: None, final_task=_nothing)
+        background.try_to_queue(hang)
         begun.wait(10)
         for _ in range(waiting):
-            background.put(_nothing)
+            background.try_to_queue(_nothing)
         start = time.monotonic()
-        assert not background.close(0.05)
+        assert not background.finish_tasks(0.05)
         assert time.monotonic() - start < 5
     gate.set()
 
@@ -84,14 +84,14 @@ def test_waiting_for_a_task_has_a_timeout() -> None:
     """A task runs after earlier ones; a raising one is done; a hanging one is awaited up to the timeout."""
     gate = threading.Event()
     done: list[int] = []
-    background = Background("test", 10, failed=lambda _: None, last=_nothing)
-    background.put(_append(done, 1))
-    assert background.run(_append(done, 2), 10)
+    background = Background("test", 10, on_error=lambda _: None, final_task=_nothing)
+    background.try_to_queue(_append(done, 1))
+    assert background.run_and_wait(_append(done, 2), 10)
     assert done == [1, 2]
-    assert background.run(lambda: done.append(1 // 0), 10)
-    assert not background.run(lambda: done.append(gate.wait(10)), 0.05)
+    assert background.run_and_wait(lambda: done.append(1 // 0), 10)
+    assert not background.run_and_wait(lambda: done.append(gate.wait(10)), 0.05)
     gate.set()
-    assert background.close(10)
+    assert background.finish_tasks(10)
 
 
 def test_one_warning_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,18 +111,18 @@ class Notes(TrackerInBackground):
     act: Any = None
     noted: list[Any] = attrs.field(factory=list)
 
-    def _prepare(self) -> None:
+    def _load_package_and_check_folder(self) -> None:
         self.noted.append("prepared")
 
-    def _begin(self, step: int) -> None:
+    def _begin_writing_after(self, step: int) -> None:
         self.noted.append(f"after {step}")
 
-    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
         if self.act:
             self.act()
         self.noted.append((step, dict(numbers)))
 
-    def _end(self) -> None:
+    def _finish_writing(self) -> None:
         self.noted.append("end")
 
 

@@ -103,7 +103,7 @@ def test_a_removed_table_is_written_anew(make: Any, tmp_path: Path, caplog: pyte
     tracker = make()
     tracker.rewind(0)
     tracker.track(1, {"loss": 1.0})
-    assert tracker._background.run(lambda: (tmp_path / "metrics.csv").unlink(), 60)
+    assert tracker._background.run_and_wait(lambda: (tmp_path / "metrics.csv").unlink(), 60)
     tracker.track(2, {"loss": 2.0})
     tracker.close()
     assert [(row["step"], row["loss"]) for row in table(tmp_path)] == [("1", "1.0"), ("2", "2.0")]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.ports.run import KnownSteps
-from drawloom.components.storage.step_log import StepLog, encode_line, read_steps
+from drawloom.components.storage.step_log import StepLog, encode_row, read_steps
 from drawloom.components.trackers.jsonl import JsonlTracker
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
@@ -44,7 +44,7 @@ def _text(path: Path) -> str:
 
 def _lines(*rows: dict[str, Any]) -> str:
     """Return rows as they are written."""
-    return b"".join(map(encode_line, rows)).decode()
+    return b"".join(map(encode_row, rows)).decode()
 
 
 def test_a_line_has_the_exact_bytes_and_is_written_at_once(tracker: JsonlTracker, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.mlflow import MlflowTracker, load_mlflow
+from drawloom.components.trackers.mlflow import MlflowTracker, import_mlflow
 from drawloom.graph import UserError
 
 
@@ -24,7 +24,7 @@ def open_tracker(folder: Path, mesh: Any, job: Any, properties: dict[str, Any]) 
     """Return a tracker as in a run's process."""
     tracker = MlflowTracker(folder=Folder(folder), mesh=mesh, job=job, timeout=120)
     tracker.open()
-    tracker.describe(properties)
+    tracker.store_properties(properties)
     return tracker
 
 
@@ -43,7 +43,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any
     second.rewind(2)
     second.track(3, {"loss": 3.0})
     second.close()
-    client = load_mlflow().MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = import_mlflow().MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("drawloom")
     [run] = client.search_runs([experiment.experiment_id])
     history = {name: client.get_metric_history(run.info.run_id, name) for name in ("loss", "norms/a_b")}
@@ -60,4 +60,4 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[mlflow\]'"):
-        load_mlflow()
+        import_mlflow()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.tensorboard import TensorBoardTracker, load_writer
+from drawloom.components.trackers.tensorboard import TensorBoardTracker, import_summary_writer
 from drawloom.graph import UserError
 from support.folders import Folder
 
@@ -61,7 +61,7 @@ def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
     from tensorboard.plugins.hparams import metadata
 
     tracker = make()
-    tracker.describe({"optimizer": {"lr": 0.5, "betas": [0.9, 0.95]}, "run": {"name": "one"}})
+    tracker.store_properties({"optimizer": {"lr": 0.5, "betas": [0.9, 0.95]}, "run": {"name": "one"}})
     tracker.rewind(0)
     tracker.track_distributions(4, {"weights/a.b": Histogram(-1.0, 3.0, (2.0, 0.0, 5.0, 1.0))})
     tracker.close()
@@ -98,7 +98,7 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tensorboard\]'"):
-        load_writer()
+        import_summary_writer()
 
 
 def test_a_folder_elsewhere_is_refused(make: Any, tmp_path: Path) -> None:

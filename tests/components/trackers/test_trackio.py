@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.trackio import TrackioTracker, load_trackio
+from drawloom.components.trackers.trackio import TrackioTracker, import_trackio
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import SingleRankMesh
@@ -25,7 +25,7 @@ def track_and_resume(folder: Path) -> tuple[list[dict[str, Any]], Any]:
         job = fake(RunInfo, name="one", seed=0, path=folder)
         tracker = TrackioTracker(mesh=SingleRankMesh(), job=job, timeout=60)
         tracker.open()
-        tracker.describe({"run": {"name": "test"}})
+        tracker.store_properties({"run": {"name": "test"}})
         tracker.rewind(done)
         for step, loss in enumerate(losses, done + 1):
             tracker.track(step, {"loss": loss})
@@ -53,4 +53,4 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[trackio\]'"):
-        load_trackio()
+        import_trackio()

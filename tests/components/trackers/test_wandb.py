@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.wandb import WandbTracker, load_wandb
+from drawloom.components.trackers.wandb import WandbTracker, import_wandb
 from drawloom.graph import UserError
 from support.folders import Folder
 
@@ -24,7 +24,7 @@ def open_tracker(folder: Path, mesh: Any, job: Any) -> WandbTracker:
     """Return a tracker as in a run's process."""
     tracker = WandbTracker(folder=Folder(folder), mesh=mesh, job=job, mode="offline", timeout=60)
     tracker.open()
-    tracker.describe(PROPERTIES)
+    tracker.store_properties(PROPERTIES)
     return tracker
 
 
@@ -90,4 +90,4 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[wandb\]'"):
-        load_wandb()
+        import_wandb()

@@ -7,11 +7,11 @@ from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import (
     adapter_names,
-    build_adapted_model,
+    build_meta_model_with_adapters,
     fill_adapters,
-    inject,
+    inject_adapters,
+    make_merge_mapper,
     measure_merge_loss,
-    merge_mapper,
 )
 from support.adapted import fill_from_seed, lora
 from support.qwen3 import dense, whole
@@ -20,7 +20,7 @@ from support.qwen3 import dense, whole
 def test_without_adapters_nothing_is_frozen() -> None:
     """A model is trained whole if no adapter is named."""
     module = whole(dense())
-    assert inject([], module) == set() and all(parameter.requires_grad for parameter in module.parameters())
+    assert inject_adapters([], module) == set() and all(parameter.requires_grad for parameter in module.parameters())
     assert adapter_names(module) == set()
 
 
@@ -28,7 +28,7 @@ def test_initial_values_follow_from_seed_and_name() -> None:
     """The same seed gives the same factors, also when other layers are adapted beside; another seed gives others."""
 
     def factor(seed: int, *targets: str) -> torch.Tensor:
-        module = build_adapted_model(dense(), [lora(*targets)]).to_empty(device="cpu")
+        module = build_meta_model_with_adapters(dense(), [lora(*targets)]).to_empty(device="cpu")
         fill_adapters(module, torch.device("cpu"), fill_from_seed(seed))
         return dict(module.named_parameters())["model.layers.1.self_attn.q_proj.lora_A"].detach()
 
@@ -38,10 +38,10 @@ def test_initial_values_follow_from_seed_and_name() -> None:
 
 def test_merging_keeps_the_names_of_all_but_the_adapters() -> None:
     """Merged weights have the frozen weights' names; a tied head becomes a separate weight."""
-    module = build_adapted_model(dense(tie_word_embeddings=True), [lora("embed_tokens", "q_proj")])
-    mapper = merge_mapper(module, tied=True)
+    module = build_meta_model_with_adapters(dense(tie_word_embeddings=True), [lora("embed_tokens", "q_proj")])
+    mapper = make_merge_mapper(module, tied=True)
     assert set(mapper.inputs) - set(mapper.outputs) == adapter_names(module)
-    assert "lm_head.weight" in mapper.outputs and "lm_head.weight" not in merge_mapper(module, tied=False).outputs
+    assert "lm_head.weight" in mapper.outputs and "lm_head.weight" not in make_merge_mapper(module, tied=False).outputs
 
 
 def test_the_error_of_merging_is_the_rounded_off_change() -> None:

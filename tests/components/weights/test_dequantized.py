@@ -15,7 +15,7 @@ from drawloom.components.ports.model import LinearLayer
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.weights.dequantized import Dequantized
-from drawloom.components.weights.load import load, load_folder
+from drawloom.components.weights.load import fill_module, fill_module_from_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, rename, transpose, unstack
 from drawloom.graph import UserError
@@ -84,10 +84,10 @@ def test_nf4_of_bitsandbytes_is_read_and_kept(nested: bool, tmp_path: Path) -> N
     expected = nf4_values("a.weight", tensors, *shape)
     for weight_format in (None, NF4):
         module = Frozen(shape, weight_format)
-        load_folder(tmp_path, module, rename({"a.weight": "a.weight"}))
+        fill_module_from_folder(tmp_path, module, rename({"a.weight": "a.weight"}))
         values = module.weight if weight_format is None else NF4.dequantize(module.weight)
         assert torch.equal(values, expected)
-    codes, _ = NF4.split(module.weight.detach())
+    codes, _ = NF4.unpack_storage(module.weight.detach())
     assert torch.equal(codes.flatten(), tensors["a.weight"].flatten())
 
 
@@ -110,7 +110,7 @@ def test_another_table_of_values_is_refused() -> None:
     """A folder with another NF4 table than bitsandbytes' is an error."""
     tensors = nf4_tensors("a.weight", 8, 128, nested=False)
     tensors["a.weight.quant_map"] = tensors["a.weight.quant_map"].flip(0)
-    with pytest.raises(UserError, match=r"a\.weight\.quant_map has other values than NF4"):
+    with pytest.raises(UserError, match=r"a\.weight\.quant_map is not the NF4 table"):
         Dequantized(InMemory(tensors)).tensor("a.weight")
 
 
@@ -143,10 +143,12 @@ def test_float8_tiles_are_read_and_kept_by_experts_and_slices() -> None:
         [torch.cat([float8_values(names[expert, half], tensors) for half in ("gate", "up")]) for expert in range(2)]
     )
     module = Frozen((2, 400, 256), FLOAT8)
-    load(InMemory(tensors), module, mapper)
+    fill_module(InMemory(tensors), module, mapper)
     assert torch.equal(FLOAT8.dequantize(module.weight.detach()), expected)
     part = Frozen((1, 400, 256), FLOAT8)
-    load(InMemory(tensors), part, mapper, places={"a.weight": TensorSlice((2, 400, 132), (1, 0, 0), (1, 400, 132))})
+    fill_module(
+        InMemory(tensors), part, mapper, places={"a.weight": TensorSlice((2, 400, 132), (1, 0, 0), (1, 400, 132))}
+    )
     assert torch.equal(part.weight, module.weight[1:])
 
 
@@ -166,8 +168,8 @@ def test_mxfp4_is_kept_through_a_transpose() -> None:
     )
     tensors = {"a.weight_blocks": blocks, "a.weight_scales": scales}
     module = Frozen((experts, outputs, inputs), MXFP4)
-    load(InMemory(tensors), module, transpose("a.weight", 1, 2))
-    codes, kept_scales = MXFP4.split(module.weight.detach())
+    fill_module(InMemory(tensors), module, transpose("a.weight", 1, 2))
+    codes, kept_scales = MXFP4.unpack_storage(module.weight.detach())
     assert torch.equal(codes, blocks)
     assert torch.equal(kept_scales, torch.exp2(scales.float() - 127).bfloat16())
 
@@ -178,5 +180,5 @@ def test_conversions_inside_of_rows_quantize_again(name: str) -> None:
     tensors = float8_tensors("a.weight", 256, 128, 0)
     values = float8_values("a.weight", tensors)
     module = Frozen((128, 256), FORMATS[name])
-    load(InMemory(tensors), module, transpose("a.weight", 0, 1))
+    fill_module(InMemory(tensors), module, transpose("a.weight", 0, 1))
     assert torch.equal(module.weight.view(torch.int16), FORMATS[name].quantize(values.t()).view(torch.int16))

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.weights.load import load, load_folder
+from drawloom.components.weights.load import fill_module, fill_module_from_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, rename, stack, transpose, unstack
 from drawloom.graph import UserError
@@ -41,7 +41,7 @@ def test_fills_in_place(tmp_path: Path) -> None:
     module = module_of(a=torch.zeros(2, 2), b=torch.zeros(3, dtype=torch.float64))
     places = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
     a = torch.randn(2, 2).bfloat16()
-    load_folder(folder_of(tmp_path, a=a, b=torch.arange(3.0)), module, MAPPER)
+    fill_module_from_folder(folder_of(tmp_path, a=a, b=torch.arange(3.0)), module, MAPPER)
     assert torch.equal(module.a, a.float())
     assert torch.equal(module.b, torch.arange(3, dtype=torch.float64))
     assert places == {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
@@ -52,7 +52,7 @@ def test_makes_meta_parameters_real(tmp_path: Path) -> None:
     module = module_of(a=meta(2, 2, dtype=torch.bfloat16), b=meta(3))
     module.b.requires_grad_(False)
     a = torch.randn(2, 2)
-    load_folder(folder_of(tmp_path, a=a, b=torch.arange(3.0)), module, MAPPER)
+    fill_module_from_folder(folder_of(tmp_path, a=a, b=torch.arange(3.0)), module, MAPPER)
     assert torch.equal(module.a, a.bfloat16())
     assert torch.equal(module.b, torch.arange(3.0))
     assert [parameter.requires_grad for parameter in module.parameters()] == [True, False]
@@ -63,7 +63,7 @@ def test_tied_meta_parameters_stay_tied(tmp_path: Path) -> None:
     module: Any = nn.Module()
     module.one, module.other = nn.Linear(2, 2, bias=False, device="meta"), nn.Linear(2, 2, bias=False, device="meta")
     module.other.weight = module.one.weight
-    load_folder(folder_of(tmp_path, w=torch.ones(2, 2)), module, rename({"model.w": "one.weight"}))
+    fill_module_from_folder(folder_of(tmp_path, w=torch.ones(2, 2)), module, rename({"model.w": "one.weight"}))
     assert module.other.weight is module.one.weight
     assert torch.equal(module.other.weight, torch.ones(2, 2))
 
@@ -72,7 +72,7 @@ def test_meta_parameters_do_not_keep_the_whole_tensor() -> None:
     """A parameter made from a tensor's part has memory for its own size, laid out row by row."""
     module = module_of(a=meta(2, 3), b=meta(2, 3), c=meta(4, 5))
     mapper = parallel(chunk("ab", ["a", "b"]), transpose("c", 0, 1))
-    load(InMemory({"ab": torch.arange(12.0).view(4, 3), "c": torch.arange(20.0).view(5, 4)}), module, mapper)
+    fill_module(InMemory({"ab": torch.arange(12.0).view(4, 3), "c": torch.arange(20.0).view(5, 4)}), module, mapper)
     for parameter in module.parameters():
         assert parameter.is_contiguous()
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
@@ -84,7 +84,7 @@ def test_loading_copies_the_source() -> None:
     """Training changes the module, but no source tensor."""
     tensors = {"a": torch.ones(2, 2)}
     module = module_of(a=meta(2, 2))
-    load(InMemory(tensors), module, identity("a"))
+    fill_module(InMemory(tensors), module, identity("a"))
     with torch.no_grad():
         module.a.add_(1)
     assert torch.equal(tensors["a"], torch.ones(2, 2))
@@ -93,10 +93,10 @@ def test_loading_copies_the_source() -> None:
 def test_a_part_of_a_model_is_filled(tmp_path: Path) -> None:
     """A stage reads its own tensors from a folder with the whole model, also one tensor from a group."""
     module = module_of(b=torch.zeros(3))
-    load_folder(folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3)), module, MAPPER)
+    fill_module_from_folder(folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3)), module, MAPPER)
     assert torch.equal(module.b, torch.ones(3))
     module = module_of(b=torch.zeros(3))
-    load(InMemory({"ab": torch.arange(6.0).view(2, 3)}), module, unstack("ab", ["a", "b"]))
+    fill_module(InMemory({"ab": torch.arange(6.0).view(2, 3)}), module, unstack("ab", ["a", "b"]))
     assert torch.equal(module.b, torch.tensor([3.0, 4.0, 5.0]))
 
 
@@ -106,7 +106,7 @@ def test_all_mismatches_of_a_folder_are_reported_at_once(tmp_path: Path) -> None
     module = module_of(a=torch.zeros(2, 2), b=torch.zeros(3), adapter=torch.zeros(1))
     folder = folder_of(tmp_path, a=torch.ones(2, 3), b=torch.ones(3), x=torch.ones(1), y=torch.ones(1))
     with pytest.raises(UserError) as caught:
-        load_folder(folder, module, mapper)
+        fill_module_from_folder(folder, module, mapper)
     for part in (
         "parameters without a tensor in the folder: adapter",
         "missing model.c, model.d",
@@ -121,7 +121,7 @@ def test_a_group_that_cannot_be_converted_is_reported(tmp_path: Path) -> None:
     """Tensors that do not fit together are named before anything is read."""
     folder = folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3))
     with pytest.raises(UserError, match=r"ab can't be made of model\.a, model\.b: stack expects each tensor"):
-        load_folder(folder, module_of(ab=torch.zeros(2, 2)), stack(["model.a", "model.b"], "ab"))
+        fill_module_from_folder(folder, module_of(ab=torch.zeros(2, 2)), stack(["model.a", "model.b"], "ab"))
 
 
 def test_a_tied_copy_is_fine(tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_a_tied_copy_is_fine(tmp_path: Path) -> None:
         folder = folder_of(tmp_path, a=embedding, b=torch.ones(4, 2), head=head)
         module = module_of(a=torch.zeros(4, 2), b=torch.zeros(4, 2))
         if fits:
-            load_folder(folder, module, MAPPER)
+            fill_module_from_folder(folder, module, MAPPER)
             assert torch.equal(module.a, embedding)
         else:
             with pytest.raises(UserError, match=r"unexpected model\.head"):
-                load_folder(folder, module, MAPPER)
+                fill_module_from_folder(folder, module, MAPPER)
 
 
 def test_experts_of_a_folder_are_stacked_and_transposed(tmp_path: Path) -> None:
@@ -144,5 +144,5 @@ def test_experts_of_a_folder_are_stacked_and_transposed(tmp_path: Path) -> None:
     names = [f"experts.{number}.up.weight" for number in range(4)]
     save_file(dict(zip(names, experts, strict=True)), tmp_path / "model.safetensors")
     module = module_of(up=meta(4, 2, 3))
-    load_folder(tmp_path, module, sequential(stack(names, "up"), transpose("up", 1, 2)))
+    fill_module_from_folder(tmp_path, module, sequential(stack(names, "up"), transpose("up", 1, 2)))
     assert torch.equal(module.up, torch.stack([expert.T for expert in experts]))

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drawloom.components.storage.tensor_source import InMemory, TensorSpec
-from drawloom.components.weights.load import convert, group_specs, stream
+from drawloom.components.weights.load import compute_group_output_specs, convert_tensors, stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, stack, transpose, unstack
 
@@ -37,21 +37,21 @@ def test_groups_come_one_by_one() -> None:
     log: list[str] = []
     mapper = parallel(stack(["c", "a"], "ca"), unstack("d", ["e", "f"]), identity("b"))
     source = Watched(InMemory({name: torch.ones(2) for name in "abcd"}), log)
-    for name, _ in stream(source, mapper):
+    for name, _ in stream_converted_tensors(source, mapper):
         log.append(f"gave {name}")
     assert log == ["read c", "read a", "gave ca", "read d", "gave e", "gave f", "read b", "gave b"]
 
 
 def test_tensors_that_the_mapper_does_not_take_are_left_out() -> None:
     """Tensors unknown to a mapper do not come out; a needed one must be there."""
-    assert convert(identity("a"), {"a": torch.ones(1), "b": torch.ones(1)}).keys() == {"a"}
+    assert convert_tensors(identity("a"), {"a": torch.ones(1), "b": torch.ones(1)}).keys() == {"a"}
     with pytest.raises(KeyError, match="a"):
-        convert(identity("a"), {"b": torch.ones(1)})
+        convert_tensors(identity("a"), {"b": torch.ones(1)})
 
 
 def test_nothing_needs_gradients() -> None:
     """Parameters are converted without a graph behind the results."""
-    made = convert(stack(["a", "b"], "c"), {name: torch.ones(2, requires_grad=True) for name in "ab"})
+    made = convert_tensors(stack(["a", "b"], "c"), {name: torch.ones(2, requires_grad=True) for name in "ab"})
     assert not made["c"].requires_grad
 
 
@@ -60,21 +60,23 @@ def test_specs_are_known_before_reading() -> None:
     kinds = {"qkv": TensorSpec((8, 4), torch.bfloat16)}
     mapper = sequential(chunk("qkv", ["q", "k", "v"], 0, [4, 2, 2]), transpose("k", 0, 1))
     expected = {"q": (4, 4), "k": (4, 2), "v": (2, 4)}
-    assert group_specs(mapper.groups[0], kinds) == {n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()}
+    assert compute_group_output_specs(mapper.groups[0], kinds) == {
+        n: TensorSpec(s, torch.bfloat16) for n, s in expected.items()
+    }
 
 
 def test_specs_that_do_not_fit_a_group_are_reported() -> None:
     """An impossible conversion is reported without reading, with the names on both sides."""
     kinds = {"a": TensorSpec((3,), torch.float32)}
     with pytest.raises(ValueError, match="b, c can't be made of a: dimension 0 has size 3"):
-        group_specs(chunk("a", ["b", "c"]).groups[0], kinds)
+        compute_group_output_specs(chunk("a", ["b", "c"]).groups[0], kinds)
 
 
 MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from drawloom.components.weights.load import stream
+from drawloom.components.weights.load import stream_converted_tensors
 from drawloom.components.weights.mapper_ops import stack, identity
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -90,7 +92,7 @@ source = open_safetensors_folder(Path(sys.argv[1]))
 torch.stack([source.tensor("t0")[:9]] * 2).numel()  # brings in the code
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
 before = status("VmRSS")
-total = sum(tensor.numel() for _, tensor in stream(source, mapper))
+total = sum(tensor.numel() for _, tensor in stream_converted_tensors(source, mapper))
 print(total, status("VmHWM") - before)
 """
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import convert
-from drawloom.components.weights.mapper import add_prefix, parallel, select_outputs, sequential, shard
+from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.mapper import add_prefix, parallel, select_outputs, select_worker_groups, sequential
 from drawloom.components.weights.mapper_ops import (
     chunk,
     concatenate,
@@ -31,7 +31,7 @@ def in_turn(mappers: list[Mapper], tensors: dict[str, Tensor]) -> dict[str, Tens
     """Apply the mappers in turn to all tensors, as the oracle; unused tensors stay."""
     for mapper in mappers:
         rest = {name: tensor for name, tensor in tensors.items() if name not in mapper.inputs}
-        tensors = rest | convert(mapper, tensors)
+        tensors = rest | convert_tensors(mapper, tensors)
     return tensors
 
 
@@ -64,11 +64,11 @@ def test_sequential_is_one_after_another(seed: int, count: int) -> None:
         mappers.append(mapper)
     chain = sequential(*mappers)
     expected = in_turn(mappers, tensors)
-    given = convert(chain, tensors)
+    given = convert_tensors(chain, tensors)
     untouched = tensors.keys() - set(chain.inputs)
     assert given.keys() == expected.keys() - untouched
     assert all(torch.equal(given[name], expected[name]) for name in given)
-    back = convert(chain.inverse(), given)
+    back = convert_tensors(chain.inverse(), given)
     assert back.keys() == tensors.keys() - untouched
     assert all(torch.equal(back[name], tensors[name]) for name in back)
 
@@ -84,9 +84,9 @@ def test_groups_of_a_chain_are_independent(seed: int) -> None:
         mapper, names = some_stage(draw, names, number)
         mappers.append(mapper)
     chain = sequential(*mappers)
-    expected = convert(chain, tensors)
+    expected = convert_tensors(chain, tensors)
     for group in draw.sample(chain.groups, len(chain.groups)):
-        alone = convert(Mapper((group,)), {name: tensors[name] for name in group.inputs})
+        alone = convert_tensors(Mapper((group,)), {name: tensors[name] for name in group.inputs})
         assert all(torch.equal(alone[name], expected[name]) for name in group.outputs)
     assert sorted(chain.inputs) == sorted(set(chain.inputs))
 
@@ -109,7 +109,7 @@ def test_groups_that_touch_are_one() -> None:
 
 def test_a_member_may_pass_its_names_around() -> None:
     """Names swapped in one member do not get in one another's way."""
-    swapped = convert(
+    swapped = convert_tensors(
         sequential(rename({"a": "b", "b": "a"}), identity("a")), {"a": torch.zeros(1), "b": torch.ones(1)}
     )
     assert {name: tensor.item() for name, tensor in swapped.items()} == {"b": 0, "a": 1}
@@ -149,7 +149,7 @@ def test_collisions_in_a_chain_are_refused(first: Mapper, second: Mapper) -> Non
 def test_shards_are_the_whole(count: int, groups: int) -> None:
     """Over all workers every group comes once, and shares differ by one group at most."""
     mapper = identity(*(f"n{number}" for number in range(groups)))
-    shares = [shard(mapper, count, index) for index in range(count)]
+    shares = [select_worker_groups(mapper, count, index) for index in range(count)]
     assert sorted(name for share in shares for name in share.inputs) == sorted(mapper.inputs)
     sizes = [len(share.groups) for share in shares]
     assert max(sizes) - min(sizes) <= 1
@@ -189,28 +189,29 @@ def test_both_layouts_of_experts_are_converted() -> None:
     """Experts one by one and fused become the same parameters, from which both layouts come back bit by bit."""
     one_by_one, fused = qwen_like_experts(layers=2, experts=3)
     theirs = {name: torch.randn(5, 4) if "down" not in name else torch.randn(4, 5) for name in one_by_one.inputs}
-    ours = convert(one_by_one, theirs)
+    ours = convert_tensors(one_by_one, theirs)
     assert {name: tuple(tensor.shape) for name, tensor in ours.items() if "layers.1" in name} == {
         "layers.1.experts.gate": (3, 4, 5),
         "layers.1.experts.up": (3, 4, 5),
         "layers.1.experts.down": (3, 5, 4),
     }
     assert torch.equal(ours["layers.1.experts.up"][2], theirs["model.layers.1.mlp.experts.2.up_proj.weight"].T)
-    again = convert(one_by_one.inverse(), ours)
+    again = convert_tensors(one_by_one.inverse(), ours)
     assert all(torch.equal(again[name], theirs[name]) for name in theirs)
-    joined = convert(fused.inverse(), ours)
+    joined = convert_tensors(fused.inverse(), ours)
     assert joined["model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 10, 4)
-    ours_again = convert(fused, joined)
+    ours_again = convert_tensors(fused, joined)
     assert all(torch.equal(ours_again[name], ours[name]) for name in ours)
 
 
 ORDER = """
-from drawloom.components.weights.mapper import parallel, sequential, shard
+from drawloom.components.weights.mapper import parallel, select_worker_groups, sequential
 from drawloom.components.weights.mapper_ops import *
 names = [f"layers.{n}.{kind}" for n in range(20) for kind in ("q", "k", "v")]
 renamed = rename_by_pattern(names, r"layers\\\\.(\\\\d+)\\\\.(.)", r"m.\\\\1.\\\\2")
 joined = parallel(*(stack([f"m.{n}.{kind}" for kind in "qkv"], f"m.{n}") for n in range(0, 20, 2)))
-print([(g.inputs, g.outputs) for m in (sequential(renamed, joined), shard(renamed, 3, 1)) for g in m.groups])
+mappers = sequential(renamed, joined), select_worker_groups(renamed, 3, 1)
+print([(g.inputs, g.outputs) for mapper in mappers for g in mapper.groups])
 """
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper, TensorGroup
-from drawloom.components.weights.load import convert
+from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import (
     chunk,
@@ -66,10 +66,10 @@ def test_a_mapper_and_its_inverse_give_the_tensors_back(
     mapper: Mapper, tensors: dict[str, Tensor], expected: dict[str, Tensor]
 ) -> None:
     """An elementary mapper converts as named, and its inverse restores the input bit by bit."""
-    given = convert(mapper, tensors)
+    given = convert_tensors(mapper, tensors)
     assert given.keys() == expected.keys()
     assert all(torch.equal(given[name], expected[name]) for name in expected)
-    back = convert(mapper.inverse(), given)
+    back = convert_tensors(mapper.inverse(), given)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
@@ -112,7 +112,7 @@ MISFITS: dict[str, tuple[Mapper, dict[str, Tensor], str]] = {
 def test_sizes_that_cannot_be_undone_are_refused(mapper: Mapper, tensors: dict[str, Tensor], message: str) -> None:
     """A tensor of the wrong size for a leaf is refused, also where torch would accept it."""
     with pytest.raises(ValueError, match=message):
-        convert(mapper, tensors)
+        convert_tensors(mapper, tensors)
 
 
 @pytest.mark.parametrize("names", [[], ["a", "a"]])
@@ -139,19 +139,19 @@ def test_a_tensor_chunked_and_concatenated_is_unchanged(dim: int, count: int, da
     whole = torch.randn(shape)
     names = [f"part{number}" for number in range(count)]
     cut = chunk("whole", names, dim, sizes)
-    parts = convert(cut, {"whole": whole})
+    parts = convert_tensors(cut, {"whole": whole})
     assert [parts[name].size(dim) for name in names] == sizes
-    assert torch.equal(convert(cut.inverse(), parts)["whole"], whole)
+    assert torch.equal(convert_tensors(cut.inverse(), parts)["whole"], whole)
     shape[dim] = count
     whole = torch.randn(shape)
     apart = unstack("whole", names, dim)
-    assert torch.equal(convert(apart.inverse(), convert(apart, {"whole": whole}))["whole"], whole)
+    assert torch.equal(convert_tensors(apart.inverse(), convert_tensors(apart, {"whole": whole}))["whole"], whole)
 
 
 def test_to_dtype_casts_floating_point_tensors_alone() -> None:
     """Whole numbers keep their dtype."""
     given = {"a": torch.rand(3), "b": torch.arange(3)}
-    converted = convert(parallel(to_dtype("a", torch.bfloat16), to_dtype("b", torch.bfloat16)), given)
+    converted = convert_tensors(parallel(to_dtype("a", torch.bfloat16), to_dtype("b", torch.bfloat16)), given)
     assert torch.equal(converted["a"], given["a"].bfloat16()) and torch.equal(converted["b"], given["b"])
 
 
@@ -159,9 +159,9 @@ def test_blocks_are_concatenated_one_after_another() -> None:
     """The first blocks of all tensors come before the second blocks, and the inverse separates them again."""
     first, second = torch.arange(4).view(4, 1), torch.arange(10, 12).view(2, 1)
     mapper = concatenate_blocks(["a", "b"], "both", 2, [2, 1])
-    joined = convert(mapper, {"a": first, "b": second})
+    joined = convert_tensors(mapper, {"a": first, "b": second})
     assert joined["both"].flatten().tolist() == [0, 1, 10, 2, 3, 11]
-    separate = convert(mapper.inverse(), joined)
+    separate = convert_tensors(mapper.inverse(), joined)
     assert torch.equal(separate["a"], first) and torch.equal(separate["b"], second)
     with pytest.raises(ValueError, match="dimension 0 has size 5, not 6"):
-        convert(mapper.inverse(), {"both": torch.zeros(5, 1)})
+        convert_tensors(mapper.inverse(), {"both": torch.zeros(5, 1)})

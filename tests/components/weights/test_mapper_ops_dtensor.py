@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.weights.load import convert, group_specs, load_folder
+from drawloom.components.weights.load import compute_group_output_specs, convert_tensors, fill_module_from_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import distribute, distribute_like, gather, identity, stack
 from support.processes import run_ranks
@@ -23,31 +23,31 @@ WHOLE = torch.arange(15.0).view(5, 3)
 
 def _spread(mesh: Any) -> dict[str, Any]:
     mapper = distribute("a", mesh, [Shard(0)])
-    part = convert(mapper, {"a": WHOLE})["a"]
+    part = convert_tensors(mapper, {"a": WHOLE})["a"]
     return {
         "part": part.to_local().tolist(),  # type: ignore[attr-defined]
         "kept": part.to_local().untyped_storage().nbytes(),  # type: ignore[attr-defined]
-        "gathered": convert(gather("a"), {"a": part})["a"].tolist(),
-        "back": convert(mapper.inverse(), {"a": part})["a"].tolist(),
+        "gathered": convert_tensors(gather("a"), {"a": part})["a"].tolist(),
+        "back": convert_tensors(mapper.inverse(), {"a": part})["a"].tolist(),
     }
 
 
 def _stack_tensors(mesh: Any) -> dict[str, Any]:
     spread = parallel(distribute("a", mesh, [Shard(1)]), distribute("b", mesh, [Shard(1)]))
-    tensors = convert(spread, {"a": WHOLE, "b": WHOLE + 1})
+    tensors = convert_tensors(spread, {"a": WHOLE, "b": WHOLE + 1})
     mapper = sequential(parallel(gather("a"), gather("b")), stack(["b", "a"], "ba"))
-    kind = group_specs(mapper.groups[0], InMemory(tensors).specs())["ba"]
-    return {"kind": (kind.shape, str(kind.dtype)), "made": convert(mapper, tensors)["ba"].tolist()}
+    kind = compute_group_output_specs(mapper.groups[0], InMemory(tensors).specs())["ba"]
+    return {"kind": (kind.shape, str(kind.dtype)), "made": convert_tensors(mapper, tensors)["ba"].tolist()}
 
 
 def _load_sharded(mesh: Any, folder: Path, device: str) -> dict[str, Any]:
     module: Any = nn.Module()
     for name, placement in (("a", Shard(0)), ("b", Replicate())):
         empty = torch.empty(5, 3, device=device)
-        spread = convert(distribute(name, mesh, [placement]), {name: empty})[name]
+        spread = convert_tensors(distribute(name, mesh, [placement]), {name: empty})[name]
         module.register_parameter(name, nn.Parameter(spread))
     module.register_parameter("c", nn.Parameter(torch.empty(5, 3, device="meta")))
-    load_folder(folder, module, identity("a", "b", "c"))
+    fill_module_from_folder(folder, module, identity("a", "b", "c"))
     return {
         "sharded": [is_dtensor(parameter) for parameter in module.parameters()],
         "placements": str(module.a.placements),
@@ -95,5 +95,5 @@ def test_sharded_parameters_are_loaded(ranks: list[dict[str, Any]], device: str)
 
 def test_whole_tensors_stay_whole() -> None:
     """Ordinary tensors are unchanged by gather and like, without a process group."""
-    assert convert(gather("a"), {"a": WHOLE})["a"] is WHOLE
-    assert convert(distribute_like("a", WHOLE), {"a": WHOLE})["a"] is WHOLE
+    assert convert_tensors(gather("a"), {"a": WHOLE})["a"] is WHOLE
+    assert convert_tensors(distribute_like("a", WHOLE), {"a": WHOLE})["a"] is WHOLE

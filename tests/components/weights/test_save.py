@@ -79,7 +79,7 @@ def test_tensors_that_do_not_fit_a_mapper_are_reported_before_any_write(tmp_path
 
 def test_a_plan_is_kept() -> None:
     """Tensors in another order than planned raise ValueError."""
-    with TemporaryDirectory() as folder, pytest.raises(ValueError, match="b was given where a was planned"):
+    with TemporaryDirectory() as folder, pytest.raises(ValueError, match="tensor b came where the plan has a"):
         write_files(Path(folder), plan_files([kinds(a=1)], 10), iter([("b", torch.ones(1))]))
 
 

@@ -9,7 +9,7 @@ import tomli
 
 import drawloom
 from drawloom.graph.cli.exit_codes import Console
-from drawloom.graph.cli.main import main, split_words
+from drawloom.graph.cli.main import main, split_off_overrides
 from drawloom.graph.problems import RecipeError, ReopenError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import read_overrides
@@ -18,7 +18,9 @@ from drawloom.graph.runtime.container import Container
 
 def test_three_ways_to_set_a_value() -> None:
     """node.key=value, --node.key=value and --node.key value are separated from the arguments of argparse."""
-    rest, words = split_words(["check", "--a.b", "1", "small", "c.d=x y", "--e.f=[1, 2]", "--overlay", "o.toml"])
+    rest, words = split_off_overrides(
+        ["check", "--a.b", "1", "small", "c.d=x y", "--e.f=[1, 2]", "--overlay", "o.toml"]
+    )
     assert rest == ["check", "small", "--overlay", "o.toml"]
     assert read_overrides(words) == {"a": {"b": 1}, "c": {"d": "x y"}, "e": {"f": [1, 2]}}
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from drawloom.graph.drawing.diagram import Arrow, Thread, make_sequence_drawing, make_wiring_diagram
+from drawloom.graph.drawing.diagram import Arrow, ValueTrace, make_sequence_drawing, make_wiring_diagram
 from drawloom.graph.problems import UserError
 from drawloom.graph.wiring.graph import Graph
 
@@ -82,11 +82,11 @@ def test_a_value_lists_its_accesses_by_members(shop: Callable[..., Graph]) -> No
     """Every value has a row with its accesses, marked if no member writes the value."""
     step = make_sequence_drawing(shop(FILTERS), "shop", "page")
     assert [box.name for box in step.members] == ["parse", "translate", "look_up"]
-    assert step.threads == (
-        Thread("words", {0: "writes", 1: "changes", 2: "reads"}),
-        Thread("user", {2: "reads"}),
+    assert step.traces == (
+        ValueTrace("words", {0: "writes", 1: "changes", 2: "reads"}),
+        ValueTrace("user", {2: "reads"}),
     )
-    assert [thread.title for thread in step.threads] == ["words", "user (not written)"]
+    assert [trace.title for trace in step.traces] == ["words", "user (not written)"]
 
 
 def test_arrows_start_at_the_last_member_that_wrote_or_changed_a_value(shop: Callable[..., Graph]) -> None:
@@ -100,7 +100,7 @@ def test_a_large_step_has_every_value(first_run: Graph) -> None:
     step = make_sequence_drawing(first_run, "first_run", "trainer")
     flows = [first_run.nodes[box.name].spec.traits.flow for box in step.members]
     declared = sum(len(flow.reads) + len(flow.writes) + len(flow.changes) for flow in flows)
-    assert sum(len(thread.touches) for thread in step.threads) == declared > 15
+    assert sum(len(trace.access_by_member) for trace in step.traces) == declared > 15
     assert step.title == "first_run: [trainer] phases"
 
 

@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.drawing.layout import compute_depths, count_crossings, layer_boxes, spread
+from drawloom.graph.drawing.layout import compute_depths, count_crossings, layer_boxes, place_without_overlap
 
 NAMES = [f"n{number}" for number in range(9)]
 PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max_size=20)
@@ -63,14 +63,14 @@ def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
 @given(st.lists(st.tuples(st.floats(-99, 99), st.floats(1, 50)), max_size=12))
 def test_spread_boxes_do_not_overlap_and_stay_at_their_wishes_if_free(both: list[tuple[float, float]]) -> None:
     """Neighbours are at least half of both sizes apart, and wishes that are far enough apart are kept."""
-    wishes, rooms = [wish for wish, _ in both], [room for _, room in both]
-    positions = spread(wishes, rooms)
-    gaps = [(positions[i + 1] - positions[i], (rooms[i] + rooms[i + 1]) / 2) for i in range(len(both) - 1)]
+    preferred_ys, heights = [wish for wish, _ in both], [room for _, room in both]
+    positions = place_without_overlap(preferred_ys, heights)
+    gaps = [(positions[i + 1] - positions[i], (heights[i] + heights[i + 1]) / 2) for i in range(len(both) - 1)]
     assert all(gap >= least - 1e-6 for gap, least in gaps)
-    wide = [60.0 * number for number in range(len(rooms))]
-    assert all(abs(one - other) < 1e-6 for one, other in zip(spread(wide, rooms), wide, strict=True))
+    wide = [60.0 * number for number in range(len(heights))]
+    assert all(abs(one - other) < 1e-6 for one, other in zip(place_without_overlap(wide, heights), wide, strict=True))
 
 
 def test_boxes_that_collide_move_by_the_same_amount() -> None:
     """Two boxes with the same wish are placed on either side of it."""
-    assert spread([10.0, 10.0, 90.0], [20.0, 20.0, 20.0]) == [0.0, 20.0, 90.0]
+    assert place_without_overlap([10.0, 10.0, 90.0], [20.0, 20.0, 20.0]) == [0.0, 20.0, 90.0]

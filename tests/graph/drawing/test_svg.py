@@ -13,11 +13,11 @@ from drawloom.graph.drawing.diagram import (
     Box,
     Diagram,
     SequenceDrawing,
-    Thread,
+    ValueTrace,
     make_sequence_drawing,
     make_wiring_diagram,
 )
-from drawloom.graph.drawing.svg import assign_colours, draw_step, draw_wiring, trim
+from drawloom.graph.drawing.svg import assign_colours, draw_step, draw_wiring, num
 from drawloom.graph.wiring.graph import Graph
 from support import svg
 
@@ -41,7 +41,7 @@ def test_black_is_legible_on_pale_and_white_beside_strong() -> None:
 @pytest.mark.parametrize(("number", "text"), [(1.0, "1"), (0.25, "0.2"), (1234567.0, "1234567"), (12345.67, "12345.7")])
 def test_numbers_are_plain_decimals(number: float, text: str) -> None:
     """Numbers are written without an exponent, which is hard to read in a path."""
-    assert trim(number) == text
+    assert num(number) == text
 
 
 FOCI = ["", "trainer", "stages", "device", "mesh", "checkpoint"]
@@ -143,9 +143,9 @@ def test_members_are_columns_and_values_are_rows(first_run: Graph) -> None:
     boxes = svg.areas(drawn)
     assert boxes == sorted(boxes) and len(boxes) == len(step.members)
     assert not [pair for pair in combinations(boxes, 2) if svg.overlap(*pair)]
-    for thread in step.threads:
-        box = boxes[min(thread.touches)]
-        areas = [word.area for word in svg.words(drawn) if word.text == thread.title and word.area[1] > box[3]]
+    for trace in step.traces:
+        box = boxes[min(trace.access_by_member)]
+        areas = [word.area for word in svg.words(drawn) if word.text == trace.title and word.area[1] > box[3]]
         assert len(areas) == 1 and areas[0][2] < (box[0] + box[2]) / 2
 
 
@@ -153,17 +153,17 @@ def test_every_access_to_a_value_has_its_mark(first_run: Graph) -> None:
     """Every access of a member to a value has a mark with a tooltip, and the legend has three marks."""
     step = make_sequence_drawing(first_run, "first_run", "trainer")
     tips = [element.text for element in svg.parse(draw_step(step)).iter(f"{svg.SVG}title")][1:]
-    touches = [
-        f"{step.members[number].name} {verb} {thread.value}"
-        for thread in step.threads
-        for number, verb in thread.touches.items()
+    access_by_member = [
+        f"{step.members[number].name} {verb} {trace.value}"
+        for trace in step.traces
+        for number, verb in trace.access_by_member.items()
     ]
-    assert sorted(filter(None, tips)) == sorted([*touches, "writes", "changes", "reads"])
+    assert sorted(filter(None, tips)) == sorted([*access_by_member, "writes", "changes", "reads"])
 
 
 def test_all_words_are_in_the_picture(first_run: Graph) -> None:
     """All text is inside the picture, also for long names in short steps."""
-    long = SequenceDrawing("a title <&> " * 5, (Box("a", "b"),), (Thread("value & \x00" * 9, {0: "reads"}),))
+    long = SequenceDrawing("a title <&> " * 5, (Box("a", "b"),), (ValueTrace("value & \x00" * 9, {0: "reads"}),))
     for step in (make_sequence_drawing(first_run, "first_run", "trainer"), long):
         assert not svg.outside(draw_step(step))
 

@@ -11,7 +11,7 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.inspect.changes import recipe_hash, resolve
+from drawloom.graph.inspect.changes import hash_recipe, resolve
 from drawloom.graph.inspect.serialize import flatten, serialize_graph, serialize_value
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
@@ -170,4 +170,4 @@ def test_the_hash_distinguishes_plain_values(table: dict[str, Any]) -> None:
     """Hashes are equal exactly if nodes are equal as JSON with sorted keys: true is not 1, 1 is not 1.0."""
     other = {key: float(part) if type(part) is int else part for key, part in table.items()}
     same = json.dumps(table, sort_keys=True) == json.dumps(other, sort_keys=True)
-    assert (recipe_hash({"node": table}) == recipe_hash({"node": other})) == same
+    assert (hash_recipe({"node": table}) == hash_recipe({"node": other})) == same

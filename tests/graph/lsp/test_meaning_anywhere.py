@@ -11,7 +11,7 @@ from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.diagnostics import diagnose
 from drawloom.graph.lsp.hover import describe_token
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.references import find_ranges, find_symbol
+from drawloom.graph.lsp.references import find_symbol, find_symbol_ranges
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.project import Project
 
@@ -68,7 +68,7 @@ def test_every_question_is_answered(start: int, removed: int, typed: str, positi
         find_definitions(WORKSPACE, meaning)
         symbol = find_symbol(meaning, position)
         inside = (
-            [at for at in find_ranges(text, symbol) if cursor.start <= at.start <= at.end <= cursor.end]
+            [at for at in find_symbol_ranges(text, symbol) if cursor.start <= at.start <= at.end <= cursor.end]
             if symbol
             else []
         )

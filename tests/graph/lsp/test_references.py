@@ -6,7 +6,7 @@ import pytest
 
 from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.references import References, Symbol, find_ranges, find_symbol, rename
+from drawloom.graph.lsp.references import References, Symbol, find_rename_ranges, find_symbol, find_symbol_ranges
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import UserError
 from support.editor import Point, Write
@@ -92,14 +92,14 @@ def test_a_rename_keeps_recipes_valid(shelf: Workspace) -> None:
     """After a rename, the recipes have as many problems as before, and the new node."""
     paths = [shelf.folders[0] / f"{name}.toml" for name in ("base", "top", "last")]
     before = [[str(problem) for problem in shelf.check(path)] for path in paths]
-    renames = rename(shelf, paths[1], ("page2",), "kiosk")
+    renames = find_rename_ranges(shelf, paths[1], ("page2",), "kiosk")
     for path, ranges in renames.items():
         text = shelf.text(path)
         for at in reversed(ranges):
             text = text[: at.start] + "kiosk" + text[at.end :]
         shelf.texts[path] = text
     assert shelf.text(paths[0]) == BASE.replace("[page2]", "[kiosk]").replace("@page2", "@kiosk")
-    assert [*find_ranges(shelf.text(paths[1]), ("page2",))] == []
+    assert [*find_symbol_ranges(shelf.text(paths[1]), ("page2",))] == []
     after = [[str(problem) for problem in shelf.check(path)] for path in paths]
     assert [len(problems) for problems in after] == [len(problems) for problems in before]
     assert "kiosk" in shelf.analyses[paths[2]].graph.nodes
@@ -120,17 +120,17 @@ def test_a_rename_keeps_recipes_valid(shelf: Workspace) -> None:
 def test_names_that_would_break_a_recipe_are_refused(shelf: Workspace, symbol: Symbol, new: str, reason: str) -> None:
     """A rename refuses taken and invalid names, and nodes of shipped recipes."""
     with pytest.raises(UserError, match=reason):
-        rename(shelf, shelf.folders[0] / "base.toml", symbol, new)
+        find_rename_ranges(shelf, shelf.folders[0] / "base.toml", symbol, new)
 
 
 def test_an_unreadable_recipe_prevents_a_rename(shelf: Workspace, write: Write) -> None:
     """Nothing is renamed if a recipe is unreadable, and files of other folders are not touched."""
     write("broken.toml", 'extends = "base.toml"\n[page2]\nx =\n')
     with pytest.raises(UserError, match=r"broken.toml can't be read"):
-        rename(shelf, shelf.folders[0] / "base.toml", ("page2",), "kiosk")
+        find_rename_ranges(shelf, shelf.folders[0] / "base.toml", ("page2",), "kiosk")
     here = shelf.folders[0]
-    assert shelf.owns(here / "sub" / "a.toml") and not shelf.owns(here / ".venv" / "a.toml")
-    assert not shelf.owns(here.parent / "a.toml")
+    assert shelf.may_rename_in(here / "sub" / "a.toml") and not shelf.may_rename_in(here / ".venv" / "a.toml")
+    assert not shelf.may_rename_in(here.parent / "a.toml")
 
 
 def test_a_variable_is_renamed_in_definition_and_uses(workspace: Workspace, write: Write) -> None:
@@ -143,6 +143,8 @@ def test_a_variable_is_renamed_in_definition_and_uses(workspace: Workspace, writ
         "vars",
         "n",
     )
-    assert [text.count("\n", 0, at.start) + 1 for at in rename(workspace, path, ("vars", "n"), "k")[path]] == [2, 6]
+    assert [
+        text.count("\n", 0, at.start) + 1 for at in find_rename_ranges(workspace, path, ("vars", "n"), "k")[path]
+    ] == [2, 6]
     with pytest.raises(UserError, match=r"already has 'vars.m'"):
-        rename(workspace, path, ("vars", "n"), "m")
+        find_rename_ranges(workspace, path, ("vars", "n"), "m")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph.project import Project
-from drawloom.graph.recipe.layers import Leaf, Table, locate
+from drawloom.graph.recipe.layers import Leaf, Table, locate_part
 from drawloom.graph.recipe.merged import MergedRecipe
 
 BASE = '[a]\nuse = "x.y"\nlist = ["@one", "@two", "@three"]\nnumbers = [1, 2.0, true]'
@@ -90,9 +90,9 @@ def test_an_edit_applies_to_lists_from_lower_layers_and_its_own_layer() -> None:
 )
 def test_lists_are_edited_on_the_command_line(words: list[str]) -> None:
     """Edits on the command line use the keys of a file."""
-    from drawloom.graph.cli.main import split_words
+    from drawloom.graph.cli.main import split_off_overrides
 
-    assert edit_list("", *split_words(words)[1]) == ["@two", "@new", "@three"]
+    assert edit_list("", *split_off_overrides(words)[1]) == ["@two", "@new", "@three"]
 
 
 def test_the_anchor_of_a_group_or_its_member_keeps_its_dots_on_the_command_line() -> None:
@@ -107,7 +107,7 @@ def test_every_element_keeps_the_position_where_it_is_written() -> None:
     recipe = load('[edit.a.list]\nbefore."@one" = ["@new"]', "edit.a.list.after.@new=@last")
     table = recipe.nodes["a"]
     assert isinstance(table, Table)
-    positions = [str(locate(table, ("list", number))) for number in range(5)]
+    positions = [str(locate_part(table, ("list", number))) for number in range(5)]
     assert positions == ["top.toml:3:18", "command line", "base.toml:3:9", "base.toml:3:17", "base.toml:3:25"]
     assert leaf(recipe).label == "base.toml:3:1 and top.toml:2:9 and command line"
 

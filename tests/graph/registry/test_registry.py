@@ -127,7 +127,7 @@ def test_a_recipe_imports_nothing_but_components(text: str, audit_events: list[s
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
 def test_no_hostile_name_is_found(text: str) -> None:
     """A hostile name has no candidates, because names are looked up among files before any import."""
-    assert PackageSource.of("support.shop.components").candidates(text) == []
+    assert PackageSource.of("support.shop.components").find_candidates(text) == []
 
 
 def test_a_name_leads_to_the_module_of_its_path() -> None:
@@ -135,7 +135,7 @@ def test_a_name_leads_to_the_module_of_its_path() -> None:
     folder = PackageSource.of("support.shop.components")
     assert "stores.memory" in folder.names() and "servers.table" not in folder.names()
     assert all(NAME.fullmatch(name) for name in folder.names())
-    (holder,) = folder.candidates("stores.memory")
+    (holder,) = folder.find_candidates("stores.memory")
     assert [cls.__name__ for cls in holder.load()] == ["Memory"]
 
 

@@ -372,7 +372,7 @@ def make_stack(failures: list[type[BaseException] | None], closed: list[int]) ->
             if failure:
                 raise failure(f"number {number}")
 
-        stack.push(f"thing{number}", close)
+        stack.push_callback(f"thing{number}", close)
     return stack
 
 

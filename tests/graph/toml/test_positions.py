@@ -215,14 +215,14 @@ def test_the_text_of_each_value_range_parses_to_the_value(text: str) -> None:
     """A value's range is its text, or the header or implying key of a table without braces."""
     source_map = SourceMap(text)
     for path, value in list_paths(tomli.loads(text))[1:]:
-        piece = cut(text, source_map.value(path))
+        piece = cut(text, source_map.value_range(path))
         names = tuple(step for step in path if isinstance(step, str))
         if not is_written_as(piece, value):
             assert isinstance(value, (dict, list))
             if piece[0] == "[":
                 assert parse_header(piece) == names
             else:
-                assert source_map.value(path) == source_map.key(path)
+                assert source_map.value_range(path) == source_map.key_range(path)
 
 
 @given(documents())
@@ -230,7 +230,7 @@ def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
     """A key's range is its text before `=` and the value, and array items have no key."""
     source_map = SourceMap(text)
     for path, value in list_paths(tomli.loads(text))[1:]:
-        key, end = source_map.key(path), source_map.value(path)
+        key, end = source_map.key_range(path), source_map.value_range(path)
         assert end is not None
         if isinstance(path[-1], int):
             assert key is None
@@ -245,9 +245,11 @@ def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
 def test_value_ranges_do_not_overlap_and_items_are_in_order(text: str) -> None:
     """Scalar ranges never overlap, and an array item's content starts before the next item."""
     source_map, pairs = SourceMap(text), list_paths(tomli.loads(text))[1:]
-    starts = {path: span.start for path, _ in pairs if (span := source_map.value(path))}
+    starts = {path: span.start for path, _ in pairs if (span := source_map.value_range(path))}
     scalars = sorted(
-        source_map.value(path) or SourceRange(0, 0) for path, value in pairs if not isinstance(value, (dict, list))
+        source_map.value_range(path) or SourceRange(0, 0)
+        for path, value in pairs
+        if not isinstance(value, (dict, list))
     )
     assert all(before.end <= after.start for before, after in pairwise(scalars))
     for path in starts:
@@ -264,8 +266,8 @@ def test_nearest_is_the_value_of_the_longest_known_part(text: str, data: st.Data
     source_map = SourceMap(text)
     path, value = data.draw(st.sampled_from(list_paths(tomli.loads(text))))
     stray = ("nowhere", 0) if not isinstance(value, list) else (len(value), "x")
-    assert source_map.value(path) == source_map.nearest(path) == source_map.nearest((*path, *stray))
-    assert source_map.value((*path, *stray)) is source_map.key((*path, *stray)) is None
+    assert source_map.value_range(path) == source_map.nearest_range(path) == source_map.nearest_range((*path, *stray))
+    assert source_map.value_range((*path, *stray)) is source_map.key_range((*path, *stray)) is None
 
 
 @given(st.text(st.sampled_from("a\n\r\u2028ä😀")), st.data())
@@ -273,7 +275,7 @@ def test_positions_count_lines_by_newline_and_columns_by_code_point(text: str, d
     """Only a newline ends a line, and the end of the text has a position."""
     offset = data.draw(st.integers(0, len(text)))
     before = text[:offset].split("\n")
-    assert SourceMap(text).position(offset) == (len(before), len(before[-1]) + 1)
+    assert SourceMap(text).line_and_column(offset) == (len(before), len(before[-1]) + 1)
 
 
 AWKWARD = """\
@@ -334,11 +336,11 @@ def test_awkward_documents_have_their_exact_lines_and_columns(path: KeyPath, end
     text = AWKWARD.replace("\n", ends)
     tomli.loads(text)
     source_map = SourceMap(text)
-    key, value = source_map.key(path), source_map.value(path)
+    key, value = source_map.key_range(path), source_map.value_range(path)
     assert value is not None
     ranges = (
-        key and source_map.position(key.start),
-        source_map.position(value.start),
+        key and source_map.line_and_column(key.start),
+        source_map.line_and_column(value.start),
         cut(text, value).replace(ends, "\n"),
     )
     assert ranges == EXPECTED[path]
@@ -377,7 +379,7 @@ def test_a_value_range_ends_with_the_value(value: str, around: str) -> None:
     source_map = SourceMap(text)
     leaves = [path for path, leaf in list_paths(tomli.loads(text)) if not isinstance(leaf, (dict, list)) and leaf != 9]
     assert leaves
-    assert {cut(text, source_map.value(path)) for path in leaves} == {value}
+    assert {cut(text, source_map.value_range(path)) for path in leaves} == {value}
 
 
 @pytest.mark.parametrize(
@@ -387,13 +389,13 @@ def test_a_text_may_end_anywhere(text: str) -> None:
     """A text needs neither a newline after the last statement nor a statement."""
     source_map = SourceMap(text)
     for path, _ in list_paths(tomli.loads(text)):
-        assert cut(text, source_map.value(path)) in text
-    assert source_map.nearest(("nowhere",)) == (0, len(text))
+        assert cut(text, source_map.value_range(path)) in text
+    assert source_map.nearest_range(("nowhere",)) == (0, len(text))
 
 
 def test_the_text_is_indexed_at_the_first_lookup() -> None:
     """A text that is not TOML has line positions, because only lookups parse it."""
-    assert SourceMap("a =\nb").position(4) == (2, 1)
+    assert SourceMap("a =\nb").line_and_column(4) == (2, 1)
 
 
 def test_the_deepest_text_that_tomli_accepts_is_indexed() -> None:
@@ -402,8 +404,8 @@ def test_the_deepest_text_that_tomli_accepts_is_indexed() -> None:
     text = f"{dotted} = 1\n[{dotted.replace('k', 'h')}]\na = {'[{b=' * 200}2{'}]' * 200}\n"
     tomli.loads(text)
     source_map = SourceMap(text)
-    assert cut(text, source_map.value(("k",) * 1000)) == "1"
-    assert cut(text, source_map.value(("h",) * 1000 + ("a",) + (0, "b") * 200)) == "2"
+    assert cut(text, source_map.value_range(("k",) * 1000)) == "1"
+    assert cut(text, source_map.value_range(("h",) * 1000 + ("a",) + (0, "b") * 200)) == "2"
 
 
 def test_a_file_of_5000_lines_is_indexed_quickly() -> None:
@@ -413,7 +415,7 @@ def test_a_file_of_5000_lines_is_indexed_quickly() -> None:
     gc.disable()  # a collection looks at all objects of other tests
     try:
         start = time.process_time()
-        assert source_map.value(("node_714", "dim")) is not None
+        assert source_map.value_range(("node_714", "dim")) is not None
         assert time.process_time() - start < 0.2
     finally:
         gc.enable()

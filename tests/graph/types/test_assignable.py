@@ -5,7 +5,7 @@ from typing import Annotated, Any, Generic, Literal, NewType, TypeVar
 
 import pytest
 
-from drawloom.graph.types.assignable import find_type_arguments, is_assignable, substitute
+from drawloom.graph.types.assignable import find_type_arguments, is_assignable, substitute_type_variables
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -72,5 +72,5 @@ def test_type_arguments_are_followed_up_to_a_base() -> None:
     """Type arguments are followed in any order in which classes pass them to bases."""
     assert find_type_arguments(Named, Mapping) == {0: str, 1: int}
     assert list(find_type_arguments(Named, Pairs).values()) == [int, str]
-    assert substitute(Iterator[K], {K: int}) == Iterator[int]  # type: ignore[valid-type]
-    assert substitute(int, {K: int}) is int
+    assert substitute_type_variables(Iterator[K], {K: int}) == Iterator[int]  # type: ignore[valid-type]
+    assert substitute_type_variables(int, {K: int}) is int

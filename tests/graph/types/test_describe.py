@@ -78,7 +78,7 @@ def test_types_are_named_in_terms_of_toml(kind: Any, text: str) -> None:
 )
 def test_alternatives_have_articles(kind: Any, text: str) -> None:
     """Alternatives have articles, except choices, which are listed."""
-    assert describe.describe_expected(kind) == text
+    assert describe.format_expected_type(kind) == text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from drawloom.graph.types.port_match import find_call_mismatch, find_members, find_mismatches
+from drawloom.graph.types.port_match import find_call_mismatch, find_mismatches, list_protocol_members
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -203,7 +203,7 @@ def test_members_include_all_base_protocols() -> None:
     class More(Reads, Protocol):
         more: int
 
-    assert find_members(More) == ("name", "size", "read", "more")
+    assert list_protocol_members(More) == ("name", "size", "read", "more")
 
 
 NAMES = ("a", "b", "c")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from drawloom.graph import at_least, setting
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import KeyPath, Problem
-from drawloom.graph.types.structure import Values
+from drawloom.graph.types.structure import ValueConverter
 
 
 class Colour(Enum):
@@ -59,7 +59,7 @@ class Plan:
 
 
 def find_problems(value: Any, kind: Any, **more: Any) -> list[Problem]:
-    result, problems = Values().structure(value, kind, **more)
+    result, problems = ValueConverter().structure(value, kind, **more)
     assert (result is None) or not problems
     return problems
 
@@ -82,7 +82,7 @@ def _unescape(value: Any) -> Any:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    result, problems = Values().structure(value, kind)
+    result, problems = ValueConverter().structure(value, kind)
     assert problems == []
     return result
 
@@ -264,16 +264,16 @@ def test_a_bug_in_a_check_is_raised_and_not_reported_as_a_problem(mistake: type[
         x: int = setting(check=check)
 
     with pytest.raises(mistake, match="of mine"):
-        Values().structure({"x": 1}, Broken)
+        ValueConverter().structure({"x": 1}, Broken)
     with pytest.raises(mistake, match="of mine"):
-        Values().structure(1, int, check=check)
+        ValueConverter().structure(1, int, check=check)
 
 
 @pytest.mark.parametrize("kind", [set[int], bytes, complex, list[set[int]], int | bytes, Callable, dict[str, bytes]])
 def test_a_setting_type_that_toml_lacks_is_a_type_error(kind: Any) -> None:
     """A setting whose type TOML lacks raises TypeError instead of being converted."""
     with pytest.raises(TypeError, match="can't be of type"):
-        Values().structure({"a": "x"} if kind == dict[str, bytes] else ["x"], kind)
+        ValueConverter().structure({"a": "x"} if kind == dict[str, bytes] else ["x"], kind)
 
 
 def test_classes_may_contain_themselves() -> None:
@@ -438,7 +438,7 @@ def test_unstructured_values_are_plain() -> None:
 
 def test_thousands_of_plain_settings_are_converted_quickly() -> None:
     """4000 settings take 1.5 ms of processor time, and the bound leaves room for slow machines."""
-    values, pairs = Values(), [(3, int), (1.5, float), ("x", str), (True, bool)] * 1000
+    values, pairs = ValueConverter(), [(3, int), (1.5, float), ("x", str), (True, bool)] * 1000
     start = time.process_time()
     for value, kind in pairs:
         values.structure(value, kind)

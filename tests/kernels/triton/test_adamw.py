@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
-from drawloom.kernels.dynamic_map import blocks_in_rows
+from drawloom.kernels.adamw import AdamwEager, ParamState, compute_step_scalars
+from drawloom.kernels.dynamic_map import compute_scales_shape
 from drawloom.kernels.triton.adamw import PART, AdamwTriton
 from support.kernels import BOUNDARIES, DEVICE, few
 from support.seeding import seeds
@@ -56,7 +56,7 @@ def step_both(
 ) -> None:
     triton, eager = AdamwTriton(ours, maximize), AdamwEager(theirs, maximize)
     for step, step_gradients in enumerate(gradients, 1):
-        numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, step)
+        numbers = compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, step)
         counter = None if noise is None else step + noise
         triton.step(step_gradients, numbers, counter, factors=factors)
         eager.step(step_gradients, numbers, counter, factors=factors)
@@ -98,7 +98,7 @@ def test_scalars_at_boundaries_have_the_same_bits(number: int) -> None:
     for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 4 * 2)):
         ours, theirs = twins([((700,), NARROW, NARROW)])
         ours, theirs = ([replace(states[0], key=key, first=first)] for states in (ours, theirs))
-        gradients, numbers = [torch.randn(700).to(DEVICE)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
+        gradients, numbers = [torch.randn(700).to(DEVICE)], compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
         AdamwTriton(ours).step(gradients, numbers, counter)
         AdamwEager(theirs).step(gradients, numbers, counter)
         assert_same_bits(ours, theirs)
@@ -110,7 +110,7 @@ def test_the_device_can_skip_a_step(found_inf: float) -> None:
     ours, theirs = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
     before, _ = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
     gradients = [torch.full(t.weight.shape, torch.inf if found_inf else 0.1).to(DEVICE) for t in ours]
-    numbers, flag = step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), torch.tensor(found_inf).to(DEVICE)
+    numbers, flag = compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), torch.tensor(found_inf).to(DEVICE)
     AdamwTriton(ours).step(gradients, numbers, 1, flag)
     AdamwEager(theirs).step(gradients, numbers, 1, flag)
     assert_same_bits(ours, theirs)
@@ -150,7 +150,7 @@ def test_each_weight_has_its_own_scalars() -> None:
     shapes = [((40,), NARROW, NARROW), ((0,), WIDE, WIDE), ((3, 5), WIDE, WIDE), ((700,), NARROW, NARROW)]
     ours, theirs = twins(shapes)
     gradients = [torch.randn(t.weight.shape).to(DEVICE) for t in ours]
-    numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, torch.tensor([1, 2, 3, 400], device=DEVICE))
+    numbers = compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, torch.tensor([1, 2, 3, 400], device=DEVICE))
     AdamwTriton(ours).step(gradients, numbers)
     AdamwEager(theirs).step(gradients, numbers)
     assert_same_bits(ours, theirs)
@@ -210,7 +210,7 @@ def test_means_of_8_bits_equal_eager_ones(shape: tuple[int, ...], master: bool, 
     def make_states() -> list[ParamState]:
         torch.manual_seed(2)
         weight = torch.randn(shape).to(DEVICE, NARROW)
-        scales = [torch.rand(blocks_in_rows(shape), device=DEVICE) for _ in "ms"]
+        scales = [torch.rand(compute_scales_shape(shape), device=DEVICE) for _ in "ms"]
         mean, square = (torch.randint(256, shape, dtype=torch.uint8).to(DEVICE) for _ in "ms")
         noise = (2**60, 5, shape[-1], 2 * shape[-1]) if rows else (2**60, 6)
         return [

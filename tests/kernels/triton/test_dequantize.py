@@ -34,6 +34,6 @@ def test_every_code_has_its_value(name: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(size).view(256, 1, size)
     codes[(codes & 127) == 127] = 1
     scales = torch.linspace(-3, 3, 256)[:, None]
-    stored = weight_format.join(codes, scales.to(weight_format.scale_dtype)).to(DEVICE)
+    stored = weight_format.pack_storage(codes, scales.to(weight_format.scale_dtype)).to(DEVICE)
     result, expected = dequantize_triton(stored, name), dequantize_eager(stored, name)
     assert torch.equal(result.view(torch.int16), expected.view(torch.int16))

@@ -9,7 +9,7 @@ from drawloom.kernels.linear_float8 import linear_float8, mlp_float8
 from drawloom.kernels.triton.float8 import TRITON
 from support.kernels import DEVICE
 
-SHAPES = [(1, 16), (7, 48), (33, 80), (66, 1040), (5, 4112)]
+SHAPES = [(1, 16), (7, 48), (33, 80), (66, 1040), (5, 3056), (5, 4112)]
 
 
 def spread(rows: int, width: int, seed: int = 0) -> Tensor:
@@ -32,7 +32,7 @@ def test_casts_of_inputs_and_weights_equal_eager_casts(shape: tuple[int, int]) -
     """Rows, scales and transposed copies equal eager casts bitwise for any number of rows, zeros included."""
     x = spread(*shape)
     x[0] = 0
-    for actual, expected in zip(TRITON.quantize(x, True), EAGER.quantize(x, True), strict=True):
+    for actual, expected in zip(TRITON.quantize_rows(x, True), EAGER.quantize_rows(x, True), strict=True):
         assert_same_bits(actual, expected)
 
 
@@ -46,7 +46,7 @@ def test_casts_of_weights_equal_eager_casts(width: int) -> None:
     assert_same_bits(TRITON.transpose_weights(weights, scale), EAGER.transpose_weights(weights, scale))
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (66, 272)])
+@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (66, 272), (3, 3056)])
 def test_casts_of_swiglu_equal_eager_casts(shape: tuple[int, int]) -> None:
     """SwiGLU and its gradient are rounded like eager ones, but for numbers next to the middle of two of e4m3."""
     rows, width = shape
@@ -54,14 +54,14 @@ def test_casts_of_swiglu_equal_eager_casts(shape: tuple[int, int]) -> None:
     factor, row_scale = torch.exp2(spread(2 * width, 1)[:, 0].sign()).float(), torch.full((rows,), 0.5, device=DEVICE)
     results = []
     for kernels in (TRITON, EAGER):
-        inner = kernels.swiglu(both, True)
+        inner = kernels.quantize_swiglu(both, True)
         assert torch.equal(inner.transposed[:, :rows].t().float(), inner.data.float())
         by_rows = inner.data.float() * inner.scale[:, None]
-        gradient = kernels.swiglu_gradient(grad, both, factor, row_scale)
+        gradient = kernels.quantize_swiglu_gradient(grad, both, factor, row_scale)
         of_both = gradient.data.float() * gradient.scale[:, None] / factor
         columns = gradient.columns[:, :rows].t().float() * gradient.column_scale / row_scale[:, None]
         results.append((by_rows, of_both, columns))
-        largest = kernels.swiglu_gradient(grad, both, factor, None)
+        largest = kernels.quantize_swiglu_gradient(grad, both, factor, None)
         assert torch.equal(largest.data.float(), gradient.data.float()) and not largest.columns.numel()
     for actual, expected in zip(*results, strict=True):
         limit = expected.abs().amax(1, keepdim=True) / 8  # at least the distance of two numbers of e4m3
@@ -72,8 +72,8 @@ def test_casts_of_swiglu_equal_eager_casts(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_casts_of_gradients_equal_eager_casts(shape: tuple[int, int]) -> None:
     """Gradients by rows and by columns equal eager casts bitwise, with rows and columns of zeros."""
-    grad, factor = spread(*shape), EAGER.quantize(spread(shape[1], 16, seed=1), False).scale
-    row_scale = EAGER.quantize(spread(shape[0], 16, seed=2), False).scale
+    grad, factor = spread(*shape), EAGER.quantize_rows(spread(shape[1], 16, seed=1), False).scale
+    row_scale = EAGER.quantize_rows(spread(shape[0], 16, seed=2), False).scale
     grad[-1], grad[:, 3] = 0, 0
     for scales in (row_scale, None):
         actual, expected = (kernels.quantize_gradient([grad], factor, scales) for kernels in (TRITON, EAGER))
@@ -95,7 +95,9 @@ def test_casts_read_strided_rows() -> None:
     """A slice of wider rows is cast like its copy."""
     wide = spread(9, 96)
     x, factor = wide[:, 16:64], torch.ones(48, device=DEVICE)
-    assert torch.equal(TRITON.quantize(x, False).data.float(), TRITON.quantize(x.contiguous(), False).data.float())
+    assert torch.equal(
+        TRITON.quantize_rows(x, False).data.float(), TRITON.quantize_rows(x.contiguous(), False).data.float()
+    )
     gradients = [TRITON.quantize_gradient([grad], factor, None).data.float() for grad in (x, x.contiguous())]
     assert torch.equal(*gradients)
 
@@ -105,7 +107,7 @@ def test_a_number_that_is_not_finite_reaches_results(value: float) -> None:
     """An infinite or undefined element makes NaN of the scales for its row and for all columns, and no others."""
     x = spread(20, 32)
     x[4, 5] = value
-    scale = TRITON.quantize(x, False).scale
+    scale = TRITON.quantize_rows(x, False).scale
     assert scale.isnan().nonzero().tolist() == [[4]]
     gradient = TRITON.quantize_gradient([x], torch.ones(32, device=DEVICE), torch.ones(20, device=DEVICE))
     assert gradient.scale.isnan().nonzero().tolist() == [[4]]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.gated_delta import delta_rule_eager
-from drawloom.kernels.recurrence import RecurrentDocuments, recurrent_documents
+from drawloom.kernels.recurrence import RecurrentDocuments, number_recurrent_documents
 from drawloom.kernels.triton.gated_delta import delta_rule_triton
 from support.kernels import DEVICE, assert_all_close, exact
 from support.recurrences import Inputs, draw_recurrence, replace_tokens
@@ -38,7 +38,7 @@ def documents_of(lengths: list[list[int]], has_state: bool) -> RecurrentDocument
     Return documents with these lengths; a state belongs to the first document in the first row, and to none after.
     """
     ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    documents = recurrent_documents(torch.stack(ids).to(DEVICE))
+    documents = number_recurrent_documents(torch.stack(ids).to(DEVICE))
     before = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE) * 99
     return documents._replace(before=before) if has_state else documents
 
@@ -101,7 +101,7 @@ def test_empty_rows_give_empty_results() -> None:
     """Without rows or tokens, results and gradients are empty, and the state passes through."""
     for rows, length in ((0, 4), (2, 0)):
         inputs = inputs_of(length, rows, (1, 2), (4, 3), torch.float32)
-        documents = recurrent_documents(torch.zeros(rows, length, dtype=torch.int64, device=DEVICE))
+        documents = number_recurrent_documents(torch.zeros(rows, length, dtype=torch.int64, device=DEVICE))
         state = torch.randn(rows, 2, 4, 3, device=DEVICE, requires_grad=True)
         mixed, last = delta_rule_triton(*inputs, documents, state)
         assert mixed.shape == (rows, length, 2, 3) and torch.equal(last, state)
@@ -145,10 +145,10 @@ def test_documents_do_not_synchronize_the_host() -> None:
     """Numbering documents and both passes never wait for the device."""
     inputs = inputs_of(300, 2, (1, 2), (64, 64), torch.bfloat16)
     ids = torch.randint(2, (2, 300), device=DEVICE).cumsum(1)
-    torch.autograd.grad(delta_rule_triton(*inputs, recurrent_documents(ids))[0].sum(), inputs)
+    torch.autograd.grad(delta_rule_triton(*inputs, number_recurrent_documents(ids))[0].sum(), inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.autograd.grad(delta_rule_triton(*inputs, recurrent_documents(ids))[0].sum(), inputs)
+        torch.autograd.grad(delta_rule_triton(*inputs, number_recurrent_documents(ids))[0].sum(), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -160,7 +160,7 @@ def test_one_graph_serves_all_packings() -> None:
     ids = torch.zeros(2, 300, dtype=torch.int64, device=DEVICE)
 
     def run() -> list[Tensor]:
-        mixed, _ = delta_rule_triton(*inputs, recurrent_documents(ids))
+        mixed, _ = delta_rule_triton(*inputs, number_recurrent_documents(ids))
         return [mixed, *torch.autograd.grad(mixed.float().square().sum(), inputs)]
 
     graph = torch.cuda.CUDAGraph()

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from drawloom.kernels.triton.launch import LeanKernel, kind_of, lean
+from drawloom.kernels.triton.launch import LeanKernel, cache_launches, get_specialization_key
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -34,18 +34,24 @@ def test_every_kernel_is_launched_as_by_the_jit() -> None:
 def test_kinds_distinguish_the_same_arguments_as_the_jit() -> None:
     """Integers (32, 64 and unsigned 64 bits), 1, multiples of 16, dtypes and aligned addresses are distinguished."""
     numbers = [1, 0, 16, 3, 2**31 - 1, -(2**31), 2**31, 2**31 + 1, 2**63, 2**63 + 1]
-    kinds = [kind_of(number) for number in numbers]
+    kinds = [get_specialization_key(number) for number in numbers]
     assert kinds[1] == kinds[2] == kinds[5] and kinds[3] == kinds[4]
     assert len(set(kinds)) == 7
-    assert kind_of(0.5) == kind_of(1.5) and kind_of(True) is True and kind_of(None) is None
+    assert (
+        get_specialization_key(0.5) == get_specialization_key(1.5)
+        and get_specialization_key(True) is True
+        and get_specialization_key(None) is None
+    )
     x = torch.empty(16)
-    assert kind_of(x) != kind_of(x[1:]) and kind_of(x) == kind_of(x[4:]) != kind_of(x.double())
+    assert get_specialization_key(x) != get_specialization_key(x[1:]) and get_specialization_key(
+        x
+    ) == get_specialization_key(x[4:]) != get_specialization_key(x.double())
 
 
 def test_the_interpreter_keeps_its_own_launch() -> None:
     """In the interpreter, the decorator returns the kernel unchanged."""
 
-    @lean
+    @cache_launches
     @triton.jit  # type: ignore[untyped-decorator]
     def kernel(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.store(x + tl.arange(0, SIZE), 1.0)

@@ -40,20 +40,20 @@ def test_rows_and_sums_equal_plain_torch(
     chosen = chosen_by(tokens, top_k, local_experts * ranks)
     hidden = torch.randn(tokens, width, device=DEVICE).to(dtype)
     scalars = torch.rand(tokens, top_k, device=DEVICE)
-    local = EAGER.choices(peers(chosen, ranks), first, local_experts)
-    assert torch.equal(TRITON.choices(peers(chosen, ranks), first, local_experts), local)
+    local = EAGER.localize_choices(peers(chosen, ranks), first, local_experts)
+    assert torch.equal(TRITON.localize_choices(peers(chosen, ranks), first, local_experts), local)
     routes = moe_routes_eager(local, local_experts)
     routes = routes._replace(source_choice=routes.source_choice[: int(routes.offsets[-1])])
-    rows, row_scalars = EAGER.rows(peers(hidden, ranks), peers(scalars, ranks), routes)
+    rows, row_scalars = EAGER.read_rows(peers(hidden, ranks), peers(scalars, ranks), routes)
     expected: Any = moe_permute_eager(hidden, scalars, routes)
-    for actual in ((rows, row_scalars), TRITON.rows(peers(hidden, ranks), peers(scalars, ranks), routes)):
+    for actual in ((rows, row_scalars), TRITON.read_rows(peers(hidden, ranks), peers(scalars, ranks), routes)):
         assert all(torch.equal(result, reference) for result, reference in zip(actual, expected, strict=True))  # type: ignore[arg-type]
-    bare, nothing = TRITON.rows(peers(hidden, ranks), None, routes)
+    bare, nothing = TRITON.read_rows(peers(hidden, ranks), None, routes)
     assert nothing is None and torch.equal(bare, rows)
     staged = []
     for exchange in (EAGER, TRITON):
         sums, by_choice = torch.zeros_like(hidden), torch.zeros_like(scalars)
-        exchange.stage(rows, row_scalars, routes.dest_row, sums, by_choice)
+        exchange.stage_sums(rows, row_scalars, routes.dest_row, sums, by_choice)
         assert_close(sums, moe_unpermute_eager(rows.double(), routes), 2)
         assert torch.equal(by_choice, scalars.where(routes.dest_row >= 0, 0))
         staged.append(sums)
@@ -80,11 +80,11 @@ def test_sums_are_over_the_ranks_of_the_choices(
             if expert >= 0:
                 choice_scalars[token, choice] = scalars[expert // local_experts, first + token, choice]
     for exchange in (EAGER, TRITON):
-        total, actual = exchange.sums(*given, chosen, first, local_experts)
+        total, actual = exchange.read_sums(*given, chosen, first, local_experts)
         assert total.dtype == dtype and actual is not None
         assert_close(total, expected, 2)
         assert torch.equal(actual, choice_scalars)
-        alone, nothing = exchange.sums(given[0], None, chosen, first, local_experts)
+        alone, nothing = exchange.read_sums(given[0], None, chosen, first, local_experts)
         assert nothing is None and torch.equal(alone, total)
 
 
@@ -105,14 +105,14 @@ def test_publish_and_limit_equal_plain_torch(
     for exchange in (EAGER, TRITON):
         shown = torch.zeros(slots, width, device=DEVICE).to(dtype), torch.zeros(slots, top_k, device=DEVICE)
         choices = torch.zeros(slots, top_k, dtype=torch.int32, device=DEVICE)
-        exchange.publish([hidden, scalars, chosen], [*shown, choices])
+        exchange.publish_tokens([hidden, scalars, chosen], [*shown, choices])
         assert torch.equal(shown[0][:tokens], hidden) and torch.equal(shown[1][:tokens], scalars)
         assert torch.equal(choices[:tokens], chosen) and bool((choices[tokens:] == -1).all())
         bare = torch.zeros_like(shown[0])
-        exchange.publish([hidden], [bare])
+        exchange.publish_tokens([hidden], [bare])
         assert torch.equal(bare, shown[0])
         own = most.clone()
-        (dest, source, ends), lost = exchange.limit(moe_routes_eager(choices, local_experts), room, own)
+        (dest, source, ends), lost = exchange.limit_routes(moe_routes_eager(choices, local_experts), room, own)
         actual.append((dest, source, ends, lost.isnan(), own))
     assert all(torch.equal(result, reference) for result, reference in zip(*actual, strict=True))
     rows = int((chosen >= 0).sum())
@@ -127,8 +127,8 @@ def test_no_rows_give_empty_results() -> None:
     routes = Routes(*moe_routes_eager(chosen, 2))
     routes = routes._replace(source_choice=routes.source_choice[:0])
     for exchange in (EAGER, TRITON):
-        rows, _ = exchange.rows(peers(hidden, 2), None, routes)
+        rows, _ = exchange.read_rows(peers(hidden, 2), None, routes)
         sums = torch.ones_like(hidden)
-        exchange.stage(rows, None, routes.dest_row, sums, None)
+        exchange.stage_sums(rows, None, routes.dest_row, sums, None)
         assert rows.shape == (0, 8) and not sums.any()
-        assert exchange.sums(peers(torch.cat([sums, sums]), 2), None, chosen[:0].long(), 2, 1)[0].shape == (0, 8)
+        assert exchange.read_sums(peers(torch.cat([sums, sums]), 2), None, chosen[:0].long(), 2, 1)[0].shape == (0, 8)

@@ -20,7 +20,7 @@ from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_tr
 from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
 from drawloom.kernels.triton.moe_routes import moe_routes_triton
 from drawloom.kernels.triton.oss_swiglu import oss_swiglu_halves_triton
-from drawloom.kernels.triton.primitives import angle_tables, as_rows, next_power_of_2
+from drawloom.kernels.triton.primitives import next_power_of_2, unify_angle_strides, view_as_rows
 from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
 from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
 from drawloom.kernels.triton.rope import rope_triton
@@ -155,10 +155,10 @@ def test_strides_may_exceed_32_bits(name: str, dimension: int) -> None:
 def test_rows_are_views_where_strides_allow() -> None:
     """Rows are views if strides allow it, and always have a last stride of 1."""
     x = torch.arange(24.0).view(2, 3, 4)
-    assert as_rows(x).data_ptr() == x.data_ptr()
-    assert as_rows(x[..., :2]).data_ptr() == x.data_ptr()
+    assert view_as_rows(x).data_ptr() == x.data_ptr()
+    assert view_as_rows(x[..., :2]).data_ptr() == x.data_ptr()
     for strided in (x.transpose(0, 1), x.transpose(1, 2), x[..., ::2]):
-        rows = as_rows(strided)
+        rows = view_as_rows(strided)
         assert rows.stride(1) == 1
         assert torch.equal(rows, strided.reshape(-1, strided.shape[-1]))
 
@@ -166,8 +166,8 @@ def test_rows_are_views_where_strides_allow() -> None:
 def test_angle_tables_get_equal_strides() -> None:
     """cos and sin get equal strides, and tensors with equal strides are not copied."""
     cos, sin = torch.rand(1, 3, 4).expand(2, 3, 4), torch.rand(2, 3, 4)
-    assert angle_tables(sin, sin + 1)[0] is sin
-    actual = angle_tables(cos, sin)
+    assert unify_angle_strides(sin, sin + 1)[0] is sin
+    actual = unify_angle_strides(cos, sin)
     assert actual[0].stride() == actual[1].stride()
     assert torch.equal(actual[0], cos)
 

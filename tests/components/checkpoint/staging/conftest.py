@@ -24,7 +24,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Return a gate, opened after the test."""
     gate = Gate()
-    make = Copy.make
+    make = Copy.copy_tensor
 
     def record_and_copy(copy: Copy, *, non_blocking: bool = False) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -34,7 +34,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
                 raise gate.fault
         make(copy, non_blocking=non_blocking)
 
-    monkeypatch.setattr(Copy, "make", record_and_copy)
+    monkeypatch.setattr(Copy, "copy_tensor", record_and_copy)
     yield gate
     gate.opened.set()
 

@@ -24,7 +24,7 @@ def stage_and_copy(state: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Return the staged state with all copies made."""
     staged, copies = plan_copies(state, Pool(), **options)
     for copy in copies:
-        copy.make()
+        copy.copy_tensor()
     return staged
 
 
@@ -183,13 +183,13 @@ def test_a_dtensor_stays_a_dtensor() -> None:
 
 def _place(pool: Pool, size: int) -> tuple[int, torch.Tensor]:
     """Return a tensor of this many bytes in its own buffer, and its address."""
-    [tensor] = pool.tensors([size])
+    [tensor] = pool.allocate_tensors([size])
     return tensor.data_ptr(), tensor
 
 
 def test_parts_are_separate_aligned_and_of_their_size() -> None:
     """Parts have separate storages of their own size; writing to one changes no other."""
-    parts = Pool().tensors([1, 64, 65, 100])
+    parts = Pool().allocate_tensors([1, 64, 65, 100])
     for number, part in enumerate(parts):
         part.fill_(number)
     assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}, {3}]
@@ -215,7 +215,7 @@ def test_memory_is_reused_after_the_last_tensor_is_freed() -> None:
 def test_an_empty_state_takes_no_buffer() -> None:
     """A state without tensors does not take a buffer from the next one."""
     pool = Pool()
-    assert pool.tensors([]) == []
+    assert pool.allocate_tensors([]) == []
     assert len(pool._unused) == 1
     assert len({_place(pool, 5000)[0] for _ in range(3)}) == 1
 
@@ -223,7 +223,7 @@ def test_an_empty_state_takes_no_buffer() -> None:
 def test_all_tensors_of_a_copy_hold_one_buffer() -> None:
     """It becomes unused when the last tensor is freed, in any order."""
     pool = Pool()
-    first, second = pool.tensors([5000, 5000])
+    first, second = pool.allocate_tensors([5000, 5000])
     del first
     assert not pool._unused
     del second

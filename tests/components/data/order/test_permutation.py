@@ -28,7 +28,7 @@ def reference(seed: int, purpose: str, epoch: int, count: int) -> list[int]:
 @given(seeds, epochs, counts)
 def test_the_permutation_equals_splitmix64(seed: int, epoch: int, count: int) -> None:
     """Array arithmetic equals unbounded integers for every seed, and uses each index once."""
-    order = Permutation(seed, "rows", epoch, count).all()
+    order = Permutation(seed, "rows", epoch, count).permute_all()
     assert order.dtype == np.int64
     assert order.tolist() == reference(seed, "rows", epoch, count)
     assert sorted(order.tolist()) == list(range(count))
@@ -63,7 +63,7 @@ def feistel(seed: int, epoch: int, count: int, index: int) -> int:
 def test_large_permutations_equal_a_feistel_network(seed: int, epoch: int, count: int, data: st.DataObject) -> None:
     """Above 2^20 items each is computed from its position alone, as in unbounded integers."""
     positions = data.draw(st.lists(st.integers(0, count - 1), max_size=5))
-    items = Permutation(seed, "rows", epoch, count).at(np.array(positions, np.int64))
+    items = Permutation(seed, "rows", epoch, count).get_items_at(np.array(positions, np.int64))
     assert items.dtype == np.int64
     assert items.tolist() == [feistel(seed, epoch, count, position) for position in positions]
 
@@ -71,20 +71,22 @@ def test_large_permutations_equal_a_feistel_network(seed: int, epoch: int, count
 def test_many_items_come_once_each() -> None:
     """All 2^20 + 3 items come once, neighbours are apart, and windows agree with the whole order."""
     count = MAX_SORTED + 3
-    items = Permutation(5, "rows", 0, count).all()
+    items = Permutation(5, "rows", 0, count).permute_all()
     assert np.bincount(items, minlength=count).tolist() == [1] * count
     assert abs(np.corrcoef(items, np.arange(count))[0, 1]) < 0.01
     places = np.array([0, 5000, 4095, 4096])
-    assert Permutation(5, "rows", 0, count).at(places).tolist() == items[places].tolist()
+    assert Permutation(5, "rows", 0, count).get_items_at(places).tolist() == items[places].tolist()
 
 
 def test_seed_epoch_and_purpose_each_matter() -> None:
     """A change of seed, epoch or purpose changes the permutation."""
     keys = [(seed, purpose, epoch) for seed in (0, 1) for purpose in ("rows", "documents") for epoch in (0, 1)]
-    assert len({tuple(Permutation(seed, purpose, epoch, 50).all().tolist()) for seed, purpose, epoch in keys}) == 8
+    assert (
+        len({tuple(Permutation(seed, purpose, epoch, 50).permute_all().tolist()) for seed, purpose, epoch in keys}) == 8
+    )
 
 
 def test_every_row_is_first_equally_often() -> None:
     """Over 20,000 epochs all 5 rows are first 4,000 times, to five standard deviations."""
-    first = np.bincount([Permutation(3, "rows", epoch, 5).all()[0] for epoch in range(20_000)], minlength=5)
+    first = np.bincount([Permutation(3, "rows", epoch, 5).permute_all()[0] for epoch in range(20_000)], minlength=5)
     assert np.abs(first - 4_000).max() < 5 * (20_000 * 0.2 * 0.8) ** 0.5

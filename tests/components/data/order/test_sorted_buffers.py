@@ -18,7 +18,7 @@ def test_packs_are_of_nearly_one_length_and_their_order_is_random(job: Any) -> N
     order = SortedBuffers(lengths=fake(MeasuredRows, row_tokens=TOKENS), job=job, buffer=16, pack=4)
     for epoch in (0, 1):
         rows = order.rows_at(SOURCE, epoch, np.arange(50))
-        shuffled = Permutation(job.seed, "rows b", epoch, 50).all()
+        shuffled = Permutation(job.seed, "rows b", epoch, 50).permute_all()
         for first in range(0, 50, 16):
             buffer = rows[first : first + 16]
             assert sorted(buffer) == sorted(shuffled[first : first + 16])

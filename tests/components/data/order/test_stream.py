@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.order.shuffled import Shuffled
-from drawloom.components.data.order.stream import UNIT, RowStream, Segment, row_shares
+from drawloom.components.data.order.stream import UNIT, RowStream, Segment, compute_row_shares
 from drawloom.components.ports.data import RowSource
 from drawloom.graph import UserError
 
@@ -45,16 +45,16 @@ def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count
     """Any range of positions equals a merge by exact fractions, and so does the count before it."""
     segment = Segment(0, {str(number): share for number, share in enumerate(shares)})
     wanted = plain_turns(shares, first + count)
-    source, row = segment.find_rows(first, first + count)
+    source, row = segment.locate_rows(first, first + count)
     assert list(zip(source.tolist(), row.tolist(), strict=True)) == wanted[first:]
     counted = Counter(source for source, _ in wanted[:first])
-    assert segment.count_rows(first) == {str(number): counted[number] for number in range(len(shares))}
+    assert segment.count_rows_up_to(first) == {str(number): counted[number] for number in range(len(shares))}
 
 
 @given(shares, st.integers(0, 10**12))
 def test_a_share_holds_at_every_position(shares: list[int], position: int) -> None:
     """In a run of any length a source's share is exact to half a row per source, and the counts add up."""
-    counts = Segment(0, {str(number): share for number, share in enumerate(shares)}).count_rows(position)
+    counts = Segment(0, {str(number): share for number, share in enumerate(shares)}).count_rows_up_to(position)
     assert sum(counts.values()) == position
     for share, count in zip(shares, counts.values(), strict=True):
         assert abs(count - position * Fraction(share, sum(shares))) <= len(shares) / 2 + 0.01
@@ -74,7 +74,9 @@ def test_the_row_depends_only_on_the_position(seed: int, count: int, places: lis
     for start in range(0, 201 - count, count):
         epoch = whole[start : start + count]
         assert sorted(epoch) == list(range(count))
-        expected = Permutation(seed, "rows", start // count, count).all().tolist() if shuffle else list(range(count))
+        expected = (
+            Permutation(seed, "rows", start // count, count).permute_all().tolist() if shuffle else list(range(count))
+        )
         assert epoch == expected
 
 
@@ -83,7 +85,9 @@ def test_weights_are_shares_of_tokens() -> None:
     A source with quarter-full rows contributes four times as many rows; without weight or rows, it contributes none.
     """
     full, quarter = RowSource("full", 0, 10, 160, 3.0), RowSource("quarter", 10, 20, 80, 3.0)
-    shares = row_shares([full, quarter, RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 1.0)])
+    shares = compute_row_shares(
+        [full, quarter, RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 1.0)]
+    )
     assert shares.keys() == {"full", "quarter"}
     assert shares["quarter"] / shares["full"] == pytest.approx(4)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.data.packing import first_fit as module
-from drawloom.components.data.packing.first_fit import first_fit
+from drawloom.components.data.packing.first_fit import pack_by_first_fit
 
 
 def reference(sizes: list[int], capacity: int) -> list[list[int]]:
@@ -24,7 +24,7 @@ def reference(sizes: list[int], capacity: int) -> list[list[int]]:
 
 
 def pack_first_fit(sizes: list[int], capacity: int) -> list[list[int]]:
-    items, counts = first_fit(np.arange(len(sizes)), np.array(sizes, np.int64), capacity)
+    items, counts = pack_by_first_fit(np.arange(len(sizes)), np.array(sizes, np.int64), capacity)
     return [part.tolist() for part in np.split(items, np.cumsum(counts)[:-1])] if len(counts) else []
 
 

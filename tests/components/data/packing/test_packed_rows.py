@@ -32,7 +32,7 @@ class Texts:
 
     def documents(self, split: Split) -> TokenArrays:
         texts = self.train if split == "train" else self.validation
-        return TokenArrays.of([np.array([*text.encode(), 256]) for text in texts], np.uint16)
+        return TokenArrays.concatenate([np.array([*text.encode(), 256]) for text in texts], np.uint16)
 
 
 def packing(corpus: Texts, job: Any, length: int = 4) -> Concatenated:
@@ -59,7 +59,7 @@ class Chats(Texts):
 
     def documents(self, split: Split) -> TokenArrays:
         texts = [np.array([*text.encode(), 256]) for text in (self.train if split == "train" else self.validation)]
-        return TokenArrays.of(texts, np.uint16, [np.ones(len(text), np.float32) for text in texts])
+        return TokenArrays.concatenate(texts, np.uint16, [np.ones(len(text), np.float32) for text in texts])
 
 
 def test_cut_conversations_are_counted(job: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +184,7 @@ def test_texts_longer_than_the_models_positions_are_warned_of(
     length: int, longest: int | None, tokens: int | None, job: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A text as a row has it, whose positions begin anew: long rows of short texts are no mistake."""
-    model = fake(LanguageModel, vocab_size=257, longest_text=longest)
+    model = fake(LanguageModel, vocab_size=257, max_sequence_length=longest)
     rows = Concatenated(
         tokens=Texts(train=["ab", "abcdef", "c"]), job=job, length=length, models=Every({"model": model})
     )

@@ -18,7 +18,7 @@ class Documents:
     eos_id: int = 0
 
     def documents(self, split: str) -> TokenArrays:
-        return TokenArrays.of([np.array([1, 2, 0]), np.array([3, 4, 5, 6, 7, 0])], np.uint16)
+        return TokenArrays.concatenate([np.array([1, 2, 0]), np.array([3, 4, 5, 6, 7, 0])], np.uint16)
 
 
 def test_a_row_has_one_document(drawloom_opened: Any, job: Any) -> None:

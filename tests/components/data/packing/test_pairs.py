@@ -22,7 +22,7 @@ class Documents:
     pairs: ClassVar[bool] = True
 
     def documents(self, split: str) -> TokenArrays:
-        return TokenArrays.of([np.full(2 + number % 5, 1 + number // 2) for number in range(40)], np.uint16)
+        return TokenArrays.concatenate([np.full(2 + number % 5, 1 + number // 2) for number in range(40)], np.uint16)
 
 
 def test_both_of_a_pair_are_in_one_row(drawloom_opened: Any, job: Any) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.data.packing.concatenated import Stream
-from drawloom.components.data.packing.rows import batch_of
+from drawloom.components.data.packing.rows import build_batch
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 
@@ -28,13 +28,13 @@ class Table:
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         pieces = [self.index.pieces(row) for row in rows]
-        return batch_of(self.documents, pieces, self.index.length, END)
+        return build_batch(self.documents, pieces, self.index.length, END)
 
 
 def pack(texts: list[list[int]], length: int, weights: list[list[float]] | None = None) -> Table:
     arrays = [np.array([*text, END]) for text in texts]
     own = None if weights is None else [np.array(document_weights, np.float32) for document_weights in weights]
-    token_arrays = TokenArrays.of(arrays, np.uint16, own)
+    token_arrays = TokenArrays.concatenate(arrays, np.uint16, own)
     return Table(token_arrays, Stream(torch.arange(len(texts)), token_arrays.ends, length))
 
 

@@ -27,7 +27,7 @@ class Documents:
     def documents(self, split: str) -> TokenArrays:
         ends = np.cumsum(self.lengths)
         ids = [np.arange(end - length + 1, end + 1) for end, length in zip(ends, self.lengths, strict=True)]
-        return TokenArrays.of(ids, np.uint16)
+        return TokenArrays.concatenate(ids, np.uint16)
 
 
 JOB = fake(RunInfo, name="test", seed=1, path=Path("runs/test"))
@@ -72,7 +72,7 @@ def test_a_document_of_a_row_and_a_token_has_one_window() -> None:
 
 def test_a_row_beyond_the_last_is_an_error() -> None:
     """Negative rows do not count from the end."""
-    index = Windows(tokens=Documents(()), job=JOB, length=4).index_of(np.array([5]), None)
+    index = Windows(tokens=Documents(()), job=JOB, length=4).build_row_index(np.array([5]), None)
     for row in (-1, 1):
         with pytest.raises(IndexError, match=f"no row {row} of 1"):
             index.pieces(row)

@@ -8,7 +8,7 @@ import fsspec
 import pyarrow
 import pytest
 
-from drawloom.components.data.sources.files import File, find, group_files, open_file
+from drawloom.components.data.sources.files import File, find_files, group_files, open_file
 from drawloom.graph import UserError
 
 
@@ -23,7 +23,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def names(patterns: list[str]) -> list[str]:
-    return [file.name for file in find(patterns)]
+    return [file.name for file in find_files(patterns)]
 
 
 @pytest.mark.usefixtures("corpus")
@@ -35,7 +35,7 @@ def test_files_are_ordered_by_name() -> None:
 @pytest.mark.usefixtures("corpus")
 def test_globs_keep_their_order_and_share_no_file() -> None:
     """A file matched by two globs is listed once, at the first glob."""
-    files = find(["corpus/z.txt", "corpus/*.txt", "other/*"])
+    files = find_files(["corpus/z.txt", "corpus/*.txt", "other/*"])
     assert [str(file.path) for file in files] == ["corpus/z.txt", "corpus/a.txt", "other/a.txt"]
 
 
@@ -55,14 +55,14 @@ def test_a_glob_without_a_file_is_refused() -> None:
     """A glob without a match, or with only folders, is an error naming it, even next to a matching one."""
     for pattern in ("corpus/*.md", "corpus/b/*c"):
         with pytest.raises(UserError) as error:
-            find(["corpus/*.txt", pattern])
+            find_files(["corpus/*.txt", pattern])
         assert f'"{pattern}"' in str(error.value)
 
 
 def read(patterns: list[str]) -> list[bytes]:
     """Return the content of all files."""
     contents = []
-    for file in find(patterns):
+    for file in find_files(patterns):
         with open_file(file) as stream:
             contents.append(stream.read())
     return contents
@@ -71,7 +71,7 @@ def read(patterns: list[str]) -> list[bytes]:
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     """A file that vanishes after the listing is an error naming it."""
     (tmp_path / "a").touch()
-    files = find([f"{tmp_path}/a"])
+    files = find_files([f"{tmp_path}/a"])
     (tmp_path / "a").unlink()
     with pytest.raises(UserError, match="a: can't be read"), open_file(files[0]):
         pass
@@ -81,11 +81,11 @@ def test_a_changed_file_has_another_version(tmp_path: Path) -> None:
     """A file with the same size and modification time, but other content, differs from the one before."""
     path = tmp_path / "a"
     path.write_text("one")
-    before = find([str(path)])
+    before = find_files([str(path)])
     os.utime(path, ns=(1, 1))
     path.write_text("two")
     os.utime(path, ns=(1, 1))
-    assert find([str(path)]) != before and find([str(path)]) == find([str(path)])
+    assert find_files([str(path)]) != before and find_files([str(path)]) == find_files([str(path)])
 
 
 def test_compressed_files_are_decompressed(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_compressed_files_are_decompressed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(two_frames)
     (tmp_path / "b.txt.zst").write_bytes(b"".join(bytes(pyarrow.compress(part, "zstd")) for part in (b"one ", b"two")))
     assert read([f"{tmp_path}/*"]) == [b"one two", b"one two"]
-    assert [file.suffix for file in find([f"{tmp_path}/*"])] == [".jsonl", ".txt"]
+    assert [file.suffix for file in find_files([f"{tmp_path}/*"])] == [".jsonl", ".txt"]
 
 
 @pytest.mark.parametrize("name", ["a.gz", "a.zst"])
@@ -113,7 +113,7 @@ def test_a_folder_is_all_files_below_it(tmp_path: Path) -> None:
     for name in ("b/two.txt", "one.txt"):
         (tmp_path / name).touch()
     for path in (f"{tmp_path}", f"{tmp_path}/", f"{tmp_path}/**/*"):
-        assert [file.name for file in find([path])] == ["b/two.txt", "one.txt"]
+        assert [file.name for file in find_files([path])] == ["b/two.txt", "one.txt"]
 
 
 def test_a_url_is_read_by_fsspec() -> None:
@@ -121,11 +121,11 @@ def test_a_url_is_read_by_fsspec() -> None:
     system = fsspec.filesystem("memory")
     system.pipe({"/corpus/b/two.txt": b"two", "/corpus/one.txt": b"first"})
     try:
-        files = find(["memory://corpus/**/*.txt"])
+        files = find_files(["memory://corpus/**/*.txt"])
         assert [(file.name, file.size) for file in files] == [("b/two.txt", 3), ("one.txt", 5)]
         assert read(["memory://corpus/**/*.txt"]) == [b"two", b"first"]
         with pytest.raises(UserError, match="no file matches"):
-            find(["memory://corpus/*.md"])
+            find_files(["memory://corpus/*.md"])
     finally:
         system.rm("/corpus", recursive=True)
 
@@ -133,7 +133,7 @@ def test_a_url_is_read_by_fsspec() -> None:
 def test_a_protocol_without_a_package_is_refused() -> None:
     """A URL of an unknown protocol is an error with its name."""
     with pytest.raises(UserError, match="nowhere://x"):
-        find(["nowhere://x"])
+        find_files(["nowhere://x"])
 
 
 def test_groups_keep_the_order_and_their_size() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.data.sources import json_lines
-from drawloom.components.data.sources.documents import texts_of
-from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.json_lines import json_lines_parts
+from drawloom.components.data.sources.documents import iterate_texts
+from drawloom.components.data.sources.files import find_files
+from drawloom.components.data.sources.json_lines import split_json_lines_files
 from drawloom.graph import UserError
 
 
@@ -23,7 +23,7 @@ def test_each_line_is_in_one_range(
     path = tmp_path_factory.mktemp("lines", numbered=True) / "a.jsonl"
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     path.write_bytes(b"".join(lines))
-    whole = json_lines_parts(find([str(path)]), "text")[0]
+    whole = split_json_lines_files(find_files([str(path)]), "text")[0]
     cuts = sorted(data.draw(st.sets(st.integers(1, max(len(b"".join(lines)) - 1, 1)))))
     ranges = zip([0, *cuts], [*cuts, whole.end], strict=True)
     parts = [attrs.evolve(whole, begin=begin, end=end) for begin, end in ranges]
@@ -39,10 +39,10 @@ def test_a_large_file_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(json_lines, "PART_BYTES", 40)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "some text"}\n' * 9 + "no object\n")
-    parts = json_lines_parts(find([str(path)]), "text")
-    assert len(parts) == 6 and sum(part.size for part in parts) == path.stat().st_size
+    parts = split_json_lines_files(find_files([str(path)]), "text")
+    assert len(parts) == 6 and sum(part.byte_count for part in parts) == path.stat().st_size
     with pytest.raises(UserError, match=r"a\.jsonl:10:1: not JSON"):
-        list(texts_of(parts))
+        list(iterate_texts(parts))
 
 
 def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
@@ -50,4 +50,4 @@ def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "some text"}\n', "utf-8-sig")
     with pytest.raises(UserError, match=r"a\.jsonl:1: begins with a byte order mark; save the file as UTF-8 without"):
-        list(texts_of(json_lines_parts(find([str(path)]), "text")))
+        list(iterate_texts(split_json_lines_files(find_files([str(path)]), "text")))

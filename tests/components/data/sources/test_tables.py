@@ -9,9 +9,9 @@ import pytest
 from pyarrow import ipc
 
 from drawloom.components.data.sources import tables
-from drawloom.components.data.sources.documents import Part, texts_of
-from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.tables import ArrowPart, parquet_parts, table_rows
+from drawloom.components.data.sources.documents import Part, iterate_texts
+from drawloom.components.data.sources.files import find_files
+from drawloom.components.data.sources.tables import ArrowPart, read_table_rows, split_parquet_files
 from drawloom.graph import UserError
 
 TEXTS = [f"text {number}" for number in range(2500)]
@@ -25,11 +25,11 @@ def write(path: Path, kind: str, table: Any) -> list[Part]:
     """Return a file of this kind, and its parts."""
     if kind == "parquet":
         pyarrow.parquet.write_table(table, path, row_group_size=700)
-        return [*parquet_parts(find([str(path)]), "body")]
+        return [*split_parquet_files(find_files([str(path)]), "body")]
     writer = ipc.new_file if kind == "file" else ipc.new_stream
     with writer(str(path), table.schema) as out:
         out.write_table(table, max_chunksize=700)
-    return [ArrowPart(file, "body") for file in find([str(path)])]
+    return [ArrowPart(file, "body") for file in find_files([str(path)])]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
@@ -46,8 +46,8 @@ def test_rows_have_all_columns(tmp_path: Path, kind: str) -> None:
     """An object for each row, in order."""
     path = tmp_path / ("a.parquet" if kind == "parquet" else "a.arrow")
     write(path, kind, table())
-    [file] = find([str(path)])
-    assert [*table_rows(file)] == [{"id": number, "body": text} for number, text in enumerate(TEXTS)]
+    [file] = find_files([str(path)])
+    assert [*read_table_rows(file)] == [{"id": number, "body": text} for number, text in enumerate(TEXTS)]
 
 
 def test_row_groups_are_divided_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,23 +56,23 @@ def test_row_groups_are_divided_into_parts(tmp_path: Path, monkeypatch: pytest.M
     parts = write(tmp_path / "a", "parquet", table())
     assert len(parts) == 4
     assert [document.offset for document in parts[1].documents()] == list(range(700, 1400))
-    assert list(texts_of(parts)) == TEXTS
+    assert list(iterate_texts(parts)) == TEXTS
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
 def test_a_value_that_is_not_text_is_named(tmp_path: Path, kind: str) -> None:
     """A null, another column and a damaged file are errors naming the file, and the row if there is one."""
     with pytest.raises(UserError, match='a: row 1: field "body" is null'):
-        list(texts_of(write(tmp_path / "a", kind, table(["one", None]))))
+        list(iterate_texts(write(tmp_path / "a", kind, table(["one", None]))))
     with pytest.raises(UserError, match=r'b: the table has no column "body", only id, other'):
-        list(texts_of(write(tmp_path / "b", kind, table(["one"]).rename_columns(["id", "other"]))))
+        list(iterate_texts(write(tmp_path / "b", kind, table(["one"]).rename_columns(["id", "other"]))))
     path = tmp_path / "a"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="a: can't be read"):
         list(
-            texts_of(
-                parquet_parts(find([str(path)]), "body")
+            iterate_texts(
+                split_parquet_files(find_files([str(path)]), "body")
                 if kind == "parquet"
-                else [ArrowPart(find([str(path)])[0], "body")]
+                else [ArrowPart(find_files([str(path)])[0], "body")]
             )
         )

@@ -5,22 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.data.sources.documents import PART_BYTES, split_parts, texts_of
-from drawloom.components.data.sources.files import find
-from drawloom.components.data.sources.text import text_parts
+from drawloom.components.data.sources.documents import PART_BYTES, iterate_texts, select_split_parts
+from drawloom.components.data.sources.files import find_files
+from drawloom.components.data.sources.text import group_text_files
 from drawloom.graph import UserError
 
 
 def texts(pattern: str, replace: bool = False) -> list[str]:
-    return list(texts_of(text_parts(find([pattern]), replace)))
+    return list(iterate_texts(group_text_files(find_files([pattern]), replace)))
 
 
 def test_the_split_of_a_file_does_not_depend_on_other_files(tmp_path: Path) -> None:
     """The splits are disjoint and complete, and an added file moves no other."""
 
     def splits() -> tuple[set[str], set[str]]:
-        parts = text_parts(find([f"{tmp_path}/*.txt"]))
-        return set(texts_of(split_parts(parts, "train", 0.5))), set(texts_of(split_parts(parts, "validation", 0.5)))
+        parts = group_text_files(find_files([f"{tmp_path}/*.txt"]))
+        return set(iterate_texts(select_split_parts(parts, "train", 0.5))), set(
+            iterate_texts(select_split_parts(parts, "validation", 0.5))
+        )
 
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text(str(number))
@@ -51,8 +53,8 @@ def test_invalid_utf_8_is_refused_or_replaced(tmp_path: Path) -> None:
 def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
     """A file name is bytes to the operating system, and any name has a split."""
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")).write_text("text")
-    parts = text_parts(find([f"{tmp_path}/*"]))
-    assert list(texts_of(split_parts(parts, "train", 0.0))) == ["text"]
+    parts = group_text_files(find_files([f"{tmp_path}/*"]))
+    assert list(iterate_texts(select_split_parts(parts, "train", 0.0))) == ["text"]
 
 
 def test_parts_are_of_a_bounded_size(tmp_path: Path) -> None:
@@ -60,6 +62,6 @@ def test_parts_are_of_a_bounded_size(tmp_path: Path) -> None:
     for number in range(3):
         with (tmp_path / f"{number}.txt").open("wb") as file:
             file.truncate(PART_BYTES // 2)
-    parts = text_parts(find([f"{tmp_path}/*.txt"]))
+    parts = group_text_files(find_files([f"{tmp_path}/*.txt"]))
     assert [[file.name for file in part.files] for part in parts] == [["0.txt", "1.txt"], ["2.txt"]]
-    assert [part.size for part in parts] == [PART_BYTES, PART_BYTES // 2]
+    assert [part.byte_count for part in parts] == [PART_BYTES, PART_BYTES // 2]

@@ -13,7 +13,7 @@ import pytest
 
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.build import build
+from drawloom.components.data.store.build import build_store
 from drawloom.components.data.store.store import LOCK
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.graph import UserError
@@ -22,7 +22,7 @@ from support.stores import PARTS, Failing, Texts, content, damage, make_blocked,
 
 def same(folder: Path, tmp_path: Path) -> bool:
     """Whether a store equals, byte for byte, one made without interruption."""
-    build(tmp_path / "unbroken", PARTS, Bytes())
+    build_store(tmp_path / "unbroken", PARTS, Bytes())
     return content(folder) == content(tmp_path / "unbroken")
 
 
@@ -32,11 +32,11 @@ def test_a_failed_store_is_completed(tmp_path: Path, workers: int) -> None:
     (tmp_path / "flag").touch()
     parts: list[Part] = [*PARTS[:4], Failing(PARTS[4], tmp_path / "flag"), PARTS[5]]
     with pytest.raises(UserError, match="part 4: broken"):
-        build(tmp_path / "store", parts, Bytes(), workers=workers)
+        build_store(tmp_path / "store", parts, Bytes(), workers=workers)
     assert not (tmp_path / "store" / "store.json").exists()
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("*.json")}
     (tmp_path / "flag").unlink()
-    build(tmp_path / "store", parts, Bytes(), workers=workers)
+    build_store(tmp_path / "store", parts, Bytes(), workers=workers)
     assert all(path.stat().st_mtime_ns == time for path, time in written.items() if path.name != "plan.json")
     assert same(tmp_path / "store", tmp_path)
 
@@ -51,7 +51,7 @@ def test_a_killed_store_is_completed_byte_for_byte(tmp_path: Path) -> None:
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     assert not (tmp_path / "store" / "store.json").exists()
-    build(tmp_path / "store", PARTS, Bytes())
+    build_store(tmp_path / "store", PARTS, Bytes())
     assert same(tmp_path / "store", tmp_path)
 
 
@@ -65,7 +65,7 @@ def test_children_of_a_killed_process_end_before_the_next_one_writes(tmp_path: P
         time.sleep(0.01)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    later = threading.Thread(target=build, args=(folder, PARTS, Bytes()), kwargs={"say": said.append})
+    later = threading.Thread(target=build_store, args=(folder, PARTS, Bytes()), kwargs={"say": said.append})
     later.start()
     while later.is_alive() and not said:
         time.sleep(0.01)
@@ -79,18 +79,18 @@ def test_a_damaged_shard_of_an_incomplete_store_is_made_again(tmp_path: Path) ->
     """A shard whose file was cut off, as by a power cut, does not count as complete."""
     (tmp_path / "flag").touch()
     with pytest.raises(UserError):
-        build(tmp_path / "store", [*PARTS[:5], Failing(PARTS[5], tmp_path / "flag")], Bytes())
+        build_store(tmp_path / "store", [*PARTS[:5], Failing(PARTS[5], tmp_path / "flag")], Bytes())
     path = tmp_path / "store" / "00002.tokens"
     path.write_bytes(path.read_bytes()[:-2])
-    build(tmp_path / "store", PARTS, Bytes())
+    build_store(tmp_path / "store", PARTS, Bytes())
     assert same(tmp_path / "store", tmp_path)
 
 
 def test_a_complete_store_is_only_opened(tmp_path: Path) -> None:
     """A second call writes nothing."""
-    build(tmp_path / "store", PARTS, Bytes())
+    build_store(tmp_path / "store", PARTS, Bytes())
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").iterdir()}
-    build(tmp_path / "store", PARTS, Bytes())
+    build_store(tmp_path / "store", PARTS, Bytes())
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").iterdir()} == times
 
 
@@ -115,7 +115,9 @@ def test_two_processes_take_turns(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "store" / LOCK, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     parts = [Texts(("abc",), "part 0")]
-    waiting = threading.Thread(target=build, args=(tmp_path / "store", parts, Bytes()), kwargs={"say": said.append})
+    waiting = threading.Thread(
+        target=build_store, args=(tmp_path / "store", parts, Bytes()), kwargs={"say": said.append}
+    )
     waiting.start()
     while not said:
         time.sleep(0.01)
@@ -137,8 +139,8 @@ def test_a_full_disk_is_an_error_that_can_be_continued(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(FileWriter, "put", fail)
         with pytest.raises(UserError, match=r"store: the token store can't be written \(No space left on device"):
-            build(tmp_path / "store", PARTS, Bytes())
-    build(tmp_path / "store", PARTS, Bytes())
+            build_store(tmp_path / "store", PARTS, Bytes())
+    build_store(tmp_path / "store", PARTS, Bytes())
     assert same(tmp_path / "store", tmp_path)
 
 

@@ -10,7 +10,12 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.data.sources.documents import Document
 from drawloom.components.data.store import encode
-from drawloom.components.data.store.encode import batches, copy_unopened, split_text, write_shard
+from drawloom.components.data.store.encode import (
+    group_into_batches,
+    make_unopened_copy,
+    split_text_for_encoding,
+    write_shard,
+)
 from drawloom.graph import UserError
 from support.stores import Texts, store_of
 
@@ -37,7 +42,7 @@ def test_batches_are_counted_in_characters(monkeypatch: pytest.MonkeyPatch) -> N
     """A batch has at most so many characters; a longer document is alone, and none is lost."""
     monkeypatch.setattr(encode, "BATCH", 10)
     documents = [Document("x" * size, "", 0, b"") for size in (4, 5, 2, 30, 1, 0, 9)]
-    batch_lengths = [[len(document.text) for document in batch] for batch in batches(iter(documents))]
+    batch_lengths = [[len(document.text) for document in batch] for batch in group_into_batches(iter(documents))]
     assert batch_lengths == [[4, 5], [2], [30], [1, 0, 9]]
 
 
@@ -47,7 +52,7 @@ def test_pieces_have_the_ids_of_the_whole(
 ) -> None:
     """A long text, cut into pieces, has the ids of the whole text, with and without lines and spaces."""
     monkeypatch.setattr(encode, "BATCH", 1_000)
-    text_pieces = split_text(text, tokenizer.encode)
+    text_pieces = split_text_for_encoding(text, tokenizer.encode)
     assert "".join(text_pieces) == text
     whole = tokenizer.encode(text)
     assert np.array_equal(np.concatenate([tokenizer.encode(piece) for piece in text_pieces]), whole)
@@ -70,7 +75,7 @@ def test_documents_that_cannot_be_tokenized_are_named(tmp_path: Path) -> None:
 
 def test_another_process_opens_its_own_tokenizer(tokenizer: HuggingFaceTokenizer) -> None:
     """A tokenizer arrives closed in another process, and gives the same ids once it is opened."""
-    fresh = copy_unopened(tokenizer)
+    fresh = make_unopened_copy(tokenizer)
     assert isinstance(fresh, HuggingFaceTokenizer) and "_tokenizer" not in vars(fresh)
     fresh.open()
     assert fresh.encode("x <end>").tolist() == tokenizer.encode("x <end>").tolist()

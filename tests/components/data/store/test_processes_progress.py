@@ -8,12 +8,12 @@ def test_progress_is_printed_at_intervals() -> None:
     said: list[str] = []
     now = [0.0]
     progress = Progress({0: 4_000_000, 1: 4_000_000}, 2_000_000, said.append, 3, lambda: now[0])
-    progress.add(0, 1_000_000, 500_000)
+    progress.add_batch(0, 1_000_000, 500_000)
     assert said == []
     now[0] = 4.0
-    progress.add(0, 9_000_000, 500_000)
-    progress.finish(1)
-    progress.show()
+    progress.add_batch(0, 9_000_000, 500_000)
+    progress.finish_part(1)
+    progress.report_if_due()
     assert said == ["tokenized 6.0 MB of 10.0 MB (60 %), 0.25 M tokens/s, 4 s left"]
 
 

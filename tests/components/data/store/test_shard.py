@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drawloom.components.data.store.shard import ShardFiles, ShardWriter, TokenShard, id_dtype
+from drawloom.components.data.store.shard import ShardFiles, ShardWriter, TokenShard, choose_id_dtype
 from drawloom.graph import UserError
 from support.stores import content, damage
 
@@ -18,21 +18,21 @@ def write(folder: Path, weighted: bool = False) -> TokenShard:
     with ShardWriter(folder, 3, DTYPE, weighted) as shard:
         for ids, source, offset in DOCUMENTS:
             weights = np.linspace(0, 1, len(ids), dtype=np.float32) if weighted else None
-            shard.add(np.array(ids, np.int64), source, offset, weights)
+            shard.append_document(np.array(ids, np.int64), source, offset, weights)
     return TokenShard.open_complete(ShardFiles(folder, 3), DTYPE, weighted)
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
     """Ids, ends, offsets and sources are as they were added; equal ids have equal hashes, others different ones."""
     shard = write(tmp_path, weighted=True)
-    assert shard.ids.tolist() == [1, 2, 65_535, 9] and shard.ends.tolist() == [3, 3, 4]
+    assert shard.ids.tolist() == [1, 2, 65_535, 9] and shard.document_ends.tolist() == [3, 3, 4]
     assert shard.weights.tolist() == [0.0, 0.5, 1.0, 0.0]
     assert [shard.source(number) for number in range(3)] == ["a.txt:0", "a.txt:7", f"b.txt:{2**40}"]
-    assert len(set(shard.column("keys").tolist())) == 3
+    assert len(set(shard.document_column("keys").tolist())) == 3
     other = tmp_path / "other"
     other.mkdir()
-    assert write(other, weighted=True).column("keys").tolist() == shard.column("keys").tolist()
-    shard.check_content()
+    assert write(other, weighted=True).document_column("keys").tolist() == shard.document_column("keys").tolist()
+    shard.check_file_contents()
 
 
 def test_the_files_are_as_documented(tmp_path: Path) -> None:
@@ -53,25 +53,25 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     shard = write(tmp_path, weighted=True)
     path = tmp_path / f"00003.{kind}"
     damage(path)
-    shard.check_header()
+    shard.check_file_sizes()
     with pytest.raises(UserError, match=f"00003.{kind} has other content"):
-        shard.check_content()
+        shard.check_file_contents()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match=f"00003.{kind} has .* bytes instead of"):
-        shard.check_header()
+        shard.check_file_sizes()
     path.unlink()
     with pytest.raises(UserError, match=f"00003.{kind} is missing"):
-        shard.check_header()
+        shard.check_file_sizes()
 
 
 def test_a_failure_leaves_no_complete_shard(tmp_path: Path) -> None:
     """An error while a shard is written leaves it without its JSON file, also if it had one before."""
     write(tmp_path)
     with pytest.raises(KeyError), ShardWriter(tmp_path, 3, DTYPE, False) as shard:
-        shard.add(np.array([1]), "a", 0)
+        shard.append_document(np.array([1]), "a", 0)
         raise KeyError
     assert not (tmp_path / "00003.json").exists()
-    write(tmp_path).check_content()
+    write(tmp_path).check_file_contents()
 
 
 def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, 0, DTYPE, False):
         pass
     shard = TokenShard.open_complete(ShardFiles(tmp_path, 0), DTYPE, False)
-    shard.check_content()
-    assert shard.ids.tolist() == shard.ends.tolist() == []
+    shard.check_file_contents()
+    assert shard.ids.tolist() == shard.document_ends.tolist() == []
 
 
 @pytest.mark.parametrize(("size", "width"), [(257, 2), (65_536, 2), (65_537, 4)])
 def test_ids_have_the_least_width(size: int, width: int) -> None:
     """Two bytes up to 65,536 ids, else four."""
-    assert np.dtype(id_dtype(size)).itemsize == width
+    assert np.dtype(choose_id_dtype(size)).itemsize == width

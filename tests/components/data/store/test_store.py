@@ -45,14 +45,14 @@ def test_opening_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Opening a store reads no tokens, and reading a document verifies only its blocks, once."""
     store_of(tmp_path / "store", [["a" * 300_000, "b" * 300_000]])
     blocks: list[int] = []
-    verify = MappedFile.verify
+    verify = MappedFile.verify_blocks
 
     def record(self: MappedFile, first: int, last: int) -> None:
         if self.path.suffix == ".tokens":
             blocks.extend(range(first, last))
         verify(self, first, last)
 
-    monkeypatch.setattr(MappedFile, "verify", record)
+    monkeypatch.setattr(MappedFile, "verify_blocks", record)
     store = Store.open(tmp_path / "store")
     assert store.lengths.tolist() == [300_001, 300_001] and not blocks
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_a_changed_bit_is_never_read(tmp_path: Path, name: str) -> None:
 
 def _read_all(folder: Path) -> None:
     store = Store.open(folder)
-    assert len(store.keys) == len(store.lengths)
+    assert len(store.document_hashes) == len(store.lengths)
     for document, length in enumerate(store.lengths.tolist()):
         store.read(document, 0, length)
         store.source(document)

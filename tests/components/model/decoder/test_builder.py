@@ -70,7 +70,7 @@ def test_a_slice_starts_as_in_the_whole_parameter(make: Callable[..., DecoderBui
             part = torch.empty_like(parameter.narrow(dim, begin, size - begin))
             offsets = tuple(begin if axis == dim else 0 for axis in range(parameter.ndim))
             model.initialise(
-                name, part, seed=5, part_of=TensorSlice(tuple(parameter.shape), offsets, tuple(part.shape))
+                name, part, seed=5, tensor_slice=TensorSlice(tuple(parameter.shape), offsets, tuple(part.shape))
             )
             assert torch.equal(part, parameter.narrow(dim, begin, size - begin)), name
 
@@ -132,7 +132,7 @@ def test_operations_equal_the_count_of_torch(kind: str) -> None:
         logits_of(module, tokens, one_document(2, 11)).sum().backward()
     # Products by expert are one operation to torch: two choices, gate and up of 12 channels each, and down.
     experts = 22 * layers * 3 * 2 * 2 * (24 * 24 + 24 * 12)
-    actual = model.forward_flops().of_training(22, {None: 2 * 11 * 11})
+    actual = model.forward_flops().count_training_flops(22, {None: 2 * 11 * 11})
     assert actual == counter.get_total_flops() + experts
 
 

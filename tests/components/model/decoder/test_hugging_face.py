@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from drawloom.components.model.decoder.config import Qwen3MoeConfig
-from drawloom.components.model.decoder.hugging_face import config_of, read_config
-from drawloom.components.model.decoder.rope import RopeScaling, scaling_of
+from drawloom.components.model.decoder.hugging_face import build_hugging_face_config, read_config
+from drawloom.components.model.decoder.rope import RopeScaling, convert_to_kernel_scaling
 from drawloom.components.model.qwen3.dense import DENSE
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.graph import UserError
@@ -127,7 +127,7 @@ def test_experts_that_cannot_be_built_are_refused(tmp_path: Path, changes: dict[
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as caught:
         read_config(MOE, tmp_path)
-    assert message in str(caught.value) and "take the config.json of a Qwen3 model with experts" in str(caught.value)
+    assert message in str(caught.value) and "use the config.json of a Qwen3 model with experts" in str(caught.value)
 
 
 def test_both_forms_of_the_rotary_base_are_read(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_static_ntk_is_exported_as_a_larger_base(transformers: Any) -> None:
     assert "rope_parameters" not in written
     theirs = Qwen3RotaryEmbedding(transformers.Qwen3Config(**written)).inv_freq
     torch.testing.assert_close(theirs.double(), expected, rtol=1e-6, atol=0)
-    ours = rope_frequencies(width, 500.0, scaling_of(model.architecture.rope_scaling, 32))
+    ours = rope_frequencies(width, 500.0, convert_to_kernel_scaling(model.architecture.rope_scaling, 32))
     torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=0)
 
 
@@ -330,5 +330,5 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
 
 def test_the_end_of_text_is_written_only_if_known() -> None:
     """Without a tokenizer the config has no end-of-text id."""
-    assert "eos_token_id" not in config_of(DENSE, dense().architecture, None)
-    assert config_of(DENSE, dense().architecture, 0)["eos_token_id"] == 0
+    assert "eos_token_id" not in build_hugging_face_config(DENSE, dense().architecture, None)
+    assert build_hugging_face_config(DENSE, dense().architecture, 0)["eos_token_id"] == 0

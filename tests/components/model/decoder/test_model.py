@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.model import check_hidden_states, compute_document_means
+from drawloom.components.model.decoder.model import check_hidden_states_request, compute_document_means
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.model import HiddenStates, LayerRange, TokenContext
 from drawloom.kernels.attention import AttentionImplementation
@@ -91,7 +91,7 @@ def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
         asked.append(documents)
         return FLEX.mask(documents, window)
 
-    kernels._functions["attention"] = AttentionImplementation(mask, FLEX.attend)
+    kernels._functions_by_operation["attention"] = AttentionImplementation(mask, FLEX.attend)
     return whole(make(num_hidden_layers=3, kernels=kernels)), asked
 
 
@@ -271,9 +271,9 @@ def test_impossible_means_are_refused() -> None:
     """A layer beyond the model, a mask without means, and rows split over ranks are refused."""
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="no hidden states of layer 3: the model has layers 0 to 2"):
-        check_hidden_states(context(tokens, hidden_states=HiddenStates((3,))), 2)
-    with pytest.raises(ValueError, match="mean_weights is for means"):
-        check_hidden_states(context(tokens, hidden_states=HiddenStates((1,)), mean_weights=tokens), 2)
+        check_hidden_states_request(context(tokens, hidden_states=HiddenStates((3,))), 2)
+    with pytest.raises(ValueError, match="mean_weights needs document means"):
+        check_hidden_states_request(context(tokens, hidden_states=HiddenStates((1,)), mean_weights=tokens), 2)
     part: Any = object()
     with pytest.raises(ValueError, match="hidden states can't be returned with context parallelism"):
-        check_hidden_states(context(tokens, hidden_states=HiddenStates((1,)), part=part), 2)
+        check_hidden_states_request(context(tokens, hidden_states=HiddenStates((1,)), part=part), 2)

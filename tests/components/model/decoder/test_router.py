@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from drawloom.components.model.decoder.router import (
     Router,
     Routing,
-    attach_loss,
-    aux_loss_grad,
-    router_z_loss,
+    attach_loss_gradient,
+    compute_aux_loss_grad,
+    compute_router_z_loss,
 )
 from drawloom.components.parallel.row_sums import RowSums
-from drawloom.kernels.recompute import rerun, wrapper_of
+from drawloom.kernels.recompute import call_with_recomputation, get_recompute_wrapper
 from support.qwen3 import cpu_kernels
 from support.seeding import seeds
 
@@ -37,8 +37,8 @@ def test_balance_adds_the_gradient_of_the_formula(
     chosen = probabilities.topk(choices).indices
     weights = torch.rand(rows, dtype=torch.float64)  # in float32 the reference would round its own products
     incoming = torch.randn_like(probabilities)
-    grad = aux_loss_grad(row_counts(chosen, experts), weights, length)
-    actual = attach_loss(probabilities, (grad.unsqueeze(1) * probabilities).sum())
+    grad = compute_aux_loss_grad(row_counts(chosen, experts), weights, length)
+    actual = attach_loss_gradient(probabilities, (grad.unsqueeze(1) * probabilities).sum())
     assert torch.equal(actual, probabilities)
     loss = (probabilities * incoming).sum()
     for row in range(rows if length else 0):
@@ -54,7 +54,7 @@ def test_z_loss_adds_the_gradient_of_the_formula(_seed: object, rows: int, lengt
     logits = (3 * torch.randn(rows, length, experts, dtype=torch.float64)).requires_grad_()
     weights = torch.rand(rows, length)
     incoming = torch.randn_like(logits)
-    actual = attach_loss(logits, router_z_loss(logits, weights))
+    actual = attach_loss_gradient(logits, compute_router_z_loss(logits, weights))
     assert torch.equal(actual, logits)
     exponentials = logits.detach().exp()
     total = exponentials.sum(-1, keepdim=True)
@@ -72,7 +72,7 @@ def test_balance_loss_evens_out_experts() -> None:
         optimizer.zero_grad()
         probabilities = (noise + bias).softmax(-1)
         chosen = probabilities.detach().topk(2).indices
-        grad = aux_loss_grad(row_counts(chosen, 5), torch.ones(4), 64).unsqueeze(1)
+        grad = compute_aux_loss_grad(row_counts(chosen, 5), torch.ones(4), 64).unsqueeze(1)
         bias.grad = torch.autograd.grad(probabilities, bias, grad.expand(4, 64, 5))[0]
         optimizer.step()
         counts.append(chosen.flatten().bincount(minlength=5))
@@ -172,7 +172,7 @@ def test_observers_see_each_microbatch_once() -> None:
     def observer(tokens: Tensor, scores: Tensor) -> None:
         seen.append((tokens, scores))
 
-    made.observe(observer)
+    made.add_routing_observer(observer)
     weights = torch.ones(2, 9)
     made(hidden)
     with torch.inference_mode():
@@ -185,12 +185,12 @@ def test_observers_see_each_microbatch_once() -> None:
     assert torch.equal(tokens, chosen.flatten().bincount(minlength=6)) and int(tokens.sum()) == 2 * 9 * 2
     torch.testing.assert_close(scores.sum(-1), torch.ones(18, dtype=torch.float64))
     assert not scores.requires_grad
-    _, best = rerun(made, hidden, weights)
-    saved: Any = wrapper_of(best.grad_fn._raw_saved_other)
+    _, best = call_with_recomputation(made, hidden, weights)
+    saved: Any = get_recompute_wrapper(best.grad_fn._raw_saved_other)
     saved.value()  # as where the gradients of weights are computed, outside of torch's backward pass
     best.sum().backward()
     assert len(seen) == 2
-    made.ignore(observer)
+    made.remove_routing_observer(observer)
     made(hidden, weights)
     assert len(seen) == 2
 

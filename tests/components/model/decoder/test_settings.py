@@ -8,21 +8,21 @@ import attrs
 import pytest
 
 from drawloom.components.model.decoder.rope import RopeScaling
-from drawloom.components.model.decoder.settings import choose_architecture, faults
+from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
 from drawloom.components.model.qwen3.dense import DENSE, Qwen3Dense
 from drawloom.components.model.qwen3.moe import MOE, Qwen3Moe
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
-NONE = dict.fromkeys(DENSE.settings) | {"config": None, "vocabulary_multiple": 1}
+NONE = dict.fromkeys(DENSE.recipe_settings) | {"config": None, "vocabulary_multiple": 1}
 
 
 Found = list[tuple[str | tuple[str, ...], str, str]]
 
 
 def faults_of(tokenizer: bool = False, **settings: Any) -> Found:
-    return [(fault.key, fault.why, fault.instead) for fault in faults(DENSE, NONE | settings, tokenizer)]
+    return [(fault.key, fault.why, fault.instead) for fault in find_setting_faults(DENSE, NONE | settings, tokenizer)]
 
 
 def test_sizes_that_fit_have_no_problem() -> None:
@@ -35,7 +35,7 @@ def test_sizes_that_fit_have_no_problem() -> None:
 
 def test_head_settings_have_defaults() -> None:
     """Without num_key_value_heads each head has its own; without head_dim the heads share the width."""
-    architecture = choose_architecture(
+    architecture = build_architecture_from_settings(
         DENSE,
         NONE
         | {
@@ -173,11 +173,15 @@ def test_ntk_scaling_needs_more_than_one_pair(kind: Literal["ntk", "dynamic"]) -
 def test_both_forms_of_rotary_positions_are_equal() -> None:
     """`rope_parameters` equals `rope_theta` with `rope_scaling`; a base inside `rope_scaling` counts too."""
     yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-    apart = choose_architecture(DENSE, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None)
+    apart = build_architecture_from_settings(
+        DENSE, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None
+    )
     for key in ("rope_parameters", "rope_scaling"):
         joined = {key: RopeScaling(**yarn, rope_theta=5e2)}
-        assert choose_architecture(DENSE, NONE | SIZES | joined, None) == apart
-    plain = choose_architecture(DENSE, NONE | SIZES | {"rope_parameters": RopeScaling(rope_theta=5e2)}, None)
+        assert build_architecture_from_settings(DENSE, NONE | SIZES | joined, None) == apart
+    plain = build_architecture_from_settings(
+        DENSE, NONE | SIZES | {"rope_parameters": RopeScaling(rope_theta=5e2)}, None
+    )
     assert (plain.rope_theta, plain.rope_scaling) == (5e2, None)
 
 
@@ -266,11 +270,11 @@ def test_a_config_sets_all_sizes(tmp_path: Path) -> None:
         assert Qwen3Dense(kernels=cpu_kernels(), config=config).architecture == other.architecture
 
 
-NO_EXPERTS = dict.fromkeys(MOE.settings) | {"config": None, "vocabulary_multiple": 1}
+NO_EXPERTS = dict.fromkeys(MOE.recipe_settings) | {"config": None, "vocabulary_multiple": 1}
 
 
 def faults_of_experts(**settings: Any) -> Found:
-    architecture = faults(MOE, NO_EXPERTS | settings, False)
+    architecture = find_setting_faults(MOE, NO_EXPERTS | settings, False)
     return [(fault.key, fault.why, fault.instead) for fault in architecture]
 
 
@@ -279,7 +283,7 @@ def test_experts_that_fit_have_no_problem() -> None:
     assert faults_of_experts(**SPARSE_SIZES) == []
     assert faults_of_experts(**SPARSE_SIZES | {"intermediate_size": None}) == []
     assert faults_of_experts(**SPARSE_SIZES | {"mlp_only_layers": [1]}) == []
-    architecture = choose_architecture(
+    architecture = build_architecture_from_settings(
         MOE, NO_EXPERTS | SPARSE_SIZES | {"intermediate_size": None, "mlp_only_layers": []}, None
     )
     assert architecture.intermediate_size == 2 * 12  # as many channels as a token has in its experts
@@ -381,7 +385,7 @@ def test_the_longest_text_follows_from_scaling(scaling: dict[str, Any] | None, l
     """It is max_position_embeddings, or the original length times the factor if this is longer."""
     rope = None if scaling is None else RopeScaling(**scaling)
     sizes = SIZES | {"max_position_embeddings": 64, "rope_scaling": rope}
-    assert Qwen3Dense(kernels=cpu_kernels(), **sizes).longest_text == longest
+    assert Qwen3Dense(kernels=cpu_kernels(), **sizes).max_sequence_length == longest
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from drawloom.components.pipeline.circular import executor as circular
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.circular.stage_passes import StagePasses
 from drawloom.components.ports.pipeline import sum_losses
-from drawloom.components.ports.program import flat
+from drawloom.components.ports.program import iterate_actions
 from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph import UserError
 from support import pipelines
@@ -81,7 +81,9 @@ def test_ranks_run_the_program_of_the_schedule_and_share_the_ends_of_the_model()
     """
     program = pipelines.schedule("circular", stages_per_rank=REPEATS).program(RANKS, 4)
     for rank, results in enumerate(run_ranks(on_ranks, RANKS, works, False, True)):
-        wanted = [(action.op, action.stage + 1, action.microbatch) for action in flat(program.rank_program(rank))]
+        wanted = [
+            (action.op, action.stage + 1, action.microbatch) for action in iterate_actions(program.rank_program(rank))
+        ]
         mine = range(2 * rank, 2 * rank + 2)
         last = RANKS * REPEATS + 1
         for done in results:

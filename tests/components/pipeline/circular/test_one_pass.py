@@ -6,7 +6,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.circular.buffers import Buffers
 from drawloom.components.pipeline.circular.one_pass import ForwardPass
-from drawloom.components.pipeline.circular.ring import PendingSends, Ring, TensorMeta, begin_token
+from drawloom.components.pipeline.circular.ring import PendingSends, Ring, TensorMeta, create_exchange_token
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 TABLES = [
@@ -26,8 +26,8 @@ def make_pass(table: Timetable, weights: Tensor, inputs: list[Tensor]) -> Forwar
     def run_block(block: int, microbatch: int, given: Tensor) -> Tensor:
         return torch.sin(given) * weights[block] + microbatch
 
-    buffers = Buffers.of(table, stages, inputs)
-    return ForwardPass(table, Ring(), run_block, metas, buffers, sends, begin_token(sends, cpu))
+    buffers = Buffers.with_inputs(table, stages, inputs)
+    return ForwardPass(table, Ring(), run_block, metas, buffers, sends, create_exchange_token(sends, cpu))
 
 
 def of(table: Timetable) -> tuple[Tensor, list[Tensor]]:

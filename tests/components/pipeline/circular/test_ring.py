@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.p2p_links import p2p_links, ring
+from drawloom.components.distributed.p2p_links import connect_p2p_links, list_ring_edges
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.circular.ring import (
     PendingSends,
     Ring,
     RingExchange,
     TensorMeta,
-    arrive,
-    begin_token,
-    start,
+    create_exchange_token,
+    finish_exchange,
+    start_exchange,
 )
 from support.processes import run_ranks
 
@@ -27,20 +27,22 @@ def _open_ring() -> tuple[TorchProcesses, Ring]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     size = processes.world_size
-    return processes, Ring(processes.rank, size, p2p_links(processes, "ring", [list(range(size))], ring(size)))
+    return processes, Ring(
+        processes.rank, size, connect_p2p_links(processes, "ring", [list(range(size))], list_ring_edges(size))
+    )
 
 
 def _hand_over(used: bool) -> list[float] | None:
     """Send rank 0's weight to rank 1, which multiplies it or does not use it; return rank 0's gradient."""
     processes, ring = _open_ring()
     pending_sends, weight = PendingSends(), torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    token = begin_token(pending_sends, FORM.device)
+    token = create_exchange_token(pending_sends, FORM.device)
     to, sources = ([(1, FORM)], []) if ring.rank == 0 else ([], [(0, FORM)])
     exchange = RingExchange(ring, pending_sends, to, sources)
-    token = start(exchange, token, [weight] if ring.rank == 0 else [])
-    token, came = arrive(exchange, token)
+    token = start_exchange(exchange, token, [weight] if ring.rank == 0 else [])
+    token, came = finish_exchange(exchange, token)
     output = came[0] * 3 if came and used else weight * 5
-    pending_sends.clear()
+    pending_sends.wait_for_all()
     torch.autograd.backward([output.sum(), token])
     processes.close()
     return None if weight.grad is None else weight.grad.tolist()
@@ -64,16 +66,16 @@ def _cross() -> tuple[list[float], float]:
     processes, ring = _open_ring()
     pending_sends, peer = PendingSends(), 1 - ring.rank
     table = torch.arange(4.0, dtype=torch.float64).view(2, 2).requires_grad_()
-    token = begin_token(pending_sends, FORM.device)
+    token = create_exchange_token(pending_sends, FORM.device)
     ends = [(peer, TensorMeta(torch.Size([length]), torch.float64, FORM.device)) for length in (2, 1)]
     exchanges = [RingExchange(ring, pending_sends, [end], [end]) for end in ends]
     for column, exchange in enumerate(exchanges):
-        token = start(exchange, token, [table[column:, column] * (ring.rank + 1)])
+        token = start_exchange(exchange, token, [table[column:, column] * (ring.rank + 1)])
     total: Tensor = torch.zeros((), dtype=torch.float64)
     for factor, exchange in zip((1.0, 10.0), exchanges, strict=True):
-        token, [came] = arrive(exchange, token)
+        token, [came] = finish_exchange(exchange, token)
         total = total + factor * came.sum()
-    pending_sends.clear()
+    pending_sends.wait_for_all()
     torch.autograd.backward([total, token])
     processes.close()
     assert table.grad is not None
@@ -111,5 +113,5 @@ def test_completed_sends_are_released() -> None:
     assert gone() is not None
     pending_sends.add([second])
     assert gone() is None
-    pending_sends.clear()
+    pending_sends.wait_for_all()
     assert second.waited

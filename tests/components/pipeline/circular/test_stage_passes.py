@@ -28,8 +28,8 @@ class Runner:
     def unshard(self) -> None:
         self.told.append("unshard")
 
-    def reduce_next(self, final: bool) -> None:
-        self.told.append(final)
+    def reduce_in_backward(self, is_last_in_step: bool) -> None:
+        self.told.append(is_last_in_step)
 
     def forward(self, microbatch: int, inputs: Any, *_: Any) -> Any:
         self.told.append(f"F{microbatch}")

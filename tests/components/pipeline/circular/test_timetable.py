@@ -19,28 +19,28 @@ def test_every_block_sees_every_microbatch_once_and_in_order(table: Timetable) -
     """Stages take their blocks one after another, and all microbatches in a block, as in a looped pipeline."""
     wanted = [Item(microbatch, repeat) for repeat in range(table.repeats) for microbatch in range(table.microbatches)]
     for stage in range(table.stages):
-        items = [table.item(iteration, stage) for iteration in range(table.iterations)]
+        items = [table.find_item(iteration, stage) for iteration in range(table.iteration_count)]
         assert [item for item in items if item is not None] == wanted
-        empty = table.repeats * (table.slots - table.microbatches)
+        empty = table.repeats * (table.slot_count - table.microbatches)
         assert items.count(None) == table.latency * (table.stages - 1) + empty
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_a_stage_lags_by_the_latency(table: Timetable) -> None:
     """Stage s + 1 has in iteration t + latency the item of stage s in t; no iteration is idle if slots are full."""
-    for iteration in range(table.iterations):
-        row = [table.item(iteration, stage) for stage in range(table.stages)]
-        assert any(item is not None for item in row) or table.slots > table.microbatches
-        if iteration + table.latency < table.iterations:
-            assert row[:-1] == [table.item(iteration + table.latency, stage) for stage in range(1, table.stages)]
+    for iteration in range(table.iteration_count):
+        row = [table.find_item(iteration, stage) for stage in range(table.stages)]
+        assert any(item is not None for item in row) or table.slot_count > table.microbatches
+        if iteration + table.latency < table.iteration_count:
+            assert row[:-1] == [table.find_item(iteration + table.latency, stage) for stage in range(1, table.stages)]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_reentering_outputs_arrive_in_time(table: Timetable) -> None:
     """Stage 0 needs a reentering output when it arrives, or later if circ_storage is used."""
-    first = [table.item(iteration, 0) for iteration in range(table.iterations)]
-    for iteration in range(table.iterations):
-        item = table.reentering_item(iteration)
+    first = [table.find_item(iteration, 0) for iteration in range(table.iteration_count)]
+    for iteration in range(table.iteration_count):
+        item = table.find_reentering_item(iteration)
         if item is None:
             continue
         needed = first.index(Item(item.microbatch, item.repeat + 1))
@@ -68,20 +68,25 @@ def test_circ_storage_is_used_for_more_microbatches_than_latency(table: Timetabl
 
 def test_counts_of_a_known_pipeline() -> None:
     """4 stages, 8 microbatches, 2 repeats: 19 iterations, with delay 22; 5 to 7 microbatches have as many slots."""
-    assert (Timetable(4, 8, 2).iterations, Timetable(4, 8, 2, latency=2).iterations) == (19, 22)
-    assert {Timetable(4, microbatches).slots for microbatches in (5, 6, 7, 8)} == {8}
-    assert [Timetable(4, 6).share(stage) for stage in range(4)] == [range(2), range(2, 4), range(4, 6), range(6, 6)]
+    assert (Timetable(4, 8, 2).iteration_count, Timetable(4, 8, 2, latency=2).iteration_count) == (19, 22)
+    assert {Timetable(4, microbatches).slot_count for microbatches in (5, 6, 7, 8)} == {8}
+    assert [Timetable(4, 6).microbatches_of_stage(stage) for stage in range(4)] == [
+        range(2),
+        range(2, 4),
+        range(4, 6),
+        range(6, 6),
+    ]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
     """With names in place of tensors, stage 0 has all inputs, and outputs end in their columns."""
-    stages, columns = table.stages, table.columns
+    stages, columns = table.stages, table.column_count
     rows: list[list[object]] = [
         [("in", number) if number < table.microbatches else None for number in range(first, first + columns)]
-        for first in range(0, table.slots, columns)
+        for first in range(0, table.slot_count, columns)
     ]
-    for iteration in range(table.iterations):
+    for iteration in range(table.iteration_count):
         column = iteration % columns
         if iteration < table.microbatches:
             assert rows[0][column] == ("in", iteration)
@@ -92,8 +97,10 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
         finished = table.find_finished_microbatch(iteration)
         rows[-1][column] = None if finished is None else ("out", finished)
     for stage in range(stages):
-        entries = [rows[stage][table.column(position)] for position in range(columns)]
-        assert [entry for entry in entries if entry is not None] == [("out", number) for number in table.share(stage)]
+        entries = [rows[stage][table.compute_output_column(position)] for position in range(columns)]
+        assert [entry for entry in entries if entry is not None] == [
+            ("out", number) for number in table.microbatches_of_stage(stage)
+        ]
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 
 from drawloom.components.pipeline.program.lowering import (
-    expect_same,
-    lower,
-    program_for,
-    with_offload_actions,
-    with_shard_actions,
-    with_whole_backwards,
+    build_program_for_lowering,
+    check_ranks_have_equal_programs,
+    insert_offload_actions,
+    insert_shard_actions,
+    lower_to_rank_program,
+    merge_split_backwards,
 )
-from drawloom.components.pipeline.program.notation import read_program
+from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.ports.pipeline import PartialSchedule
-from drawloom.components.ports.program import OPS, RankProgram, flat
+from drawloom.components.ports.program import OPS, RankProgram, iterate_actions
 from drawloom.graph import UserError
 from support.schedules import NAMES, variants
 
 
 def lower_text(text: str, rank: int) -> str:
     """Return a rank's lowered program, as text."""
-    return " ".join(map(str, lower(read_program(text), rank)))
+    return " ".join(map(str, lower_to_rank_program(parse_program(text), rank)))
 
 
 def test_messages_are_inserted() -> None:
@@ -37,7 +37,7 @@ def test_messages_are_inserted() -> None:
 
 def test_messages_know_their_peers() -> None:
     """Sends and receives name the rank on the other side, by the placement of the program."""
-    line = lower(read_program("0: 0F0 3F0 3B0 0B0\n1: 1F0 2F0 2B0 1B0\n"), 1)
+    line = lower_to_rank_program(parse_program("0: 0F0 3F0 3B0 0B0\n1: 1F0 2F0 2B0 1B0\n"), 1)
     assert [(str(action), action.peer) for action in line] == [  # type: ignore[union-attr]
         ("1RECV_F0", 0),
         ("1F0", None),
@@ -73,28 +73,28 @@ def test_separated_backwards_stay_split() -> None:
 
 def test_sharded_stages_are_gathered_early_and_reduced_with_their_last_backward() -> None:
     """A stage is gathered one compute action before its first, and its gradients are reduced with its last."""
-    line = lower(read_program("0: 0F0 2F0 0F1 2F1 2I0 2W0 2B1 0B0 0B1\n1: 1F0 1F1 1B0 1B1\n"), 0)
-    actions = [str(action) for action in with_shard_actions(line, {0, 2}, {0, 2}) if "_F" not in str(action)]
+    line = lower_to_rank_program(parse_program("0: 0F0 2F0 0F1 2F1 2I0 2W0 2B1 0B0 0B1\n1: 1F0 1F1 1B0 1B1\n"), 0)
+    actions = [str(action) for action in insert_shard_actions(line, {0, 2}, {0, 2}) if "_F" not in str(action)]
     compute = [name for name in actions if "SEND" not in name and "RECV" not in name]
     assert " ".join(compute) == ("0UNSHARD0 2UNSHARD0 0F0 2F0 0F1 2F1 2I0 2W0 2REDUCE_GRAD1 2B1 0B0 0REDUCE_GRAD1 0B1")
 
 
 def test_forwards_alone_free_gathered_stages() -> None:
     """Without a backward a gathered stage is freed after its last forward, and nothing is reduced."""
-    line = with_shard_actions(lower(read_program("0: 0F0 0F1 1F0 1F1\n"), 0), {0, 1}, {0, 1})
+    line = insert_shard_actions(lower_to_rank_program(parse_program("0: 0F0 0F1 1F0 1F1\n"), 0), {0, 1}, {0, 1})
     assert " ".join(map(str, line)) == "0UNSHARD0 0F0 1UNSHARD0 0F1 0RESHARD1 1F0 1F1 1RESHARD1"
 
 
 def test_stages_that_gather_by_block_are_only_reduced() -> None:
     """Blocks gather themselves when they are used."""
-    line = with_shard_actions(lower(read_program("0: 0F0 0B0 0F1 0B1\n"), 0), set(), {0})
+    line = insert_shard_actions(lower_to_rank_program(parse_program("0: 0F0 0B0 0F1 0B1\n"), 0), set(), {0})
     assert " ".join(map(str, line)) == "0F0 0B0 0F1 0REDUCE_GRAD1 0B1"
 
 
 def test_gradients_are_reduced_with_each_backward_of_weights_where_memory_is_short() -> None:
     """All B and W but the last add gradients to slices; I, without gradients to add, does not."""
-    line = with_shard_actions(
-        lower(read_program("0: 0F0 0F1 0F2 0B0 0I1 0F3 0W1 0B3 0I2 0F4 0W2 0B4\n"), 0), {0}, {0}, {0}
+    line = insert_shard_actions(
+        lower_to_rank_program(parse_program("0: 0F0 0F1 0F2 0B0 0I1 0F3 0W1 0B3 0I2 0F4 0W2 0B4\n"), 0), {0}, {0}, {0}
     )
     assert " ".join(map(str, line)) == (
         "0UNSHARD0 0F0 0F1 0F2 0REDUCE_SCATTER0 0B0 0I1 0F3 0REDUCE_SCATTER1 0W1 0REDUCE_SCATTER3 0B3 0I2 0F4 "
@@ -105,14 +105,14 @@ def test_gradients_are_reduced_with_each_backward_of_weights_where_memory_is_sho
 def test_activations_wait_in_host_memory_if_the_gap_is_long() -> None:
     """They leave after their forward pass and return one action before B or I; close passes and other stages stay."""
     text = "0: 0F0 0F1 0F2 1F0 0F3 1F1 1F2 1F3 1B0 0I0 1B1 0B1 0W0 1B2 0B2 1B3 0B3\n"
-    line = with_offload_actions(lower(read_program(text), 0), {0})
+    line = insert_offload_actions(lower_to_rank_program(parse_program(text), 0), {0})
     assert " ".join(map(str, line)) == (
         "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 1F0 0F3 0OFFLOAD3 1F1 1F2 1F3 0RELOAD0 1B0 0I0 0RELOAD1 1B1 0B1 "
         "0W0 0RELOAD2 1B2 0B2 0RELOAD3 1B3 0B3"
     )
-    assert with_offload_actions(lower(read_program("0: 0F0 0F1 0B0 0B1\n"), 0), {0}) == lower(
-        read_program("0: 0F0 0F1 0B0 0B1\n"), 0
-    )
+    assert insert_offload_actions(
+        lower_to_rank_program(parse_program("0: 0F0 0F1 0B0 0B1\n"), 0), {0}
+    ) == lower_to_rank_program(parse_program("0: 0F0 0F1 0B0 0B1\n"), 0)
 
 
 def run_without_blocking(lines: Sequence[RankProgram]) -> list[str]:
@@ -123,8 +123,8 @@ def run_without_blocking(lines: Sequence[RankProgram]) -> list[str]:
     queues: dict[tuple[int, int], deque[str]] = defaultdict(deque)
     posted: dict[tuple[int, int], list[str]] = defaultdict(list)  # receives that wait, by sender and receiver
     arrived: set[str] = set()
-    left = [deque(flat(line)) for line in lines]
-    own = [{(action.stage, action.op, action.microbatch) for action in flat(line)} for line in lines]
+    left = [deque(iterate_actions(line)) for line in lines]
+    own = [{(action.stage, action.op, action.microbatch) for action in iterate_actions(line)} for line in lines]
     moved = True
     while moved:
         moved = False
@@ -163,13 +163,13 @@ def test_parts_of_a_program_fit_together(name: str) -> None:
     both sides, so all ranks come to an end; schedules built for some ranks build only these.
     """
     for made, (ranks, microbatches) in product(variants(name, 3), LAYOUTS):
-        whole = with_whole_backwards(made.program(ranks, microbatches))
+        whole = merge_split_backwards(made.program(ranks, microbatches))
         lines = []
         for rank in range(ranks):
-            part = program_for(made, rank, ranks, microbatches)
-            lines.append(lower(part, rank))
-            computes = [str(action) for action in flat(lines[-1]) if action.op in OPS]
-            assert computes == [str(action) for action in flat(whole.rank_program(rank))]
+            part = build_program_for_lowering(made, rank, ranks, microbatches)
+            lines.append(lower_to_rank_program(part, rank))
+            computes = [str(action) for action in iterate_actions(lines[-1]) if action.op in OPS]
+            assert computes == [str(action) for action in iterate_actions(whole.rank_program(rank))]
             if isinstance(made, PartialSchedule) and name != "v_min":
                 near = {
                     neighbour for hop in pairwise(made.stage_to_rank(ranks)) if rank in hop for neighbour in hop
@@ -192,7 +192,7 @@ class Group:
 
 def test_ranks_with_other_programs_are_found() -> None:
     """A rank compares its expected neighbour program with the neighbour's own; a difference names both."""
-    program, other = (read_program(text) for text in ("0: 0F0 0B0\n1: 1F0 1B0\n", "0: 0F0 0B0\n1: 1F0 1I0 1W0\n"))
+    program, other = (parse_program(text) for text in ("0: 0F0 0B0\n1: 1F0 1B0\n", "0: 0F0 0B0\n1: 1F0 1I0 1W0\n"))
     digests = []
 
     class Kept(Group):
@@ -203,10 +203,10 @@ def test_ranks_with_other_programs_are_found() -> None:
     for rank_program in (program, other):
         kept: Any = Kept("")
         with suppress(UserError):
-            expect_same(rank_program, 1, kept)
+            check_ranks_have_equal_programs(rank_program, 1, kept)
     same, different = (Group(digest) for digest in digests)
     group: Any = same
-    expect_same(program, 0, group)
+    check_ranks_have_equal_programs(program, 0, group)
     group = different
     with pytest.raises(UserError, match="rank 1 of the pipeline has other actions than rank 0 expects of it"):
-        expect_same(program, 0, group)
+        check_ranks_have_equal_programs(program, 0, group)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.recomputation import LiveMicrobatches, describe_policies, repeat_fraction
-from drawloom.components.ports.program import Program, flat
+from drawloom.components.pipeline.program.recomputation import LiveMicrobatches, describe_policies, recomputed_fraction
+from drawloom.components.ports.program import Program, iterate_actions
 from support.schedules import schedule
 
 
@@ -14,13 +14,13 @@ def test_policies_are_described_by_runs_of_stages() -> None:
         "blocks in stages 0-1, one of 2 blocks in stage 3, selective in stage 4"
     )
     assert describe_policies(("none", "none")) == describe_policies(()) == ""
-    assert [repeat_fraction(policy) for policy in ("none", "blocks", 4)] == [0, 1, 0.25]
+    assert [recomputed_fraction(policy) for policy in ("none", "blocks", 4)] == [0, 1, 0.25]
 
 
 def counts(program: Program, rank: int, stages: list[int]) -> list[list[int]]:
     """Return microbatches between forward and input gradients, then until weight gradients, after every action."""
     now, counts_over_time = [0] * (2 * len(stages)), []
-    for action in flat(program.rank_program(rank)):
+    for action in iterate_actions(program.rank_program(rank)):
         stage_index, waits = stages.index(action.stage), len(stages) + stages.index(action.stage)
         now[stage_index] += {"F": 1, "B": -1, "I": -1, "W": 0}[str(action.op)]
         now[waits] += {"F": 0, "B": 0, "I": 1, "W": -1}[str(action.op)]
@@ -33,7 +33,7 @@ def test_the_peak_of_kept_times_is_the_peak_of_all_times(name: str) -> None:
     """With any bytes per microbatch, the peak over the kept times is the peak over all actions."""
     program, random = schedule(name).program(4, 9), np.random.default_rng(0)
     for rank in range(4):
-        live = LiveMicrobatches.of(program, rank)
+        live = LiveMicrobatches.count(program, rank)
         every = np.array(counts(program, rank, live.stages.tolist()))
         for _ in range(20):
             sizes = random.random(2 * len(live.stages))

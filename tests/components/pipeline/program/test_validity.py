@@ -2,8 +2,8 @@
 
 import pytest
 
-from drawloom.components.pipeline.program.notation import read_program
-from drawloom.components.pipeline.program.validity import violations
+from drawloom.components.pipeline.program.notation import parse_program
+from drawloom.components.pipeline.program.validity import find_violations
 from drawloom.components.ports.program import Action, Program
 
 VALID = ["0: 0F0 0F1 0B0 0I1 0W1\n1: 1F0 1B0 1F1 1B1\n", "0: 0F0 0F1\n1: 1F0 1F1\n", "0: 0F0 1F0 1B0 0B0\n"]
@@ -12,7 +12,7 @@ VALID = ["0: 0F0 0F1 0B0 0I1 0W1\n1: 1F0 1B0 1F1 1B1\n", "0: 0F0 0F1\n1: 1F0 1F1
 @pytest.mark.parametrize("text", VALID)
 def test_valid_programs_have_no_violation(text: str) -> None:
     """Whole and split backwards, inference, and several stages on a rank are valid."""
-    assert violations(read_program(text)) == []
+    assert find_violations(parse_program(text)) == []
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,14 @@ def test_valid_programs_have_no_violation(text: str) -> None:
 )
 def test_violations_are_reported(text: str, fault: str) -> None:
     """Missing, doubled and misordered actions, and deadlocks, some accepted by torch, are reported."""
-    reported = violations(read_program(text))
+    reported = find_violations(parse_program(text))
     assert reported and reported[0].startswith(fault)
 
 
 def test_actions_on_the_wrong_rank_are_reported() -> None:
     """An action of a stage on another rank is a violation."""
     program = Program.of([[Action(0, "F", 0)], [Action(1, "F", 0)]], stage_to_rank=[0, 0])
-    assert "1F0 is on rank 1, but its stage belongs to rank 0" in violations(program)
-    assert "5F0 on rank 0: there are stages 0 to 0" in violations(Program.of([[Action(5, "F", 0)]], stage_to_rank=[0]))
+    assert "1F0 is on rank 1, but its stage belongs to rank 0" in find_violations(program)
+    assert "5F0 on rank 0: there are stages 0 to 0" in find_violations(
+        Program.of([[Action(5, "F", 0)]], stage_to_rank=[0])
+    )

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.pipeline import state_of_batches
+from drawloom.components.ports.pipeline import make_state_of_batches
 from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 from drawloom.kernels import recompute_policy
-from drawloom.kernels.recompute import rerun
+from drawloom.kernels.recompute import call_with_recomputation
 from support import pipelines
 from support.processes import run_ranks
 
@@ -33,7 +33,7 @@ class Again:
 
     def replay(self) -> None:
         """Run the recorded function, as a GPU does only here, and write its results."""
-        for there, here in zip(leaves(self.outputs), leaves(self.run()), strict=True):
+        for there, here in zip(list_leaves(self.outputs), list_leaves(self.run()), strict=True):
             if isinstance(there, Tensor):
                 there.data.copy_(here)
 
@@ -59,7 +59,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Takes the place of CUDA graphs in every executor."""
     graph_recorder = Recorder()
-    monkeypatch.setattr(Captures, "on", lambda _device, objective: Captures(objective, graph_recorder.new))
+    monkeypatch.setattr(Captures, "create_on_gpu", lambda _device, objective: Captures(objective, graph_recorder.new))
     return graph_recorder
 
 
@@ -103,14 +103,14 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
 
     def count_and_rerun(*given: Any, **named: Any) -> Any:
         ran.append(given)
-        return rerun(*given, **named)
+        return call_with_recomputation(*given, **named)
 
     def after_evaluation(executor: ProgramExecutor, state: StepState) -> None:
-        executor.evaluate(state_of_batches(state["batches"]))
+        executor.evaluate(make_state_of_batches(state["batches"]))
         train(executor, state)
 
     train = ProgramExecutor.train
-    monkeypatch.setattr(recompute_policy, "rerun", count_and_rerun)
+    monkeypatch.setattr(recompute_policy, "call_with_recomputation", count_and_rerun)
     monkeypatch.setattr(ProgramExecutor, "train", after_evaluation)
     program = pipelines.Recomputing(pipelines.schedule("zero_bubble_v"), ("none", "blocks"))
     steps([(program, 3, False, False, "plain")], True)
@@ -120,7 +120,9 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
 def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Run the cases in a separate process with stand-ins for CUDA graphs."""
     graph_recorder = Recorder()
-    with mock.patch.object(Captures, "on", lambda _device, objective: Captures(objective, graph_recorder.new)):
+    with mock.patch.object(
+        Captures, "create_on_gpu", lambda _device, objective: Captures(objective, graph_recorder.new)
+    ):
         steps_of_rank: list[dict[str, Any]] = steps(cases, capture, sizes=sizes)
     assert bool(graph_recorder.recorded) == capture
     return steps_of_rank
@@ -183,13 +185,13 @@ def test_sums_start_at_zero_or_the_existing_gradient() -> None:
     weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 5.0)
     sums = WeightSums()
-    sums.adopt([weight, unused])
+    sums.adopt_gradients([weight, unused])
     kept, weight.grad = weight.grad, None
-    sums.attach()
+    sums.attach_to_parameters()
     sums.reset()
     assert weight.grad is kept and not kept.any() and unused.grad is None
     weight.grad = torch.full((3,), 2.0)
-    sums.attach()
+    sums.attach_to_parameters()
     sums.reset()
     assert weight.grad is kept and kept.tolist() == [2.0] * 3
 

@@ -89,9 +89,9 @@ def test_memory_is_freed_and_views_stay_views() -> None:
     expected = torch.autograd.grad(output, [x, weight], retain_graph=True)
     del inner, halves
     offloads = Offloads(DelayedTransfers(2))
-    tensors = offloads.begin(collecting.kept, [x, output])
-    tensors.free()
-    assert tensors.size > 0 and all(storage.expired() for storage in storages)
+    tensors = offloads.start_offload(collecting.kept, [x, output])
+    tensors.free_device_memory()
+    assert tensors.byte_count > 0 and all(storage.expired() for storage in storages)
     tensors.reload()
     tensors.wait()
     assert all(map(torch.equal, torch.autograd.grad(output, [x, weight]), expected))
@@ -100,6 +100,6 @@ def test_memory_is_freed_and_views_stay_views() -> None:
 def test_host_memory_is_reused() -> None:
     """A second microbatch takes the memory of the first one after its return."""
     offloads = Offloads(DelayedTransfers(3))
-    first, _ = offloads.take(100)
-    offloads.give(first, None)
-    assert offloads.take(100)[0] is first and offloads.take(100)[0] is not first
+    first, _ = offloads.take_host_memory(100)
+    offloads.return_host_memory(first, None)
+    assert offloads.take_host_memory(100)[0] is first and offloads.take_host_memory(100)[0] is not first

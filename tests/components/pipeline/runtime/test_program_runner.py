@@ -91,8 +91,8 @@ class Spread:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        return self.boundaries.of(stage, inputs, shared)
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+        return self.boundaries.infer_stage_inputs(stage, inputs, shared)
 
 
 SPANS = [LayerRange(0, 1, embedding=True, head=False), LayerRange(1, 2, embedding=False, head=True)]

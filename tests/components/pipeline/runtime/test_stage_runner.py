@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
 from drawloom.components.ports.pipeline import STEP_SPECS, sum_losses
-from drawloom.components.ports.program import Action, Program, flat
+from drawloom.components.ports.program import Action, Program, iterate_actions
 from drawloom.components.ports.stages import Stage
 from drawloom.components.state.step_state import StepState
 from support import pipelines
@@ -106,10 +106,10 @@ class SingleRank:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels on one rank")
 
-    def links(self, hops: Any) -> dict[int, Any]:
+    def open_channels(self, hops: Any) -> dict[int, Any]:
         return {}
 
     def memory(self) -> int:
@@ -128,7 +128,7 @@ class Folded:
 
     def program(self, ranks: int, microbatches: int) -> Program:
         program = self.schedule.program(2, microbatches)
-        lines = [deque(flat(program.rank_program(rank))) for rank in range(2)]
+        lines = [deque(iterate_actions(program.rank_program(rank))) for rank in range(2)]
         folded: list[Action] = []
         while any(lines):
             for line in lines:
@@ -177,8 +177,8 @@ def same_as_one_pass(executor: ProgramExecutor, microbatches: list[TokenBatch], 
 
 def test_schedules_are_split() -> None:
     """All but one of the tested schedules split the backward pass in two."""
-    lines = {name: lower(Folded(name).program(1, 3), 0) for name in SCHEDULES}
-    split = {name: sum(action.op == "I" for action in flat(line)) for name, line in lines.items()}
+    lines = {name: lower_to_rank_program(Folded(name).program(1, 3), 0) for name in SCHEDULES}
+    split = {name: sum(action.op == "I" for action in iterate_actions(line)) for name, line in lines.items()}
     assert [name for name in SCHEDULES if not split[name]] == ["one_f_one_b"]
 
 
@@ -250,6 +250,6 @@ def test_losses_are_in_the_order_of_microbatches() -> None:
 def test_named_sums_that_differ_between_microbatches_are_named() -> None:
     """The message names the microbatch and its differing sum."""
     state = state_of_losses((1.0, {}), (1.0, {"hits": torch.tensor(1.0)}))
-    message = r"\['losses'\]: at \['sums'\]: microbatch 1 has other entries than the first: \['hits'\]"
+    message = r"\['losses'\]: at \['sums'\]: microbatch 1 and the first one do not both have \['hits'\]"
     with pytest.raises(ValueError, match=message):
         state["losses"]

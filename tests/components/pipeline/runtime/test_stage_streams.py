@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
-from drawloom.components.ports.program import Action, flat
+from drawloom.components.ports.program import Action, iterate_actions
 from drawloom.components.ports.stages import Stage
 
 MAIN = "main"
@@ -67,8 +67,8 @@ def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) ->
     Under DualPipeV on one rank, a pass comes after the pass that makes its input, and after its stage's earlier ones;
     some overlapping forward and backward passes do not wait for one another.
     """
-    streams = StageStreams.of(stages(nn.Linear(1, 1), nn.Linear(1, 1)), Stream)
-    streams.begin()
+    streams = StageStreams.create(stages(nn.Linear(1, 1), nn.Linear(1, 1)), Stream)
+    streams.wait_for_current_stream()
     done: dict[tuple[str, int, int], tuple[Stream, int]] = {}
     free, handed = 0, mock.Mock(spec=Tensor)
 
@@ -84,9 +84,9 @@ def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) ->
         here.work.append(action)
         done[kind, action.stage, action.microbatch] = here, len(here.work)
 
-    for action in flat(DualPipeV().program(1, 6).rank_program(0)):
-        streams.run(carry_out, lambda _action: [handed], action)
-    streams.end()
+    for action in iterate_actions(DualPipeV().program(1, 6).rank_program(0)):
+        streams.run_in_stream(carry_out, lambda _action: [handed], action)
+    streams.join_current_stream()
     assert free and handed.record_stream.call_count == 12  # forward and backward of six microbatches
     assert all(current[0].seen[id(stage_stream)] == len(stage_stream.work) for stage_stream in streams.streams.values())
 
@@ -94,7 +94,7 @@ def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) ->
 def test_stages_that_share_parameters_share_a_stream() -> None:
     """The gradient of a tied weight is written by one stream."""
     tied = nn.Linear(2, 2)
-    streams = StageStreams.of(stages(nn.Sequential(tied), nn.Linear(2, 2), nn.Sequential(tied)), Stream).streams
+    streams = StageStreams.create(stages(nn.Sequential(tied), nn.Linear(2, 2), nn.Sequential(tied)), Stream).streams
     assert len({id(stream) for stream in streams.values()}) == 1
-    apart = StageStreams.of(stages(nn.Linear(2, 2), nn.Linear(2, 2)), Stream).streams
+    apart = StageStreams.create(stages(nn.Linear(2, 2), nn.Linear(2, 2)), Stream).streams
     assert apart[0] is not apart[1]

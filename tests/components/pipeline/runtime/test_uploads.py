@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from support.clips import Clips, clips
 
 
@@ -60,8 +60,8 @@ def test_copies_have_a_stream_that_waits_for_nothing(seen: list[str]) -> None:
     uploads = Uploads(torch.device("meta"))
     batch = TokenBatch(*(torch.ones(2, 3) for _ in range(5)))
     for _ in range(2):
-        there = uploads.start(batch)
-        assert all(leaf.device.type == "meta" for leaf in leaves(there) if isinstance(leaf, Tensor))
+        there = uploads.start_upload(batch)
+        assert all(leaf.device.type == "meta" for leaf in list_leaves(there) if isinstance(leaf, Tensor))
         assert seen == [*["pin", "copy in copies"] * 5, "compute waits for copies", *["kept for compute"] * 5]
         seen.clear()
 
@@ -69,13 +69,13 @@ def test_copies_have_a_stream_that_waits_for_nothing(seen: list[str]) -> None:
 def test_tensors_on_the_device_are_not_copied(seen: list[str]) -> None:
     """A tensor on the device and values other than tensors pass unchanged."""
     there = torch.empty(2, device="meta")
-    assert Uploads(torch.device("meta")).start([there, 3, None]) == [there, 3, None]
+    assert Uploads(torch.device("meta")).start_upload([there, 3, None]) == [there, 3, None]
     assert not [call for call in seen if "copy" in call]
 
 
 def test_every_tensor_of_an_own_batch_is_copied(seen: list[str]) -> None:
     """Trees as well; numbers of the host stay."""
-    there = Uploads(torch.device("meta")).start(clips())
+    there = Uploads(torch.device("meta")).start_upload(clips())
     assert isinstance(there, Clips) and all(tensor.is_meta for tensor in there.tensors()) and there.skipped == 4
     assert seen.count("copy in copies") == 5
 
@@ -83,4 +83,4 @@ def test_every_tensor_of_an_own_batch_is_copied(seen: list[str]) -> None:
 def test_on_a_cpu_nothing_is_copied() -> None:
     """Batches are already on the device."""
     batch: Any = TokenBatch(*(torch.ones(2, 3) for _ in range(5)))
-    assert Uploads(torch.device("cpu")).start(batch) is batch
+    assert Uploads(torch.device("cpu")).start_upload(batch) is batch

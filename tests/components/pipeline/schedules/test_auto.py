@@ -11,13 +11,13 @@ from typing import Any, Literal
 import attrs
 import pytest
 
-from drawloom.components.pipeline.program.list_scheduling import peak_activations
-from drawloom.components.pipeline.program.notation import write_program
-from drawloom.components.pipeline.program.timing import Costs, time
-from drawloom.components.pipeline.program.validity import violations
-from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published
+from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
+from drawloom.components.pipeline.program.notation import format_program
+from drawloom.components.pipeline.program.timing import Costs, compute_timing
+from drawloom.components.pipeline.program.validity import find_violations
+from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published_schedules
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.ports.program import Program, flat
+from drawloom.components.ports.program import Program, iterate_actions
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 
@@ -25,7 +25,7 @@ from drawloom.graph import UserError
 def _makespan(program: Program, lengths: Sequence[Sequence[float]], comm: float) -> float:
     """How long a program takes, action by action, if stages have these durations of F, B, I and W."""
     ends: dict[tuple[int, str, int], float] = {}
-    lines = [list(flat(program.rank_program(rank))) for rank in range(program.ranks)]
+    lines = [list(iterate_actions(program.rank_program(rank))) for rank in range(program.ranks)]
     free, last, rank = [0.0] * program.ranks, program.stages - 1, 0
     while any(lines):
         rank = (rank + 1) % program.ranks
@@ -50,7 +50,7 @@ def _peak(program: Program, activations: Sequence[float], pending: Sequence[floa
     peaks, pending = [], activations if pending is None else pending
     for rank in range(program.ranks):
         now = 0.0
-        for action in flat(program.rank_program(rank)):
+        for action in iterate_actions(program.rank_program(rank)):
             before, behind = activations[action.stage], pending[action.stage]
             now += {"F": before, "B": -before, "I": behind - before, "W": -behind}[str(action.op)]
             peaks.append(now)
@@ -85,7 +85,9 @@ def test_no_partition_of_any_published_schedule_that_fits_is_faster(seed: int) -
         )
 
     best = math.inf
-    for program in (schedule.program(ranks, microbatches) for count in (1, 2) for schedule in list_published(count)):
+    for program in (
+        schedule.program(ranks, microbatches) for count in (1, 2) for schedule in list_published_schedules(count)
+    ):
         for cuts in combinations(range(1, layers), program.stages - 1):
             sizes = [last - first for first, last in pairwise((0, *cuts, layers))]
             best = min(best, makespan_if_it_fits(program, sizes))
@@ -165,7 +167,7 @@ def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: 
     limit = sum(activations) * chance.choice([0.5, 0.6, 0.7])
     policies: list[Recompute] = ["none", "selective", "blocks", 2, 3, 4]
     best = plain = math.inf
-    for program in (schedule.program(ranks, microbatches) for schedule in list_published(1)):
+    for program in (schedule.program(ranks, microbatches) for schedule in list_published_schedules(1)):
         for cut in range(1, layers):
             sizes = [cut, layers - cut]
             plain = min(plain, model.makespan_if_it_fits(program, sizes, ["none"] * ranks, limit))
@@ -178,7 +180,7 @@ def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: 
             )
     settings = {"stages_per_rank": 1, "trials": 20, "microbatches": microbatches}
     program, ours = model.auto(ranks, limit, recompute=AGAIN, **settings)
-    assert violations(program) == []
+    assert find_violations(program) == []
     assert ours <= best * (1 + 1e-9) < math.inf
     assert best < plain  # there is something to choose
 
@@ -209,7 +211,7 @@ def test_the_stage_with_a_head_has_fewer_layers() -> None:
     assert sizes[-1] == min(sizes) < 3
     lengths = [_sum_per_stage(slices, layers) for layers in (sizes, (3, 3, 3, 3))]
     ours, other = ([[f, 2 * f, f, f] for f in stages] for stages in lengths)
-    best = min(_makespan(schedule.program(4, 16), other, 0.0) for schedule in list_published(1))
+    best = min(_makespan(schedule.program(4, 16), other, 0.0) for schedule in list_published_schedules(1))
     assert _makespan(made.program(4, 16), ours, 0.0) < 0.9 * best
 
 
@@ -229,28 +231,28 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
         slices = [0.5] * (2 * ranks - 1) + [last - 0.5]
         made = Auto(comm=latency, slices=slices, memory=limit, microbatches=microbatches)
         program = made.program(ranks, microbatches)
-        assert violations(program) == []
+        assert find_violations(program) == []
         stages = program.stages // ranks
         assert max(simulate(program, Costs()).peak_live_weights) <= limit * stages
-        ours = time(program, _costs(program, last, latency)).makespan
+        ours = compute_timing(program, _costs(program, last, latency)).makespan
         for other in (
-            schedule.program(ranks, microbatches) for number in (1, 2) for schedule in list_published(number)
+            schedule.program(ranks, microbatches) for number in (1, 2) for schedule in list_published_schedules(number)
         ):
             if max(simulate(other, Costs()).peak_live_weights) <= limit * other.stages // ranks:
-                assert ours <= time(other, _costs(other, last, latency)).makespan + 1e-9
+                assert ours <= compute_timing(other, _costs(other, last, latency)).makespan + 1e-9
 
 
 def test_a_costly_last_stage_and_slow_messages_are_made_up_for() -> None:
     """With 1.3 times the cost in the last share and a latency of 0.25, it is 2 % faster than every published one."""
     ours = Auto(comm=0.25, slices=[0.5] * 15 + [0.8], microbatches=32).program(8, 32)
-    others = [schedule.program(8, 32) for number in (1, 2) for schedule in list_published(number)]
+    others = [schedule.program(8, 32) for number in (1, 2) for schedule in list_published_schedules(number)]
     fitting = [
         schedule
         for schedule in others
         if max(simulate(schedule, Costs()).peak_live_weights) <= 8 * schedule.stages // 8
     ]
-    best = min(time(schedule, _costs(schedule, 1.3, 0.25)).makespan for schedule in fitting)
-    assert time(ours, _costs(ours, 1.3, 0.25)).makespan < 0.98 * best
+    best = min(compute_timing(schedule, _costs(schedule, 1.3, 0.25)).makespan for schedule in fitting)
+    assert compute_timing(ours, _costs(ours, 1.3, 0.25)).makespan < 0.98 * best
 
 
 def test_every_process_finds_the_same() -> None:
@@ -258,11 +260,11 @@ def test_every_process_finds_the_same() -> None:
     settings = "Auto(comm=0.3, memory=30.0, slices=[1.0] * 23 + [4.0])"
     path = "drawloom.components.pipeline"
     script = (
-        f"from {path}.schedules.auto import Auto; from {path}.program.notation import write_program;"
-        f"made = {settings}; print(write_program(made.program(4, 8)), made.layers_by_stage(4, 24), end='')"
+        f"from {path}.schedules.auto import Auto; from {path}.program.notation import format_program;"
+        f"made = {settings}; print(format_program(made.program(4, 8)), made.layers_by_stage(4, 24), end='')"
     )
     made = Auto(comm=0.3, memory=30.0, slices=[1.0] * 23 + [4.0])
-    ours = f"{write_program(made.program(4, 8))} {made.layers_by_stage(4, 24)}"
+    ours = f"{format_program(made.program(4, 8))} {made.layers_by_stage(4, 24)}"
     for seed in ("1", "2"):
         surroundings = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
         done = subprocess.run([sys.executable, "-c", script], env=surroundings, capture_output=True, check=True)
@@ -275,7 +277,7 @@ def test_stages_stay_where_they_are_for_other_numbers_of_microbatches() -> None:
     sizes = made.layers_by_stage(4, 12)
     for microbatches in (1, 3, 8, 20):
         program = made.program(4, microbatches)
-        assert program.stage_to_rank == made.stage_to_rank(4) and violations(program) == []
+        assert program.stage_to_rank == made.stage_to_rank(4) and find_violations(program) == []
         assert made.layers_by_stage(4, 12) == sizes
 
 
@@ -303,7 +305,7 @@ def test_impossible_settings_are_refused() -> None:
         UserError, match=r"3 slices are too few for 4 stages; write 4 or more in every setting that lists slices"
     ):
         Auto(slices=[1.0] * 3).stage_to_rank(4)
-    with pytest.raises(UserError, match=r"slices has 4 values, and activations has 5; write equally many"):
+    with pytest.raises(UserError, match=r"slices has 4 values, and activations has 5; write as many values in both"):
         Auto(slices=[1.0] * 4, activations=[1.0] * 5).stage_to_rank(4)
     with pytest.raises(UserError, match=r"6 layers are not divisible into 4 slices; write 6 slices"):
         Auto(slices=[1.0] * 4).layers_by_stage(2, 6)
@@ -328,7 +330,7 @@ def test_default_memory_has_room_for_pending_weight_gradients(microbatches: int)
     """Even with more memory waiting for weight gradients than in activations, there is a program within the limit."""
     given: dict[str, Any] = {"slices": [1.0] * 4, "activations": [1.0] * 4, "pending": [1.0, 1.0, 1.0, 9.0]}
     program = Auto(**given, stages_per_rank=2, trials=3).program(2, microbatches)
-    peaks = peak_activations(program, given["activations"], given["pending"])
+    peaks = compute_peak_activations(program, given["activations"], given["pending"])
     assert max(peaks) <= 2 * (1.0 + 9.0)
 
 

@@ -1,6 +1,6 @@
 """DualPipeV; tests/schedules/test_torch.py compares its order with torch's."""
 
-from drawloom.components.pipeline.program.lowering import lower
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.pipeline.simulation.simulator import simulate
@@ -10,7 +10,7 @@ from drawloom.components.ports.program import Overlap
 def test_forwards_leave_before_the_backwards_that_they_overlap() -> None:
     """In every overlap the forward's output is sent before the backward starts."""
     for rank in range(4):
-        for item in lower(DualPipeV().program(4, 8), rank):
+        for item in lower_to_rank_program(DualPipeV().program(4, 8), rank):
             if isinstance(item, Overlap):
                 works = [part.op for part in item.parts]
                 assert works[0] == "F" and works[-1] == "B"

@@ -8,7 +8,7 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 def test_the_first_microbatch_follows_the_papers_figure() -> None:
     """No op in the first microbatch waits: it directly follows the neighbour's."""
     run = simulate(VMin().program(4, 8), Costs())
-    starts = {str(bar.action): bar.start for rank in range(4) for bar in run.bars(rank)}
+    starts = {str(bar.action): bar.start for rank in range(4) for bar in run.iterate_bars(rank)}
     assert [starts[f"{stage}F0"] for stage in range(8)] == list(range(8))
     assert [starts[f"{stage}I0"] for stage in reversed(range(8))] == list(range(8, 16))
 

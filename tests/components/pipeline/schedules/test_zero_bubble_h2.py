@@ -10,6 +10,6 @@ def test_no_rank_waits_between_its_first_and_its_last_action() -> None:
     for ranks in range(1, 9):
         run = simulate(ZeroBubbleH2().program(ranks, 3 * ranks), Costs())
         for rank in range(ranks):
-            bars = list(run.bars(rank))
+            bars = list(run.iterate_bars(rank))
             assert bars[-1].end - bars[0].start == 9 * ranks
         assert run.peak_live_weights == [2 * ranks - 1] * ranks

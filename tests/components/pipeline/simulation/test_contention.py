@@ -3,7 +3,7 @@
 import pytest
 
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
-from drawloom.components.pipeline.simulation.contention import Channels, run_events
+from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
 from drawloom.components.ports.program import Action, RankProgram
 
 
@@ -27,33 +27,33 @@ def test_crossed_messages_need_a_channel_each(channels: Channels, stuck: bool) -
     lines = [line(rank, text) for rank, text in enumerate(CROSSED)]
     if stuck:
         with pytest.raises(DeadlockError, match="events wait for one another: 0SEND_F0"):
-            run_events(lines, Costs(), channels)
+            simulate_events(lines, Costs(), channels)
     else:
-        assert len(run_events(lines, Costs(), channels)) == 4
+        assert len(simulate_events(lines, Costs(), channels)) == 4
 
 
 def test_blocking_ranks_do_not_compute_while_sending() -> None:
     """A blocking rank does not compute while it sends, and deadlocks if both ranks send to each other."""
     lines = [line(0, "0F0 0SEND_F0 0F1"), line(1, "1F5 1F6 1RECV_F0 1F0")]
     costs = Costs(comm=0.5)
-    assert run_events(lines, costs, "direction")[0, "F", 1].start == 1
-    assert run_events(lines, costs, "blocking")[0, "F", 1].start == 2.5
+    assert simulate_events(lines, costs, "direction")[0, "F", 1].start == 1
+    assert simulate_events(lines, costs, "blocking")[0, "F", 1].start == 2.5
     with pytest.raises(DeadlockError):
-        run_events([line(rank, text) for rank, text in enumerate(CROSSED)], costs, "blocking")
+        simulate_events([line(rank, text) for rank, text in enumerate(CROSSED)], costs, "blocking")
 
 
 def test_messages_of_one_channel_follow_one_another() -> None:
     """Two messages ready at the same time take twice as long on one channel."""
     lines = [line(0, "0F0 2F0 0SEND_F0 2SEND_F0"), line(1, "1RECV_F0 3RECV_F0 1F0 3F0")]
     costs = Costs(comm=3)
-    assert run_events(lines, costs, "free")[3, "F", 0].start == 6
-    assert run_events(lines, costs, "direction")[3, "F", 0].start == 8
+    assert simulate_events(lines, costs, "free")[3, "F", 0].start == 6
+    assert simulate_events(lines, costs, "direction")[3, "F", 0].start == 8
 
 
 def test_messages_wait_for_their_receive() -> None:
     """A transfer starts when its receive is posted, after the actions before it."""
     costs = Costs(comm=0.5)
-    late = run_events([line(0, "0F0 0SEND_F0"), line(1, "1F7 1F8 1RECV_F0 1F0")], costs)
-    early = run_events([line(0, "0F0 0SEND_F0"), line(1, "1RECV_F0 1F7 1F8 1F0")], costs)
+    late = simulate_events([line(0, "0F0 0SEND_F0"), line(1, "1F7 1F8 1RECV_F0 1F0")], costs)
+    early = simulate_events([line(0, "0F0 0SEND_F0"), line(1, "1RECV_F0 1F7 1F8 1F0")], costs)
     assert (late[0, "SEND_F", 0].start, late[1, "F", 0].start) == (2, 2.5)
     assert (early[0, "SEND_F", 0].start, early[1, "F", 0].start) == (1, 2)

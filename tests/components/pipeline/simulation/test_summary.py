@@ -4,14 +4,14 @@ import attrs
 
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import Summary, compare, table
+from drawloom.components.pipeline.simulation.summary import Summary, format_comparison, format_table
 from support.schedules import schedule
 
 
 def summary(name: str, ranks: int = 4, microbatches: int = 8) -> Summary:
     """Return a schedule, simulated."""
     program = schedule(name).program(ranks, microbatches)
-    return Summary(name, simulate(program, Costs().divide(program.stages // ranks)))
+    return Summary(name, simulate(program, Costs().divide_by_stages(program.stages // ranks)))
 
 
 def test_json_has_the_figures_of_the_simulation() -> None:
@@ -55,7 +55,7 @@ def test_the_caption_has_makespan_and_span() -> None:
 
 def test_peaks_by_rank_are_a_table() -> None:
     """The table has a row with peaks for every rank."""
-    assert summary("one_f_one_b", 2, 4).by_rank().splitlines() == [
+    assert summary("one_f_one_b", 2, 4).format_peaks_by_rank().splitlines() == [
         "peak    live  until weights  weights pending  messages",
         "rank 0     2              2                0         1",
         "rank 1     1              1                0         2",
@@ -64,11 +64,11 @@ def test_peaks_by_rank_are_a_table() -> None:
 
 def test_schedules_are_sorted_by_makespan() -> None:
     """Schedules are sorted by makespan, then by memory."""
-    rows = compare([summary(name) for name in ("gpipe", "one_f_one_b", "zero_bubble_v")]).splitlines()
+    rows = format_comparison([summary(name) for name in ("gpipe", "one_f_one_b", "zero_bubble_v")]).splitlines()
     assert [row.split()[0] for row in rows[:4]] == ["schedule", "zero_bubble_v", "one_f_one_b", "gpipe"]
     assert rows[1].split()[1:] == ["2", "25.5", "24", "5.9%", "0.0%", "8", "8", "4", "96"]
 
 
 def test_columns_are_aligned() -> None:
     """The first column is aligned left, the others right."""
-    assert table([("a", "bb", "c"), ("aaa", "b", "ccc")]) == "a    bb    c\naaa   b  ccc"
+    assert format_table([("a", "bb", "c"), ("aaa", "b", "ccc")]) == "a    bb    c\naaa   b  ccc"

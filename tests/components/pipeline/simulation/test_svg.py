@@ -36,7 +36,7 @@ def test_every_action_is_a_bar_at_its_time(name: str) -> None:
     assert len(rectangles) == len(simulation.program.stage)
     unit = float(next(iter(rectangles.values())).attrib["width"]) / 1.0
     for rank in range(4):
-        for bar in simulation.bars(rank):
+        for bar in simulation.iterate_bars(rank):
             rectangle = rectangles[f"{bar.action}: {bar.start:g} to {bar.end:g}"]
             assert float(rectangle.attrib["x"]) == pytest.approx(LEFT + bar.start * unit, abs=0.05)
             assert float(rectangle.attrib["width"]) == pytest.approx((bar.end - bar.start) * unit, abs=0.01)
@@ -87,7 +87,11 @@ def test_actions_on_shards_are_thin_bars_below_their_rank() -> None:
     rectangles = bars(picture)
     assert len(rectangles) == len(program.stage) + 6
     places = [
-        float(rectangles[f"{r}F0: {next(simulation.bars(r)).start:g} to {next(simulation.bars(r)).end:g}"].attrib["y"])
+        float(
+            rectangles[
+                f"{r}F0: {next(simulation.iterate_bars(r)).start:g} to {next(simulation.iterate_bars(r)).end:g}"
+            ].attrib["y"]
+        )
         for r in range(3)
     ]
     for rank, bars_of_rank in enumerate(simulation.shard_bars):

@@ -3,7 +3,7 @@
 import re
 
 from drawloom.components.pipeline.program.lowering import Sharding
-from drawloom.components.pipeline.program.notation import read_program
+from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.text import draw_text
@@ -85,7 +85,7 @@ def test_a_second_row_shows_when_weights_are_gathered_and_gradients_reduced() ->
 
 def test_a_measured_timeline_is_under_the_simulated_one() -> None:
     """A row under each rank's own, on the same scale."""
-    program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
+    program = parse_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     simulated, late = simulate(program, Costs()), simulate(program, Costs(comm=1))
     lines = draw_text(simulated, measured=late).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["rank", "measured", "rank", "measured"]

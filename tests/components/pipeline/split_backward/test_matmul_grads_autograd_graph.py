@@ -1,9 +1,9 @@
-"""users_of finds every leaf of a graph and its users."""
+"""find_node_users finds every leaf of a graph and its users."""
 
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.split_backward.matmul_grads import Users, users_of
+from drawloom.components.pipeline.split_backward.matmul_grads import Users, find_node_users
 from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.recompute import LEAF
 
@@ -26,7 +26,7 @@ def test_every_leaf_is_found_with_all_its_users() -> None:
     """Users among our kernels and torch's operations, and outputs, are found; an input is not among the leaves."""
     x, a, b, c, d = (leaf() for _ in range(5))
     y = linear_eager(x, a) @ (b * c) + c
-    assert leaves_of(users_of([y, d], [x]), {"a": a, "b": b, "c": c, "d": d}) == {
+    assert leaves_of(find_node_users([y, d], [x]), {"a": a, "b": b, "c": c, "d": d}) == {
         "a": ["_LinearBackward"],
         "b": ["MulBackward0"],
         "c": ["AddBackward0", "MulBackward0"],
@@ -37,15 +37,15 @@ def test_every_leaf_is_found_with_all_its_users() -> None:
 def test_a_node_that_uses_a_leaf_twice_counts_twice() -> None:
     """Every edge in the graph is a use."""
     w = leaf()
-    assert leaves_of(users_of([w * w], []), {"w": w}) == {"w": ["MulBackward0"] * 2}
+    assert leaves_of(find_node_users([w * w], []), {"w": w}) == {"w": ["MulBackward0"] * 2}
 
 
 def test_the_search_ends_at_inputs() -> None:
     """The graph behind a computed input is not searched."""
     a, b = leaf(), leaf()
     x = leaf() @ a
-    assert leaves_of(users_of([x @ b], [x]), {"b": b}) == {"b": ["MmBackward0"]}
-    assert users_of([x], [x]) == {}
+    assert leaves_of(find_node_users([x @ b], [x]), {"b": b}) == {"b": ["MmBackward0"]}
+    assert find_node_users([x], [x]) == {}
 
 
 def test_a_deep_graph_needs_no_recursion() -> None:
@@ -54,6 +54,6 @@ def test_a_deep_graph_needs_no_recursion() -> None:
     y = x
     for _ in range(3000):
         y = y + y
-    users = users_of([y * w], [x])
+    users = find_node_users([y * w], [x])
     assert len(users) == 3000 + 2
     assert sorted(map(len, users.values())) == [1, 1, 1, *[2] * 2999]

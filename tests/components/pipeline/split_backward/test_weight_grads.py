@@ -115,13 +115,13 @@ def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.Monk
         most.append(len(computed))
         computed.clear()
 
-    compute = DeferredGrad.compute
+    compute = DeferredGrad.compute_sum
 
     def count_and_compute(deferred: DeferredGrad) -> Tensor | None:
         computed.extend([1] * (deferred.weight.ndim > 1))  # those of vectors have been computed before
         return compute(deferred)
 
-    monkeypatch.setattr(DeferredGrad, "compute", count_and_compute)
+    monkeypatch.setattr(DeferredGrad, "compute_sum", count_and_compute)
     for parameter in stage.parameters():
         parameter.register_post_accumulate_grad_hook(check_chunk)  # type: ignore[no-untyped-call]
     split.backward_weight()
@@ -133,7 +133,7 @@ def test_a_new_gradient_is_not_copied() -> None:
     """A weight without `.grad` gets the computed tensor itself, and an existing `.grad` is added to in place."""
     stage, inputs = make_stage("affine", "ours")
     computed: list[int] = []
-    compute = DeferredGrad.compute
+    compute = DeferredGrad.compute_sum
 
     def note_and_compute(deferred: DeferredGrad) -> Tensor:
         grad = compute(deferred)
@@ -142,7 +142,7 @@ def test_a_new_gradient_is_not_copied() -> None:
         return grad
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeferredGrad, "compute", note_and_compute)
+        patch.setattr(DeferredGrad, "compute_sum", note_and_compute)
         for _ in range(2):
             split, outputs = split_of(stage, inputs)
             split.backward_input(outputs, grads_for(outputs), inputs)
@@ -180,8 +180,8 @@ def test_a_sparse_gradient_is_added_to() -> None:
     weight = nn.Parameter(torch.randn(4, 3))
     weight.grad = torch.ones(4, 3).to_sparse()
     grad = DeferredGrad(weight)
-    grad.queue(lambda value: value * 2, torch.ones(4, 3))
-    weight_grads.WeightGrads().add([grad])
+    grad.queue_summand(lambda value: value * 2, torch.ones(4, 3))
+    weight_grads.WeightGrads().accumulate([grad])
     assert torch.equal(grad_of(weight).to_dense(), torch.full((4, 3), 3.0))
 
 
@@ -192,8 +192,8 @@ def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
     weight.grad = torch.zeros(3, dtype=torch.float32)
     grad = DeferredGrad(weight)
     for part in (256.0, 1.0):  # their sum is no bfloat16
-        grad.queue(lambda value: value * 1, torch.full((3,), part, dtype=torch.bfloat16))
-    weight_grads.WeightGrads().add([grad])
+        grad.queue_summand(lambda value: value * 1, torch.full((3,), part, dtype=torch.bfloat16))
+    weight_grads.WeightGrads().accumulate([grad])
     assert torch.equal(grad_of(weight), torch.full((3,), 257.0, dtype=torch.float32))
 
 
@@ -232,14 +232,14 @@ def test_weights_shared_by_microbatches_have_one_node() -> None:
     roots = set()
     for number in range(3):
         grad, x = DeferredGrad(weight), torch.randn(3, 3)
-        grad.queue(lambda value: value, x)
+        grad.queue_summand(lambda value: value, x)
         if number == 1:
             x.add_(1)
             with pytest.raises(RuntimeError, match="changed in place"):
-                weights.add([grad])
+                weights.accumulate([grad])
         else:
             expected = x.clone() if weight.grad is None else weight.grad + x
-            weights.add([grad])
+            weights.accumulate([grad])
             assert torch.equal(grad_of(weight), expected)
         roots.add(tuple(map(id, weights._nodes.values())))
         assert not any(node.deferred for node in weights._nodes.values())

@@ -13,15 +13,22 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
 
-from drawloom.components.storage.safetensors.header import CODES, DTYPES, Entry, HeaderError, map_file, read_entries
-from drawloom.components.storage.safetensors.writer import check_writable, layout
+from drawloom.components.storage.safetensors.header import (
+    CODES,
+    DTYPES,
+    Entry,
+    HeaderError,
+    map_safetensors_file,
+    read_entries,
+)
+from drawloom.components.storage.safetensors.writer import check_writable, plan_layout
 from drawloom.components.storage.tensor_source import TensorSpec
 
 
 def entries_of(path: Path, content: bytes) -> dict[str, Entry]:
     """Return the entries of a file with this content."""
     path.write_bytes(content)
-    return read_entries(map_file(path))
+    return read_entries(map_safetensors_file(path))
 
 
 def file_of(header: Any, body: int = 0) -> bytes:
@@ -81,7 +88,7 @@ def test_malformed_headers_are_refused(tmp_path: Path, content: bytes, message: 
 def test_the_library_accepts_every_written_header(kinds: list[tuple[str, list[int]]]) -> None:
     """The library finds the shapes and dtypes passed to the writer."""
     specs = {f"t{n}": TensorSpec(tuple(s), DTYPES[code]) for n, (code, s) in enumerate(kinds)}
-    head, entries = layout(specs)
+    head, entries = plan_layout(specs)
     with TemporaryDirectory() as folder:
         path = Path(folder, "file")
         path.write_bytes(head + bytes(max((entry.end for entry in entries.values()), default=0)))

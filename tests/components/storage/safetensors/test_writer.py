@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from drawloom.components.storage.safetensors.header import DTYPES
-from drawloom.components.storage.safetensors.writer import new_safetensors_file
+from drawloom.components.storage.safetensors.writer import create_safetensors_file
 from drawloom.components.storage.tensor_source import InMemory
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
@@ -24,7 +24,7 @@ KINDS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from([*DTYPES.values
 
 def write_file(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
     """Write tensors in this order, and return the file's bytes."""
-    with new_safetensors_file(path, InMemory(tensors).specs()) as writer:
+    with create_safetensors_file(path, InMemory(tensors).specs()) as writer:
         for name in order:
             writer.write(name, tensors[name])
     return path.read_bytes()
@@ -47,12 +47,12 @@ def test_tensors_that_were_not_announced_are_refused(tmp_path: Path) -> None:
     for tensor in (torch.ones(3), torch.ones(2).half()):
         with (
             pytest.raises(ValueError, match=r"a has .* but was planned with"),
-            new_safetensors_file(tmp_path / str(tensor.dtype), kinds) as writer,
+            create_safetensors_file(tmp_path / str(tensor.dtype), kinds) as writer,
         ):
             writer.write("a", tensor)
     with (
         pytest.raises(ValueError, match="b were planned, but not written"),
-        new_safetensors_file(tmp_path / "missing", kinds) as writer,
+        create_safetensors_file(tmp_path / "missing", kinds) as writer,
     ):
         writer.write("a", torch.ones(2))
 
@@ -60,7 +60,7 @@ def test_tensors_that_were_not_announced_are_refused(tmp_path: Path) -> None:
 def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
     """An existing file or link with this name is an error, and stays."""
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(FileExistsError), new_safetensors_file(tmp_path / "file", {}):
+    with pytest.raises(FileExistsError), create_safetensors_file(tmp_path / "file", {}):
         pytest.fail("it must not open")
     assert (tmp_path / "file").read_text() == "precious"
 
