@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from runs.test_rollouts import RECIPE
+from support.processes import RanksFailedError
 from support.runs import deterministic_rows, drawloom, rows
 
 FAULTY = '''
@@ -53,6 +54,19 @@ def lab(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def run_until_fault(lab: Path, *words: str) -> str:
+    """Run two ranks, both of which must fail, and return their output."""
+    try:
+        outcomes = drawloom(lab, *words, ranks=2)
+    except RanksFailedError as failed:  # a rank that waits for a lost one ends without a return
+        outcomes = [*failed.values.values()]
+    assert all(outcome.code != 0 for outcome in outcomes)
+    left = [path.read_text("utf-8") for path in lab.glob("printed-*")]
+    for path in lab.glob("printed-*"):
+        path.unlink()
+    return "\n".join([*left, *(outcome.text for outcome in outcomes)])
+
+
 def test_a_run_resumes_once_its_reward_is_repaired(lab: Path) -> None:
     """
     A reward that raises on one rank, or hangs, ends all ranks with its name, and nothing of its step is saved.
@@ -70,9 +84,8 @@ def test_a_run_resumes_once_its_reward_is_repaired(lab: Path) -> None:
     for fault, text in faults.items():
         (lab / "repaired").unlink()
         more = (*shards, f"rewards.judge.fault={fault}", f"run.name={fault}", "listeners.timeouts.step=3.0")
-        outcomes = drawloom(lab, *words, *more, ranks=2)
-        assert all(outcome.code != 0 for outcome in outcomes)
-        assert any(text in outcome.text for outcome in outcomes), [outcome.text for outcome in outcomes]
+        printed = run_until_fault(lab, *words, *more)
+        assert len({line for line in printed.splitlines() if text in line}) == 1, printed
         folder = lab / "runs" / fault
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
         (lab / "repaired").touch()
@@ -80,9 +93,10 @@ def test_a_run_resumes_once_its_reward_is_repaired(lab: Path) -> None:
         assert deterministic_rows(folder) == whole
 
 
-def test_a_run_without_any_score_learns_nothing(lab: Path) -> None:
-    """Completions that no reward can score have no influence: weights stay as they are, and the metric says so."""
+def test_a_step_without_any_score_is_skipped(lab: Path) -> None:
+    """A warning has the reason and a metric counts the completions; a run with such a last step fails at its end."""
     words = ("run", "tiny.toml", "--import", "faulty.py", *WORDS, "rewards.judge.fault=is silent")
     (outcome,) = drawloom(lab, *words, 'rollout.rewards=["@rewards.judge"]', "trainer.steps=2")
-    assert outcome.code == 0, outcome.text
-    assert [row["unscored"] for row in rows(lab / "runs/tiny")] == [1.0, 1.0]
+    assert outcome.code == 1, outcome.text
+    assert all(f"step {step}/2 skipped: there was no token to learn from" in outcome.text for step in (1, 2))
+    assert [row["unscored"] for row in rows(lab / "runs/grpo")] == [1.0, 1.0]
