@@ -154,9 +154,11 @@ class Rollout:
         return HeldRollout(tensors, 0, self.rollouts.temperature)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the completions that the policy has not learnt from `epochs` times; empty without any."""
-        held = self._held
-        return {} if held is None else {**held.tensors, "age": held.age, "temperature": held.temperature}
+        """Return the completions for later steps; empty without any."""
+        rollout = self._held
+        if rollout is None:
+            return {}
+        return {**rollout.tensors, "age": rollout.age, "temperature": rollout.temperature}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue a rollout. Raises KeyError for another node's state."""

@@ -426,7 +426,7 @@ class BufferOwner(Protocol):
 
 @runtime_checkable
 class BatchInvariantKernels(Protocol):
-    """Kernels that can give a token the same bits in every batch, at every length and with a cache."""
+    """Kernels with a choice: a token has the same bits in every batch, at every length and with a cache."""
 
     batch_invariant: bool
 

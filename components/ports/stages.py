@@ -178,13 +178,13 @@ class StageInputs(Protocol):
 
 
 class ForwardStages(TrainableStages, StageInputs, Protocol):
-    """Stages that know shapes and dtypes between them."""
+    """Stages with known shapes and dtypes between them."""
 
 
 @port
 class FrozenModel(Protocol):
     """
-    A second model that is never trained, with its own stages on the same ranks: a teacher, or a reference model.
+    A frozen second model with its own stages on the same ranks: a teacher, or a reference model.
 
     An executor runs its forward passes with the schedule's stages per rank, for a loss that compares both models.
     """

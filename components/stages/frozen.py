@@ -26,7 +26,7 @@ from drawloom.graph.wiring.node import NodeView
 @component
 class FrozenStages:
     """
-    A second model that is never trained: a teacher, or a reference model.
+    A frozen second model: a teacher, or a reference model.
 
     Its layers are partitioned over the ranks like those of the trained model: into as many pipeline stages, over the
     same tensor-parallel ranks, and with FSDP, which gathers them layer by layer. Weights have the dtype for products,
@@ -120,7 +120,7 @@ class FrozenStages:
 
 
 class _NoAdapter:
-    """An adapter that adds no parameters, so all parameters are frozen."""
+    """An adapter without parameters, so all parameters are frozen."""
 
     targets: ClassVar[Sequence[str]] = ()
 

@@ -1,4 +1,4 @@
-"""Batch-invariant operations: attention in blocks, and products of few rows."""
+"""Batch-invariant operations: attention in blocks, and products with few rows."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def random_case(rows: int, length: int, name: str, dtype: torch.dtype) -> tuple[
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_in_blocks_is_attention(name: str) -> None:
-    """Results and gradients are those of plain attention, in rows of several documents, in float64."""
+    """Results and gradients equal plain attention's, in rows with several documents, in float64."""
     *qkv, sinks = random_case(2, 2 * BLOCK + 7, name, torch.float64)
     *_, window, options, _ = CASES[name]
     mask = create_causal_document_mask(torch.arange(2 * BLOCK + 7).expand(2, -1) // 25, window)
@@ -46,7 +46,7 @@ def test_attention_in_blocks_is_attention(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_has_the_same_bits_in_every_part(name: str, dtype: torch.dtype) -> None:
-    """Each token alone after its cache, each prefix, and a single row have the bits of the whole pass over all rows."""
+    """Each token alone after its cache, each prefix, and a single row have the whole pass's bits."""
     length = 2 * BLOCK + 5
     q, k, v, sinks = random_case(3, length, name, dtype)
     *_, window, options, _ = CASES[name]

@@ -100,9 +100,9 @@ def test_a_student_learns_its_teacher_on_every_mesh(folder: Path) -> None:
 
 def test_a_teacher_model_gives_the_losses_of_one_process_on_every_mesh(folder: Path) -> None:
     """
-    A teacher with other sizes is divided like its student. It has a divergence of 0 from itself, and stays as it is.
+    A teacher with other sizes is divided like its student. Its divergence from itself is 0.
 
-    A resumed run has the bits of the straight one, and another teacher in the folder is refused.
+    A resumed run has the straight one's bits, and another teacher in the folder is refused.
     """
     (folder / "teacher.toml").write_text(f'extends = "tiny.toml"\nrun.seed = 3\nrun.name = "teacher"\n{MODEL}', "utf-8")
     (folder / "taught.toml").write_text(TAUGHT, "utf-8")
@@ -141,7 +141,7 @@ def test_a_teacher_model_gives_the_losses_of_one_process_on_every_mesh(folder: P
 
 
 def check_against_stored_predictions(folder: Path) -> None:
-    """Predictions of all tokens, stored in float16, have the same loss and gradient; the teacher itself has none."""
+    """Stored predictions for all tokens have the same loss and gradient; the teacher itself has none."""
     student = ("trainer.steps=1", "checkpoint.every=9", "loss.task_weight=0", "loss.temperature=1")
     (written,) = drawloom(folder, "teacher-logps", "stored.toml", "--to", "predictions", "--top-k", "257")
     assert written.code == 0, written.text

@@ -69,9 +69,9 @@ def run_until_fault(lab: Path, *words: str) -> str:
 
 def test_a_run_resumes_once_its_reward_is_repaired(lab: Path) -> None:
     """
-    A reward that raises on one rank, or hangs, ends all ranks with its name, and nothing of its step is saved.
+    A reward raises on one rank, or hangs: all ranks end with its name, and its step is not saved.
 
-    Repaired, the run continues with the rows of an unbroken one, although it samples again.
+    Repaired, the run samples again and continues like an unbroken one.
     """
     shards = ("mesh.data_shard=2", "batch.micro_size=1", "rewards.judge.calls_by_step=2")
     (lab / "repaired").touch()

@@ -98,8 +98,8 @@ def test_several_steps_learn_from_one_rollout(lab: Path) -> None:
     """
     With two minibatches and two epochs, a policy learns for four steps from one rollout, at another temperature.
 
-    The ratio is exactly 1 at the first of them, and not at others. A run that resumes in between has the same bits, on
-    another mesh the same samples; every step has other prompts than the last one.
+    The ratio is exactly 1 at the first step alone. A resume in between has the same bits, on another mesh the same
+    samples; every step has other prompts than the last one.
     """
     reuse = ("rollout.minibatches=2", "rollout.epochs=2", "rollouts.temperature=0.7")
     words = (*reuse, "trainer.steps=6", "checkpoint.every=3", "evaluate.every=6")

@@ -114,7 +114,7 @@ def test_losses_and_gradients_are_the_formulas(loss: Grpo, formula: Callable[...
 
 
 def test_a_temperature_divides_the_logits() -> None:
-    """The loss at temperature 0.5, and the reference's log-probabilities, are those of twice the logits."""
+    """At temperature 0.5, loss and reference values equal those for twice the logits."""
     case, batch = policy_case()
     loss, twice = Grpo(reference="adapters", beta=0.1), attrs.evolve(case, weight=2 * case.weight)
     cold = batch.evolve(temperature=torch.tensor(0.5))

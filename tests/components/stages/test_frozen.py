@@ -1,4 +1,4 @@
-"""A frozen second model: which recipes are refused, and its memory in plans."""
+"""A frozen second model: refused recipes, and its memory in plans."""
 
 import json
 from pathlib import Path
