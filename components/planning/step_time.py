@@ -19,8 +19,8 @@ class StepTime:
     Step time by part, in seconds.
 
     `compute` is the busiest rank's time in forward and backward passes, including `sending`, the collectives inside
-    layers; `bubble` is this rank's waiting time. `reference` is the time for forward passes without adapters, if the
-    loss compares the model with them. `gather` is the time for gathering parameters and `sync` for reducing gradients,
+    layers; `bubble` is this rank's waiting time. `reference` is the time for forward passes of a reference model,
+    if the loss compares with one. `gather` is the time for gathering parameters and `sync` for reducing gradients,
     as far as no pass hides them. `update` is the time for changing weights; a host slower than the device uses it to
     issue the next step's passes, and this overlap is subtracted.
     """
@@ -89,9 +89,9 @@ def estimate_step_time(
     table: CostTable,
     costs: Mapping[int, StageCosts],
     exchanges: Sequence[ReplicaTimes],
-    reference: bool = False,
+    reference: float = 0.0,
 ) -> StepTime:
-    """Return a step's parts for the busiest rank, with a reference's forward passes if `reference` is set."""
+    """Return a step's parts for the busiest rank, with `reference` more forward passes per microbatch."""
     lengths = table.get_durations(program)
     busy_seconds = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
     compute = max(busy_seconds)
@@ -102,7 +102,7 @@ def estimate_step_time(
         compute=compute,
         sending=_sum_field(program, costs, busiest, "comm_seconds"),
         bubble=max(0.0, compute_timing(program, table).makespan - compute),
-        reference=_forward_seconds(program, table) if reference else 0.0,
+        reference=reference * _forward_seconds(program, table) if reference else 0.0,
         gather=max(times.gathered_once for times in exchanges),
         sync=max(max(0.0, times.reduced_once - last) for times, last in zip(exchanges, last_backwards, strict=True)),
         update=max(0.0, max(times.update for times in exchanges) - max(0.0, host - device)),

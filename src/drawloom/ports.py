@@ -114,7 +114,9 @@ from drawloom.components.ports.model import (
     stored_formats as stored_formats,
     build_known_module as build_known_module,
     BatchContext as BatchContext,
+    BatchInvariantKernels as BatchInvariantKernels,
     BufferOwner as BufferOwner,
+    is_batch_invariant as is_batch_invariant,
     ContextParallelModel as ContextParallelModel,
     ExpertModel as ExpertModel,
     Finish as Finish,
@@ -169,6 +171,7 @@ from drawloom.components.ports.pipeline import (
     PartitioningSchedule as PartitioningSchedule,
     Predictor as Predictor,
     RecomputingSchedule as RecomputingSchedule,
+    Reference as Reference,
     Referenced as Referenced,
     STEP_SPECS as STEP_SPECS,
     Schedule as Schedule,
@@ -207,6 +210,7 @@ from drawloom.components.ports.rollouts import (
     Reward as Reward,
     Rollouts as Rollouts,
     Scored as Scored,
+    policy_logps as policy_logps,
 )
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,
@@ -263,6 +267,8 @@ from drawloom.components.ports.slices import (
 from drawloom.components.ports.stages import (
     LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
+    ForwardStages as ForwardStages,
+    FrozenModel as FrozenModel,
     FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,
     ReadFrozen as ReadFrozen,

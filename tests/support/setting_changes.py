@@ -412,7 +412,7 @@ ROWS: dict[str, Row] = {
         parts.choose_kernels,
         {},
         dict.fromkeys(TRITON, "triton")
-        | {"attention": "flex"}
+        | {"attention": "flex", "batch_invariant": True}
         | {"filter_eps": Change(0.5, {"linear_cross_entropy": "cut"}, parts.filter_of)},
     ),
     "learning_rate.constant": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP),
@@ -456,12 +456,27 @@ ROWS: dict[str, Row] = {
     "loss.ipo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
-    "loss.kto": Row(policy.judged_loss_of, {"beta": 0.2}, {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5}),
+    "loss.kto": Row(
+        policy.judged_loss_of,
+        {"beta": 0.2},
+        {
+            "beta": 0.5,
+            "good_weight": 1.5,
+            "bad_weight": 0.5,
+            "reference": Change("model", observer=runs.problems_of_loss),
+        },
+    ),
     "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5}),
     "loss.distill": Row(
         policy.distill_loss_of,
         {},
-        {"divergence": "reverse", "beta": Change(0.2, {"divergence": "jsd"}), "task_weight": 0.5},
+        {
+            "reference": "data",
+            "temperature": 2.0,
+            "divergence": "reverse",
+            "beta": Change(0.2, {"divergence": "jsd"}),
+            "task_weight": 0.5,
+        },
     ),
     "data.teacher_logps": Row(policy.teacher_of, {"path": "one_teacher"}, {"path": "other_teacher"}),
     "loss.grpo": Row(
@@ -694,7 +709,7 @@ ROWS: dict[str, Row] = {
         {},
         {"baseline": "others", "scale": "std", "equal_groups": "drop", "truncated": "drop"},
     ),
-    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3}),
+    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3, "minibatches": 2, "epochs": 2}),
     "phases.evaluate_rewards": Row(policy.rollouts_of, EVERY, {"samples": 3, "every": 3, "at_start": False}),
     "rewards.code": Row(
         policy.scores_of,
@@ -716,7 +731,9 @@ ROWS: dict[str, Row] = {
     ),
     "rewards.math_equal": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other", "tolerance": 0.1}),
     "rewards.regex": Row(policy.scores_of, {"pattern": "1"}, {"weight": 2.0, "pattern": "3"}),
-    "rollouts.stages": Row(policy.completions_of, {"max_tokens": 4}, {"max_tokens": 5, "exact": True}),
+    "rollouts.stages": Row(
+        policy.completions_of, {"max_tokens": 4}, {"max_tokens": 5, "temperature": 0.5, "exact": True}
+    ),
     "data.prompt_collator": Row(
         policy.encode_prompts,
         {},
@@ -771,6 +788,7 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
     "pipeline.circular.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
+    "stages.frozen": Row(runs.frozen_weights_of, {}, {"weights": Change("no_folder", refused=True)}),
     "stages.materialized": Row(
         runs.stages_of,
         {},
