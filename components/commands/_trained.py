@@ -19,6 +19,7 @@ from drawloom.components.checkpoint.manifest import (
 from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
+from drawloom.components.export.hf_writer import read_exported_step
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, Stages
 from drawloom.components.storage.regular_file import open_untrusted_file
@@ -27,10 +28,11 @@ from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container
 
+RUN_HELP = "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run"
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_run_arguments(parser: argparse.ArgumentParser, help: str = RUN_HELP) -> None:
     """Add arguments for the run folder and its checkpoint."""
-    help = "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run"
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=parse_run_location, help=help)
     parser.add_argument("--average", action="store_true", help="use the averaged weights of phases.ema")
     which = parser.add_mutually_exclusive_group()
@@ -76,6 +78,29 @@ def open_trained(
             run[names[0]].load_state_dict(weights)
             del weights
             yield run, step
+
+
+@contextmanager
+def open_trained_or_folder(
+    project: Project, options: argparse.Namespace, *ports: type
+) -> Iterator[tuple[Container, int | None]]:
+    """
+    Open a run like `open_trained`, or a model folder with a `config.json`, such as an export.
+
+    A model folder's step is None unless the folder is an export. Raises UserError for options that choose a checkpoint
+    of a model folder.
+    """
+    folder = options.run_folder
+    if not isinstance(folder, Path) or not (folder / "config.json").is_file():
+        with open_trained(project, options, *ports) as (run, step):
+            yield run, step
+        return
+    if options.average or options.best or options.step is not None:
+        raise UserError(f"{folder} is a model folder without checkpoints; leave --step, --best and --average out", 2)
+    recipe = Recipe.load("finetune", project=project).with_values({"vars": {"base": str(folder)}}, "RUN_FOLDER")
+    names = [find_only_node(recipe.graph, port, str(folder)) for port in ports]
+    with recipe.open(names) as run:
+        yield run, read_exported_step(folder)
 
 
 def _load_checkpoint_and_recipe(

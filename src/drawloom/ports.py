@@ -16,6 +16,7 @@ from drawloom.components.ports.cache import (
     KeyValueCache as KeyValueCache,
 )
 from drawloom.components.ports.corpus import (
+    ChatPrompts as ChatPrompts,
     ChatTokenizer as ChatTokenizer,
     Corpus as Corpus,
     DocumentPart as DocumentPart,

@@ -268,6 +268,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.packing.pairs": preferences,
     "data.preferences": preferences,
     "loss.dpo": preferences,
+    "data.template_prompts": lambda folder: {**conversations(folder), "prompts": {"use": "data.template_prompts"}},
     "data.feedback": feedback,
     "data.teacher_logps": distillation,
     "loss.distill": distillation,

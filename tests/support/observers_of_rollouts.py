@@ -1,6 +1,7 @@
 """Observers for reinforcement learning settings; used by test_settings."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,14 @@ def encode_prompts(use: str, values: Values, place: Path) -> Any:
         return collator.collate([{"prompt": say("hello")}], 99).tokens.tolist()
     finally:
         collator.close()
+
+
+def encode_messages(use: str, values: Values, place: Path) -> Any:
+    """Return the ids for a user's message, and the ids that end an answer."""
+    tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(place / "tokenizer"))
+    tokenizer.open()
+    with closing(build(use, tokenizer=tokenizer, **values)) as prompts:
+        return prompts.encode_messages(say("hello")).tolist(), prompts.answer_ends
 
 
 def digits_of(use: str, values: Values, _place: Path) -> Any:

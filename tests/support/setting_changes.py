@@ -711,6 +711,15 @@ ROWS: dict[str, Row] = {
             "date": Change("2026-01-31", {"template": "other.jinja", "date": "2025-01-31"}),
         },
     ),
+    "data.template_prompts": Row(
+        policy.encode_messages,
+        {},
+        {
+            "template": Change("other.jinja", {"template": "one.jinja", "date": "2025-01-31"}),
+            "date": Change("2026-01-31", {"template": "other.jinja", "date": "2025-01-31"}),
+            "system": "good day",
+        },
+    ),
     "data.sort_digits": Row(
         policy.digits_of,
         {"examples_drawn": 40},
