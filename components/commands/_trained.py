@@ -64,17 +64,22 @@ def fetch_run_if_remote(options: argparse.Namespace) -> Iterator[None]:
 
 @contextmanager
 def open_trained(
-    project: Project, options: argparse.Namespace, *ports: type, change: Callable[[Recipe], Recipe] | None = None
+    project: Project,
+    options: argparse.Namespace,
+    *ports: type,
+    every: type | None = None,
+    change: Callable[[Recipe], Recipe] | None = None,
 ) -> Iterator[tuple[Container, int]]:
     """
     Open a run with a checkpoint's weights in this process, and return the container and the checkpoint's step.
 
-    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe. The run folder
-    is only read, and the run may continue meanwhile.
+    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; of the port
+    `every`, open all nodes. The run folder is only read, and the run may continue meanwhile.
     """
     with fetch_run_if_remote(options):
         step, recipe, names, weights = _load_checkpoint_and_recipe(project, options, (Stages, *ports), change)
-        with recipe.open(names) as run:
+        others = [] if every is None else recipe.graph.implementers(every)
+        with recipe.open([*names, *others]) as run:
             run[names[0]].load_state_dict(weights)
             del weights
             yield run, step

@@ -197,6 +197,8 @@ from drawloom.components.ports.rollouts import (
     Prompts as Prompts,
     ROLLOUTS as ROLLOUTS,
     Reward as Reward,
+    RewardEvaluation as RewardEvaluation,
+    RewardMeans as RewardMeans,
     Rollouts as Rollouts,
     Scored as Scored,
 )
