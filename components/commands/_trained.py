@@ -92,8 +92,8 @@ def open_trained_or_folder(
     """
     Open a run like `open_trained`, or a model folder with a `config.json`, such as an export.
 
-    A model folder's step is None unless the folder is an export. Raises UserError for options that choose a checkpoint
-    of a model folder.
+    A model folder's step is None unless the folder is an export. Raises UserError for a choice
+    of checkpoint.
     """
     folder = options.run_folder
     if not isinstance(folder, Path) or not (folder / "config.json").is_file():

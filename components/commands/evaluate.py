@@ -67,7 +67,7 @@ class EvaluateResult(Result):
 
 @output_class
 class EvaluateRewardsResult(Result):
-    """Mean rewards of completions that a run's weights generate."""
+    """Mean rewards of completions by a run's weights."""
 
     run_folder: Path | str = output("run folder, or the URL of its mirror")
     step: int = output("step of the checkpoint")

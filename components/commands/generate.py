@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class GenerateResult(Result):
     """Sampled text, which is printed as it comes."""
 
-    step: int | None = output("step of the checkpoint; null for a model folder that is not an export")
+    step: int | None = output("step of the checkpoint; null for a model folder without one")
     prompt: str = output("prompt")
     continuation: str = output("sampled text after the prompt")
 
@@ -80,7 +80,7 @@ class ChatMessage:
 class ChatResult(Result):
     """Conversation, whose answers are printed as they come."""
 
-    step: int | None = output("step of the checkpoint; null for a model folder that is not an export")
+    step: int | None = output("step of the checkpoint; null for a model folder without one")
     messages: Sequence[ChatMessage] = output("all messages, in order")
 
     def render(self, format: str) -> str:
@@ -122,7 +122,9 @@ def _chat(run: Container, options: argparse.Namespace) -> list[ChatMessage]:
         messages: list[ChatMessage] = []
         for text in _read_messages(options.prompt):
             messages.append(ChatMessage("user", text))
-            prompt = prompts.encode_messages([attrs.asdict(message) for message in messages]).tolist()
+            prompt = prompts.encode_messages(
+                [{"role": message.role, "content": message.content} for message in messages]
+            ).tolist()
             messages.append(ChatMessage("assistant", _answer(tokenizer, sampler, prompt, options.tokens)))
     return messages if options.system is None else [ChatMessage("system", options.system), *messages]
 
@@ -149,7 +151,7 @@ def _answer(tokenizer: Tokenizer, sampler: Sampler, prompt: Sequence[int], token
 
 
 def _read_messages(prompt: str | None) -> Iterator[str]:
-    """Yield the prompt, or the lines of standard input that are not empty, with a prompt sign on a terminal."""
+    """Yield the prompt, or the lines of standard input without empty ones, with a prompt sign on a terminal."""
     if prompt is not None:
         yield prompt
         return

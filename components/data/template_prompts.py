@@ -1,4 +1,4 @@
-"""Encoder of conversations that a model answers, by a chat template."""
+"""Encoder of conversations for a model's answer, by a chat template."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -19,7 +19,7 @@ class TemplatePrompts:
     """
     Prompts for answers: a conversation rendered by the tokenizer's chat template.
 
-    An answer ends with the tokenizer's end token, or with the control token that the template writes after an answer.
+    An answer ends with the tokenizer's end token, or with the template's control token after an answer.
     """
 
     tokenizer: Tokenizer

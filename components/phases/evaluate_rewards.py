@@ -19,7 +19,7 @@ from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, between, component, setting
 
 MAX_SAMPLED = 16
-"""Microbatches that are completed together."""
+"""Number of microbatches in one call of the sampler."""
 
 
 @component(reads=("weights",), writes=("validation_reward", "initial_validation_reward"), impact="safe")

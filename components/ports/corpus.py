@@ -107,7 +107,7 @@ class ChatPrompts(Protocol):
 
     @property
     def answer_ends(self) -> frozenset[int]:
-        """The ids that end an answer. Raises UserError if the tokenizer has no chat template."""
+        """Ids at the end of an answer. Raises UserError if the tokenizer has no chat template."""
         ...
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:

@@ -145,7 +145,7 @@ class RewardMeans:
     """
     Means over sampled completions, None over nothing: the sum of all rewards, and each reward by name.
 
-    `length` is in tokens, and `truncated` the fraction of completions that were cut at the maximum length.
+    `length` is in tokens, and `truncated` the fraction of completions cut at the maximum length.
     """
 
     completions: int

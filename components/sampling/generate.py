@@ -40,7 +40,7 @@ class Sampler:
 
     def sample_continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
         """
-        Yield up to `tokens` ids after a prompt of at least one id, without the id that ends it.
+        Yield up to `tokens` ids after a prompt of at least one id, without the end id.
 
         Raises UserError on all ranks if the logits are not finite.
         """

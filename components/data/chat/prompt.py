@@ -31,9 +31,9 @@ def encode_prompt_messages(
 
 def find_answer_end(tokenizer: ChatTokenizer, template: ChatTemplate) -> int | None:
     """
-    Return the control token that the template writes after an answer, such as `<|im_end|>`; None if it writes none.
+    Return the template's control token after an answer, such as `<|im_end|>`; None if there is none.
 
-    Models that were trained on conversations predict this token where an answer ends.
+    Models trained on conversations predict this token at the end of an answer.
     """
     answer = secrets.token_hex(12)
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}]
