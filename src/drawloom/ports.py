@@ -153,7 +153,9 @@ from drawloom.components.ports.parameter_roles import (
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
     MeasuresStep as MeasuresStep,
+    SCORE as SCORE,
     Scorer as Scorer,
+    SequenceHead as SequenceHead,
     ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,

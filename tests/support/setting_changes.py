@@ -457,7 +457,7 @@ ROWS: dict[str, Row] = {
     "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
     "loss.kto": Row(policy.judged_loss_of, {"beta": 0.2}, {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5}),
-    "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5}),
+    "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5, "head": "trained"}),
     "loss.distill": Row(
         policy.distill_loss_of,
         {},
