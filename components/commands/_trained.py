@@ -183,7 +183,7 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "stages.materialized":
             _remove_initial_weights(data, node)
-        if isinstance(node, dict) and node.get("use") == "loss.reward":
+        if isinstance(node, dict) and node.get("use") in ("loss.reward", "loss.classification"):
             node.pop("head", None)  # the checkpoint has the head
         if isinstance(node, dict) and node.get("use") == "distributed.mesh":
             data[name] = {

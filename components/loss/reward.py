@@ -70,6 +70,22 @@ def read_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
     return source.tensor(SCORE)
 
 
+def make_score_head(model: LanguageModel, labels: int, folder: Path | None) -> ScoreHead:
+    """Return a head for a model, on the meta device. Raises UserError if the model has no hidden_size."""
+    width = model.hugging_face_config().get("hidden_size")
+    if not isinstance(width, int):
+        raise UserError("a score needs hidden_size, but the model's config.json has no such key", 2)
+    with torch.device("meta"):
+        return ScoreHead(width, labels, folder)
+
+
+def find_whole_hidden_faults(node: NodeView) -> Iterator[Problem]:
+    """Report tensor parallelism: every rank would add the whole head's gradient, so the sum would be too large."""
+    if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
+        text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
+        yield mesh.problem("tensor", text, "write tensor = 1")
+
+
 @component
 class RewardModel(DecoderInputs):
     """
@@ -94,19 +110,13 @@ class RewardModel(DecoderInputs):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report tensor parallelism: every rank would add the whole score's gradient, so the sum would be too large."""
-        if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
-            text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
-            yield mesh.problem("tensor", text, "write tensor = 1")
+        """Report tensor parallelism."""
+        yield from find_whole_hidden_faults(node)
 
     @cached_property
     def module(self) -> nn.Module | None:
         """The head's parameters, on the meta device until the stages are materialized."""
-        width = self.model.hugging_face_config().get("hidden_size")
-        if not isinstance(width, int):
-            raise UserError("loss.reward needs hidden_size, but the model's config.json has no such key", 2)
-        with torch.device("meta"):
-            return ScoreHead(width, len(self.labels), self.head)
+        return make_score_head(self.model, len(self.labels), self.head)
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         assert self.module is not None

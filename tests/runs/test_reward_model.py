@@ -92,3 +92,27 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
     assert [json.loads(line)["score"] for line in written] == pytest.approx(scores["1"], rel=1e-4, abs=1e-5)
     (refused,) = drawloom(tmp_path, "score", "runs/one", "answers.jsonl", "--to", "scores1.jsonl")
     assert refused.code == 2 and "scores1.jsonl exists" in refused.text
+
+
+def test_a_classifier_learns_its_labels_and_is_read_by_transformers(tmp_path: Path) -> None:
+    """Losses and accuracies equal one process's on every mesh, and the export's logits find the labels."""
+    (tmp_path / "tiny.toml").write_text(RECIPE.replace('"reward"', '"classify"'), "utf-8")
+    base = tokenizer_folder(tmp_path / "base")
+    lines = [{"text": f"{'good' if n % 2 else 'day'} {n}", "label": ("negative", "positive")[n % 2]} for n in range(40)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    learned = {}
+    for name, (ranks, words) in {"one": (1, ()), **LAYOUTS}.items():
+        data = (f"vars.base={base}", 'tokens.paths=["mine.jsonl"]', "vars.length=32", f"run.name={name}")
+        outcomes = drawloom(tmp_path, "run", "tiny.toml", *data, *words, ranks=ranks)
+        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+        learned[name] = series(tmp_path / "runs" / name, "loss", "grad_norm", "accuracy")
+    for name in LAYOUTS:
+        for ours, theirs in zip(learned[name], learned["one"], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4), name
+    assert learned["one"][-1][0] < 0.1 and learned["one"][-1][2] == 1
+    export = tmp_path / "runs/stages/export"
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
+    assert model.config.label2id == {"negative": 0, "positive": 1}
+    for line in lines[:6]:
+        logits = model(torch.tensor([[*tokenizer.encode(line["text"]).tolist(), tokenizer.eos_id]])).logits
+        assert model.config.id2label[int(logits.argmax())] == line["label"]

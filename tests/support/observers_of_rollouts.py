@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.ports.data import TrainingData, ValidationData
 from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.pipeline import SCORE
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, RunInfo, Step
 from drawloom.graph import Ordered
@@ -62,7 +60,7 @@ def teacher_of(use: str, values: Values, place: Path) -> Any:
     return ids.tolist(), logps.tolist()
 
 
-def reward_loss_of(use: str, values: Values, place: Path) -> Any:
+def reward_loss_of(use: str, values: Values, _place: Path) -> Any:
     """Return a reward model's loss on pairs."""
     inputs = sample()
     model = fake(LanguageModel, hugging_face_config={"hidden_size": 8})
@@ -70,10 +68,20 @@ def reward_loss_of(use: str, values: Values, place: Path) -> Any:
     loss.module.to_empty(device="cpu")
     torch.nn.init.ones_(loss.module.weight)
     if "head" in values:
-        (place / values["head"]).mkdir(exist_ok=True)
-        save_file({SCORE: torch.full((1, 8), 0.5)}, place / values["head"] / "model.safetensors")
         loss.module.reset_parameters()
     batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1))
+    return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
+
+
+def classification_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a classifier's loss on three documents of label 0."""
+    inputs = sample()
+    model = fake(LanguageModel, hugging_face_config={"hidden_size": 8})
+    loss = build(use, model=model, mesh=SingleRankMesh(), **values)
+    loss.module.to_empty(device="cpu")
+    loss.module.reset_parameters()
+    torch.nn.init.ones_(loss.module.weight)
+    batch = inputs.batch.evolve(document_ids=torch.zeros(3, 5, dtype=torch.int64), labels=torch.zeros(3, 5))
     return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
 
 

@@ -40,6 +40,7 @@ class Row:
 
 
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
+NO_HEAD = Change("exported", refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
 SPLIT = {"validation_fraction": 0.9}
@@ -457,7 +458,21 @@ ROWS: dict[str, Row] = {
     "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
     "loss.kto": Row(policy.judged_loss_of, {"beta": 0.2}, {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5}),
-    "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5, "head": "trained"}),
+    "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5, "head": NO_HEAD}),
+    "loss.classification": Row(
+        policy.classification_loss_of, {"labels": ["a", "b"]}, {"labels": ["a", "b", "c"], "head": NO_HEAD}
+    ),
+    "data.labelled_texts": Row(
+        parts.conversations_of,
+        {"paths": ["one.labelled"], "labels": ["yes", "no"], "validation_fraction": 0.0, "template": "one.jinja"},
+        {
+            "paths": ["*.labelled"],
+            "labels": Change(["no", "maybe"], refused=True),
+            "template": Change("other.jinja", {"date": "2024-07-26"}),
+            "date": Change("2025-07-26", {"template": "other.jinja", "date": "2024-07-26"}),
+            "validation_fraction": 0.5,
+        },
+    ),
     "loss.distill": Row(
         policy.distill_loss_of,
         {},
