@@ -34,7 +34,8 @@ class ExportResult(Result):
 def main(options: argparse.Namespace, project: Project) -> ExportResult:
     """Export the weights."""
     with open_trained(project, options, LanguageModel, Stages, Tokenizer, Loss) as (run, step):
-        head = run.get(Loss) if isinstance(run.get(Loss), SequenceHead) else None
+        loss = run.get(Loss)
+        head = loss if isinstance(loss, SequenceHead) else None
         stages, tokenizer = run.get(Stages), run.get(Tokenizer)
         write_hugging_face_folder(options.to, run.get(LanguageModel), stages, tokenizer, head=head, step=step)
     return ExportResult(options.to, step)

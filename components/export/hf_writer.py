@@ -120,8 +120,8 @@ def write_hugging_face_folder(
 def make_sequence_config(config: dict[str, Any], head: SequenceHead) -> dict[str, Any]:
     """Return the `config.json` of a language model with another head."""
     classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
-    names = {str(number): label for number, label in enumerate(head.labels)}
-    numbers = {label: number for number, label in enumerate(head.labels)}
+    names = {str(number): label for number, label in enumerate(head.output_names)}
+    numbers = {label: number for number, label in enumerate(head.output_names)}
     # There is no lm_head: a language model of this folder would use its embedding.
     others = {"architectures": classes, "tie_word_embeddings": True}
     return {**config, **others, "num_labels": len(names), "id2label": names, "label2id": numbers}

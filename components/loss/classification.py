@@ -47,6 +47,10 @@ class Classification(DecoderInputs):
         """The head's parameters, on the meta device until the stages are materialized."""
         return make_score_head(self.model, len(self.labels), self.head)
 
+    @property
+    def output_names(self) -> list[str]:
+        return self.labels
+
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """
         Return the sum of losses, the sum of weights, and named sums; hidden is (rows, length, hidden_size).

@@ -97,7 +97,7 @@ class RewardModel(DecoderInputs):
     """
 
     pairs: ClassVar[bool] = True
-    labels: ClassVar[tuple[str, ...]] = ("reward",)
+    output_names: ClassVar[tuple[str, ...]] = ("reward",)
 
     model: LanguageModel
     mesh: Mesh
@@ -116,7 +116,7 @@ class RewardModel(DecoderInputs):
     @cached_property
     def module(self) -> nn.Module | None:
         """The head's parameters, on the meta device until the stages are materialized."""
-        return make_score_head(self.model, len(self.labels), self.head)
+        return make_score_head(self.model, len(self.output_names), self.head)
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         assert self.module is not None

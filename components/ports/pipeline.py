@@ -243,7 +243,7 @@ class SequenceHead(Protocol):
     """
 
     @property
-    def labels(self) -> Sequence[str]:
+    def output_names(self) -> Sequence[str]:
         """Names of the head's outputs."""
         ...
 
