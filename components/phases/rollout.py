@@ -5,7 +5,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer
@@ -258,9 +257,3 @@ def _require_finite_score(name: str, answer: Answer, value: float | None) -> flo
         source = answer.example.get("source", "an example")
         raise UserError(f"[{name}] scored a completion of {source} with {value!r}; return a finite number or None")
     return float(value)
-
-
-def sum_and_count_totals(scored: Sequence[Scored]) -> Tensor:
-    """Return the sum of the scored rows' totals, and their number: float64 (2,)."""
-    totals = torch.cat([part.totals for part in scored])
-    return torch.stack([totals.nansum(), (~totals.isnan()).sum().double()])

@@ -235,6 +235,24 @@ class Scorer(Protocol):
         ...
 
 
+SCORE = "score.weight"
+"""Name of a head's weight in folders of transformers' AutoModelForSequenceClassification, (labels, hidden_size)."""
+
+
+@runtime_checkable
+class SequenceHead(Protocol):
+    """
+    A loss whose module is the head of transformers' AutoModelForSequenceClassification.
+
+    The module's only parameter is `weight`, (labels, hidden_size), which exports write as `score.weight`.
+    """
+
+    @property
+    def output_names(self) -> Sequence[str]:
+        """Names of the head's outputs."""
+        ...
+
+
 @port
 class Executor(Protocol):
     """Executor for the schedule's program on this rank's stages."""

@@ -1,6 +1,6 @@
 """Ports for reinforcement learning: prompts, sampled completions, and their rewards."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
 import attrs
@@ -145,6 +145,34 @@ class Reward(Protocol):
     def scores(self, answers: Sequence[Answer]) -> Sequence[float | None]:
         """
         Return a score by answer, None if it can't be scored. Raises UserError for an example it can't use.
+        """
+        ...
+
+
+@attrs.frozen
+class RewardMeans:
+    """
+    Means over sampled completions, None over nothing: the sum of all rewards, and each reward by name.
+
+    `length` is in tokens, and `truncated` the fraction of completions cut at the maximum length.
+    """
+
+    completions: int
+    reward: float | None
+    rewards: Mapping[str, float | None]
+    length: float | None
+    truncated: float | None
+
+
+@port
+class RewardEvaluation(Protocol):
+    """A measurement of the policy by the rewards of sampled completions."""
+
+    def measure_rewards(self, batches: Iterable[Batch]) -> RewardMeans:
+        """
+        Complete and score this data-parallel rank's prompts, by microbatch, and return the means over all ranks.
+
+        Ranks have equally many batches. Raises UserError for batches without prompts. A collective.
         """
         ...
 

@@ -16,6 +16,7 @@ from drawloom.components.ports.cache import (
     KeyValueCache as KeyValueCache,
 )
 from drawloom.components.ports.corpus import (
+    ChatPrompts as ChatPrompts,
     ChatTokenizer as ChatTokenizer,
     Corpus as Corpus,
     DocumentPart as DocumentPart,
@@ -161,7 +162,9 @@ from drawloom.components.ports.parametrization import (
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
     MeasuresStep as MeasuresStep,
+    SCORE as SCORE,
     Scorer as Scorer,
+    SequenceHead as SequenceHead,
     ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,
@@ -208,6 +211,8 @@ from drawloom.components.ports.rollouts import (
     Prompts as Prompts,
     ROLLOUTS as ROLLOUTS,
     Reward as Reward,
+    RewardEvaluation as RewardEvaluation,
+    RewardMeans as RewardMeans,
     Rollouts as Rollouts,
     Scored as Scored,
     policy_logps as policy_logps,

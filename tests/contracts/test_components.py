@@ -165,6 +165,18 @@ def feedback(folder: Path) -> Mapping[str, Any]:
     return {**preferences(folder), "tokens": tokens, "loss": {"use": "loss.kto"}}
 
 
+def classification(folder: Path) -> Mapping[str, Any]:
+    """Labelled texts, and the loss for them."""
+    lines = [{"text": LETTERS[: 5 + n % 3], "label": ("no", "yes")[n % 2]} for n in range(40)]
+    (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    paths, labels = [str(folder / "labelled.jsonl")], ["no", "yes"]
+    return {
+        **conversations(folder),
+        "tokens": {"use": "data.labelled_texts", "paths": paths, "labels": labels, "validation_fraction": 0.2},
+        "loss": {"use": "loss.classification", "labels": labels},
+    }
+
+
 def distillation(folder: Path) -> Mapping[str, Any]:
     """A teacher's predictions for no rows, and the loss that compares with them."""
     (folder / "teacher.json").write_text('{"rows": {}, "length": 1, "top_k": 1}')
@@ -287,7 +299,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.packing.pairs": preferences,
     "data.preferences": preferences,
     "loss.dpo": preferences,
+    "data.template_prompts": lambda folder: {**conversations(folder), "prompts": {"use": "data.template_prompts"}},
     "data.feedback": feedback,
+    "data.labelled_texts": classification,
+    "loss.classification": classification,
     "data.teacher_logps": distillation,
     "loss.distill": distillation,
     "stages.frozen": frozen,
@@ -465,6 +480,7 @@ EXCEPT = {
     ("loss.grpo", "Loss"): "it reads sampled log-probabilities, and the contract has rows of a data set",
     ("loss.kto", "Loss"): "it reads labels and sums over the step, and the contract has rows without them",
     ("loss.distill", "Loss"): "it reads a teacher's predictions, and the contract has rows without them",
+    ("loss.classification", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
     ("loss.reward", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
     ("phases.policy_gradient", "Phase"): "it trains on the step's batches, and the contract's step has none",
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",

@@ -142,6 +142,23 @@ def test_a_reference_without_adapters_pulls_the_policy_back(lab: Path) -> None:
     assert series(folder, "sampler_difference") == [(0.0,)] * 4
 
 
+def test_evaluate_generates_and_prints_the_rewards_of_the_run(lab: Path) -> None:
+    """
+    With all prompts in the run's evaluations, `evaluate --generate` has its last mean; each reward has a mean, too.
+    """
+    words = ("validation.rows_used=1000", "examples.examples_drawn=100", "trainer.steps=2", "batch.micro_size=4")
+    folder = run(lab, "measured", *words)
+    ((reward,),) = [values for values in series(folder, "validation_reward") if values[0] is not None]
+    (outcome,) = drawloom(lab, "evaluate", "runs/measured", "--generate", "--format", "json")
+    result = json.loads(outcome.text)
+    assert result["reward"] == pytest.approx(reward) == pytest.approx(sum(result["rewards"].values()))
+    assert result["rewards"].keys() == {"rewards.exact_match", "rewards.regex"} and 1 <= result["length"] <= 5
+    (other,) = drawloom(lab, "evaluate", "runs/measured", "--generate", "--samples", "3")
+    assert f"tokens, {result['completions'] * 3 // 2} completions" in other.text
+    (refused,) = drawloom(lab, "evaluate", "runs/measured")
+    assert refused.code == 2 and "the run's batches are PromptBatch" in refused.text
+
+
 def run_long(folder: Path, *words: str) -> None:
     """Run a command for up to ten minutes."""
     (outcome,) = run_ranks(command, 1, folder, words, None, timeout=600, variables=False)

@@ -1,6 +1,7 @@
 """Observers for reinforcement learning settings; used by test_settings."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,21 @@ def reward_loss_of(use: str, values: Values, _place: Path) -> Any:
     loss = build(use, model=model, mesh=SingleRankMesh(), **values)
     loss.module.to_empty(device="cpu")
     torch.nn.init.ones_(loss.module.weight)
+    if "head" in values:
+        loss.module.reset_parameters()
     batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1))
+    return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
+
+
+def classification_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a classifier's loss on three documents of label 0."""
+    inputs = sample()
+    model = fake(LanguageModel, hugging_face_config={"hidden_size": 8})
+    loss = build(use, model=model, mesh=SingleRankMesh(), **values)
+    loss.module.to_empty(device="cpu")
+    loss.module.reset_parameters()
+    torch.nn.init.ones_(loss.module.weight)
+    batch = inputs.batch.evolve(document_ids=torch.zeros(3, 5, dtype=torch.int64), labels=torch.zeros(3, 5))
     return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
 
 
@@ -104,6 +119,14 @@ def encode_prompts(use: str, values: Values, place: Path) -> Any:
         return collator.collate([{"prompt": say("hello")}], 99).tokens.tolist()
     finally:
         collator.close()
+
+
+def encode_messages(use: str, values: Values, place: Path) -> Any:
+    """Return the ids for a user's message, and the ids that end an answer."""
+    tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(place / "tokenizer"))
+    tokenizer.open()
+    with closing(build(use, tokenizer=tokenizer, **values)) as prompts:
+        return prompts.encode_messages(say("hello")).tolist(), prompts.answer_ends
 
 
 def digits_of(use: str, values: Values, _place: Path) -> Any:

@@ -40,6 +40,7 @@ class Row:
 
 
 INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "replace"}, refused=True)
+NO_HEAD = Change("exported", refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
 SPLIT = {"validation_fraction": 0.9}
@@ -466,7 +467,21 @@ ROWS: dict[str, Row] = {
             "reference": Change("model", observer=runs.problems_of_loss),
         },
     ),
-    "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5}),
+    "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5, "head": NO_HEAD}),
+    "loss.classification": Row(
+        policy.classification_loss_of, {"labels": ["a", "b"]}, {"labels": ["a", "b", "c"], "head": NO_HEAD}
+    ),
+    "data.labelled_texts": Row(
+        parts.conversations_of,
+        {"paths": ["one.labelled"], "labels": ["yes", "no"], "validation_fraction": 0.0, "template": "one.jinja"},
+        {
+            "paths": ["*.labelled"],
+            "labels": Change(["no", "maybe"], refused=True),
+            "template": Change("other.jinja", {"date": "2024-07-26"}),
+            "date": Change("2025-07-26", {"template": "other.jinja", "date": "2024-07-26"}),
+            "validation_fraction": 0.5,
+        },
+    ),
     "loss.distill": Row(
         policy.distill_loss_of,
         {},
@@ -740,6 +755,15 @@ ROWS: dict[str, Row] = {
         {
             "template": Change("other.jinja", {"template": "one.jinja", "date": "2025-01-31"}),
             "date": Change("2026-01-31", {"template": "other.jinja", "date": "2025-01-31"}),
+        },
+    ),
+    "data.template_prompts": Row(
+        policy.encode_messages,
+        {},
+        {
+            "template": Change("other.jinja", {"template": "one.jinja", "date": "2025-01-31"}),
+            "date": Change("2026-01-31", {"template": "other.jinja", "date": "2025-01-31"}),
+            "system": "good day",
         },
     ),
     "data.sort_digits": Row(
