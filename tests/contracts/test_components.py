@@ -421,6 +421,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "trackers.csv": lambda folder: {"trackers": {"csv": {"use": "trackers.csv"}}},
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
+    "listeners.replay": lambda folder: {"listeners": {"replay": {"use": "listeners.replay", "every": 1}}},
     "planning.check": lambda folder: {"listeners": {"plan": {"use": "planning.check"}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""
