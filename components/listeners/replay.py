@@ -13,7 +13,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.checkpoint.state_hashes import hash_tensor
 from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.pipeline import LOSSES, Executor, MeasuresStep, make_state_of_batches
@@ -22,9 +21,9 @@ from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, replace_leaves
+from drawloom.components.storage.tensor_source import hash_tensor
 from drawloom.graph import Problem, component, setting
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.recompute import mark_as_recomputation
 
 log = logging.getLogger("drawloom.run")
 
@@ -154,15 +153,15 @@ class Replay:
         stage = self.mesh.indices.pipeline
         by_rank = self.mesh.world.gather_json(None if difference is None else [stage, attrs.asdict(difference)])
         if self.mesh.world.rank == 0:
-            found = [(stage, Difference(**values)) for stage, values in filter(None, by_rank)]
-            log.error("%s", describe_difference(step.index, self._verified_step, found))
+            by_stage = [(stage, Difference(**values)) for stage, values in filter(None, by_rank)]
+            log.error("%s", describe_difference(step.index, self._verified_step, by_stage))
 
     def _replay(self, batch: Batch) -> Digests:
         """Return the digests of a pass over another rank's microbatch; gradients and metrics stay as they are."""
         state = make_state_of_batches([batch])
-        with self._gradients_on_cpu(), mark_as_recomputation():
+        with self._gradients_on_cpu():
             digests = self._digests = {}
-            self.executor.train(state)
+            self.executor.repeat(state)
         self._digests = None
         return {**digests, **_hash_first_loss(state)}
 
@@ -251,7 +250,7 @@ def _choose_suspects(tensor: str, values: Sequence[tuple[int, str | None]]) -> D
     return Difference(tensor, ranks, [rank for rank, other in values if other != value] if is_decided else [])
 
 
-def describe_difference(step: int, verified_step: int, found: Sequence[tuple[int, Difference]]) -> str:
+def describe_difference(step: int, verified_step: int, by_stage: Sequence[tuple[int, Difference]]) -> str:
     """
     Return a message about the earliest of the differences, which are given with their pipeline ranks.
 
@@ -262,8 +261,8 @@ def describe_difference(step: int, verified_step: int, found: Sequence[tuple[int
         is_backward = item[1].tensor.startswith(BACKWARD)
         return is_backward, -item[0] if is_backward else item[0]
 
-    first = min(map(order, found))
-    earliest = [difference for item in found for difference in item[1:] if order(item) == first]
+    first = min(map(order, by_stage))
+    earliest = [difference for item in by_stage for difference in item[1:] if order(item) == first]
     decided = [difference for difference in earliest if difference.suspects] or earliest
     suspects = sorted({rank for difference in decided for rank in difference.suspects})
     tensor = decided[0].tensor

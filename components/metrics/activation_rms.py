@@ -14,7 +14,6 @@ from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.stages import Stages
 from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError, component
-from drawloom.kernels.recompute import is_recomputing
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
 
@@ -88,8 +87,8 @@ class ActivationRms:
         """Add a hook to sum a layer's squared outputs."""
 
         def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            # Evaluations run without gradients. Passes that are computed again were counted before.
-            if torch.is_grad_enabled() and not is_recomputing():
+            # Evaluations run without gradients. A recomputed forward pass changes sum and count alike.
+            if torch.is_grad_enabled():
                 hidden = next(leaf for leaf in list_leaves(output) if isinstance(leaf, Tensor)).detach().flatten(0, -2)
                 if self._tokens is not None:
                     # The last ranks along `tensor` have padding if tokens do not divide evenly.

@@ -243,6 +243,10 @@ class Executor(Protocol):
         """
         ...
 
+    def repeat(self, state: StepState) -> None:
+        """Run the passes of `train` once more, for a comparison; routers do not count their tokens again."""
+        ...
+
     def evaluate(self, state: StepState) -> None:
         """Run forward passes over `batches`, and write only `losses` into the state."""
         ...

@@ -347,7 +347,7 @@ def replayed_steps(use: str, values: Values, _place: Path) -> Any:
         model=fake(Model),
         stages=fake(Stages, local=[]),
         parameters=fake(Parameters, named_parameters=lambda: []),
-        executor=fake(Executor, train=repeat),
+        executor=fake(Executor, repeat=repeat),
         device=ComputeDevice(kind="cpu"),
         **values,
     )

@@ -129,13 +129,13 @@ def test_the_rank_without_a_majority_is_a_suspect(
 def test_the_earliest_difference_of_a_pipeline_is_reported() -> None:
     """A forward pass begins at the first stage, and a backward pass at the last one."""
     forward, backward = "the output of layers.0", "the gradient of the input of layers.0"
-    found = [
+    by_stage = [
         (1, Difference(forward, [2, 3], [3])),
         (0, Difference(forward, [0, 1], [])),
         (0, Difference(backward, [0], [0])),
     ]
     assert "in step 7, ranks 0, 1 compute the same microbatch with different results" in describe_difference(
-        7, 0, found
+        7, 0, by_stage
     )
-    found = [(stage, Difference(backward, [stage], [stage])) for stage in (0, 1)]
-    assert "rank 1 computes a microbatch" in describe_difference(7, 5, found)
+    by_stage = [(stage, Difference(backward, [stage], [stage])) for stage in (0, 1)]
+    assert "rank 1 computes a microbatch" in describe_difference(7, 5, by_stage)
