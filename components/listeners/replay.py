@@ -35,7 +35,7 @@ BACKWARD = "the gradient"
 
 
 @attrs.frozen
-class Difference:
+class ReplayDifference:
     """
     Different results for one microbatch: the first tensor that differs, and the ranks that computed it.
 
@@ -153,7 +153,7 @@ class Replay:
         stage = self.mesh.indices.pipeline
         by_rank = self.mesh.world.gather_json(None if difference is None else [stage, attrs.asdict(difference)])
         if self.mesh.world.rank == 0:
-            by_stage = [(stage, Difference(**values)) for stage, values in filter(None, by_rank)]
+            by_stage = [(stage, ReplayDifference(**values)) for stage, values in filter(None, by_rank)]
             log.error("%s", describe_difference(step.index, self._verified_step, by_stage))
 
     def _replay(self, batch: Batch) -> Digests:
@@ -216,7 +216,7 @@ def send_batch(batch: Batch, distance: int, group: Group) -> Batch:
     return result
 
 
-def find_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) -> Difference | None:
+def find_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) -> ReplayDifference | None:
     """
     Return the earliest difference among all microbatches' results, None without any.
 
@@ -239,25 +239,25 @@ def find_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) 
     return decided[0] if decided else next(difference for index, difference in differences if index == first)
 
 
-def _choose_suspects(tensor: str, values: Sequence[tuple[int, str | None]]) -> Difference:
+def _choose_suspects(tensor: str, values: Sequence[tuple[int, str | None]]) -> ReplayDifference:
     """Return a difference with the ranks that disagree with themselves, or else with two other ranks."""
     ranks = [*dict.fromkeys(rank for rank, _ in values)]
     unstable = [rank for rank in ranks if len({value for other, value in values if other == rank}) > 1]
     if unstable:
-        return Difference(tensor, ranks, unstable, repeats=False)
+        return ReplayDifference(tensor, ranks, unstable, repeats=False)
     value, votes = Counter(value for _, value in values).most_common(1)[0]
     is_decided = len(ranks) > 2 and votes > 1
-    return Difference(tensor, ranks, [rank for rank, other in values if other != value] if is_decided else [])
+    return ReplayDifference(tensor, ranks, [rank for rank, other in values if other != value] if is_decided else [])
 
 
-def describe_difference(step: int, verified_step: int, by_stage: Sequence[tuple[int, Difference]]) -> str:
+def describe_difference(step: int, verified_step: int, by_stage: Sequence[tuple[int, ReplayDifference]]) -> str:
     """
     Return a message about the earliest of the differences, which are given with their pipeline ranks.
 
     `verified_step` is the last step whose replay had no difference, 0 without any.
     """
 
-    def order(item: tuple[int, Difference]) -> tuple[bool, int]:
+    def order(item: tuple[int, ReplayDifference]) -> tuple[bool, int]:
         is_backward = item[1].tensor.startswith(BACKWARD)
         return is_backward, -item[0] if is_backward else item[0]
 

@@ -36,12 +36,12 @@ class Marks:
 @component(impact="safe")
 class Recovery:
     """
-    `recovery/repeat`, `detect`, `agree`, `rebuild` and `transfer`: seconds lost when ranks leave or join.
+    `recovery/repeat`, `detect`, `agree`, `rebuild` and `transfer`: seconds lost when ranks leave or join a run.
 
-    If `processes.on_failure` is "continue", the first step afterwards has these values; other steps have none. The parts are: the
-    interrupted step's finished phases, which are computed again; the time until this rank notices the loss; the
-    agreement on the ranks that are left; the new groups and the reopened graph; and the state, which is received or
-    restored. Losses in a row before the repeated step count together. Times are measured on rank 0.
+    If `processes.on_failure` is "continue", the first step afterwards has these values; other steps have none. They are
+    the interrupted step's finished phases, which are computed again; the time until this rank notices the loss; the
+    agreement on the ranks that are left; the reopened graph with new groups; and the state, which is restored or
+    received. Losses in a row before the repeated step count together. Times are measured on rank 0.
     """
 
     mesh: Mesh

@@ -333,7 +333,7 @@ def compared_steps(use: str, values: Values, _place: Path) -> Any:
     return steps
 
 
-def replayed_steps(use: str, values: Values, _place: Path) -> Any:
+def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
     """Return the steps whose first microbatch is repeated."""
     steps: list[int] = []
 

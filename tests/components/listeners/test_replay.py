@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.listeners.replay import Difference, describe_difference, find_difference
+from drawloom.components.listeners.replay import ReplayDifference, describe_difference, find_difference
 from support.runs import drawloom, rows, write_corpus
 
 FAULTS = '''
@@ -122,7 +122,7 @@ def test_the_rank_without_a_majority_is_a_suspect(
 ) -> None:
     """Three ranks outvote one; of two, only one that does not repeat its own result is a suspect."""
     difference = find_difference([10, 11, 12][: len(results)], results)
-    assert difference == Difference("b", difference.ranks, suspects, repeats) if difference else False
+    assert difference == ReplayDifference("b", difference.ranks, suspects, repeats) if difference else False
     assert find_difference([10, 11, 12], [[OWN] * 3] * 3) is None
 
 
@@ -130,12 +130,12 @@ def test_the_earliest_difference_of_a_pipeline_is_reported() -> None:
     """A forward pass begins at the first stage, and a backward pass at the last one."""
     forward, backward = "the output of layers.0", "the gradient of the input of layers.0"
     by_stage = [
-        (1, Difference(forward, [2, 3], [3])),
-        (0, Difference(forward, [0, 1], [])),
-        (0, Difference(backward, [0], [0])),
+        (1, ReplayDifference(forward, [2, 3], [3])),
+        (0, ReplayDifference(forward, [0, 1], [])),
+        (0, ReplayDifference(backward, [0], [0])),
     ]
     assert "in step 7, ranks 0, 1 compute the same microbatch with different results" in describe_difference(
         7, 0, by_stage
     )
-    by_stage = [(stage, Difference(backward, [stage], [stage])) for stage in (0, 1)]
+    by_stage = [(stage, ReplayDifference(backward, [stage], [stage])) for stage in (0, 1)]
     assert "rank 1 computes a microbatch" in describe_difference(7, 5, by_stage)

@@ -37,13 +37,13 @@ def _run(folder: Path) -> Outcome:
     if os.environ["RANK"] == "1":
         calls, run_phase = [0], ForwardBackward.run_phase
 
-        def dying(self: Any, step: Step) -> None:
+        def die_in_third_step(self: Any, step: Step) -> None:
             calls[0] += 1
             if calls[0] == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             run_phase(self, step)
 
-        put(ForwardBackward, "run_phase", dying)
+        put(ForwardBackward, "run_phase", die_in_third_step)
     return command(folder, WORDS, None)
 
 
