@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
 from drawloom.components.ports.model import Model
-from drawloom.components.ports.pipeline import LOSSES, Executor, MeasuresStep, make_state_of_batches
+from drawloom.components.ports.pipeline import LOSSES, MeasuresStep, RepeatingExecutor, make_state_of_batches
 from drawloom.components.ports.run import Cadence, Event, EventKind, Step, check_cadence, is_due
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
@@ -37,7 +37,7 @@ BACKWARD = "the gradient"
 @attrs.frozen
 class ReplayDifference:
     """
-    Different results for one microbatch: the first tensor that differs, and the ranks that computed it.
+    Different results for one microbatch: the first tensor with a difference, and the ranks with results.
 
     `suspects` are the ranks in the minority; empty if no majority decides. `repeats` is False if a suspect itself got
     two results.
@@ -57,8 +57,8 @@ class Replay:
     After the backward passes of some steps, every rank repeats the first microbatch of its neighbour, and compares
     hashes of all layers' outputs and gradients with those of the neighbour's own pass. Both ranks have the same weights
     (DDP, FSDP), so a difference is corruption by a device or its memory, or a nondeterministic operation. Then a third
-    pass decides which rank differs from the others, and an error in the log names the step, the rank and the first
-    layer; training continues. On one rank the replay finds passes that are not repeatable.
+    pass shows the rank without a majority, and an error in the log names the step, the rank and the first
+    layer; training continues. On one rank the replay finds unrepeatable passes.
 
     A replay costs the time of a microbatch, and copies all layers' outputs to the CPU; meanwhile the step's gradients
     wait on the CPU. On a GPU it needs `deterministic = true` in the run's randomness.
@@ -69,7 +69,7 @@ class Replay:
     model: Model
     stages: Stages
     parameters: Parameters
-    executor: Executor
+    executor: RepeatingExecutor
     mesh: Mesh
     device: Device
     every: Cadence = setting(default=100, check=check_cadence, doc='steps between replays, or "last" or "never"')
@@ -118,7 +118,7 @@ class Replay:
             self._hooks.pop().remove()
 
     def on_event(self, event: Event) -> None:
-        """Record the step's own pass, and compare it with replays after the phase that wrote the losses."""
+        """Record the step's own pass, and compare it with replays after the phase with the losses."""
         step = event.step
         if step is None:
             self._is_on = self._is_deterministic()
@@ -157,7 +157,7 @@ class Replay:
             log.error("%s", describe_difference(step.index, self._verified_step, by_stage))
 
     def _replay(self, batch: Batch) -> Digests:
-        """Return the digests of a pass over another rank's microbatch; gradients and metrics stay as they are."""
+        """Repeat another rank's microbatch, without a change to gradients, and return the digests."""
         state = make_state_of_batches([batch])
         with self._gradients_on_cpu():
             digests = self._digests = {}
@@ -167,7 +167,7 @@ class Replay:
 
     @contextmanager
     def _gradients_on_cpu(self) -> Iterator[None]:
-        """Keep the gradients on the CPU inside the context, so that a pass needs no more memory than before."""
+        """Keep the gradients on the CPU inside the context, to leave the device's memory to a pass."""
         parameters = [parameter for _, parameter in self.parameters.named_parameters()]
         kept = [None if parameter.grad is None else parameter.grad.cpu() for parameter in parameters]
         _set_gradients(parameters, [None] * len(kept))
@@ -209,7 +209,7 @@ def send_batch(batch: Batch, distance: int, group: Group) -> Batch:
     sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in specs]
     sent, received = [0] * group.size, [0] * group.size
     sent[target], received[source] = sum(part.numel() for part in data), sum(sizes)
-    parts = group.all_to_all(torch.cat(data), sent, received).split(sizes)
+    parts = torch.split(group.all_to_all(torch.cat(data), sent, received), sizes)
     tensors = iter(part.clone().view(dtype).view(shape) for part, (dtype, shape) in zip(parts, specs, strict=True))
     values = [next(tensors) if isinstance(leaf, list) else leaf for leaf in rows[source]]
     result: Batch = replace_leaves(batch, values)
@@ -240,7 +240,7 @@ def find_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) 
 
 
 def _choose_suspects(tensor: str, values: Sequence[tuple[int, str | None]]) -> ReplayDifference:
-    """Return a difference with the ranks that disagree with themselves, or else with two other ranks."""
+    """Return a difference with the ranks in disagreement with themselves, or else with two other ranks."""
     ranks = [*dict.fromkeys(rank for rank, _ in values)]
     unstable = [rank for rank in ranks if len({value for other, value in values if other == rank}) > 1]
     if unstable:

@@ -243,12 +243,17 @@ class Executor(Protocol):
         """
         ...
 
-    def repeat(self, state: StepState) -> None:
-        """Run the passes of `train` once more, for a comparison; routers do not count their tokens again."""
-        ...
-
     def evaluate(self, state: StepState) -> None:
         """Run forward passes over `batches`, and write only `losses` into the state."""
+        ...
+
+
+@port
+class RepeatingExecutor(Executor, Protocol):
+    """An executor that can repeat passes, for a comparison of their results."""
+
+    def repeat(self, state: StepState) -> None:
+        """Run the passes of `train` once more, for a comparison; routers do not count their tokens again."""
         ...
 
 

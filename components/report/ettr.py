@@ -7,7 +7,7 @@ step is productive if its update is still in the run's weights. A resume removes
 processes, which are in the log.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 import attrs
@@ -17,7 +17,7 @@ from drawloom.components.report.metrics import Metrics
 
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 RECOVERY_PREFIX = "recovery/"
-"""Start of the names of the seconds lost with a survived loss, by part (`metrics.recovery`)."""
+"""Prefix for metrics with the seconds lost with a survived loss, by part (`metrics.recovery`)."""
 RECOVERY_PARTS = ("detect", "agree", "rebuild", "transfer", "repeat")
 
 
@@ -26,8 +26,8 @@ class Ettr:
     """
     Seconds in a run's productive steps, seconds between its first and last message, and lost step count.
 
-    `recoveries` counts the steps that were repeated in memory after a loss of ranks, and `recovery_seconds` has the
-    seconds lost with these by part, such as `detect`.
+    `recoveries` counts steps repeated in memory after lost ranks, and `recovery_seconds` has the seconds lost by part,
+    such as `detect`.
     """
 
     learned: float
@@ -62,13 +62,23 @@ def compute_ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
     first, last = (datetime.strptime(time, TIME_FORMAT) for time in (log.first, log.last))
     if (wall := (last - first).total_seconds()) <= 0:
         return None
-    columns = {part: metrics.columns.get(f"{RECOVERY_PREFIX}{part}") for part in RECOVERY_PARTS}
-    values = {part: column.values for part, column in columns.items() if column is not None}
+    values = _find_recovery_values(metrics)
     return Ettr(
         learned=float(metrics.total_seconds_by_step[-1]),
         wall=wall,
         lost_steps=log.lost,
         processes=log.starts,
         recoveries=max(map(len, values.values()), default=0),
-        recovery_seconds={part: sum(seconds) for part, seconds in values.items()},
+        recovery_seconds=sum_recovery_seconds(metrics),
     )
+
+
+def sum_recovery_seconds(metrics: Metrics) -> dict[str, float]:
+    """Return the seconds lost in recoveries from losses, by part; empty without any."""
+    return {part: sum(values) for part, values in _find_recovery_values(metrics).items()}
+
+
+def _find_recovery_values(metrics: Metrics) -> dict[str, Sequence[float]]:
+    """Return the seconds in every recovery, by part."""
+    columns = {part: metrics.columns.get(f"{RECOVERY_PREFIX}{part}") for part in RECOVERY_PARTS}
+    return {part: column.values for part, column in columns.items() if column is not None}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.report.ettr import compute_ettr
+from drawloom.components.report.ettr import compute_ettr, sum_recovery_seconds
 from drawloom.components.report.events import RunLog
 from drawloom.components.report.metrics import METRICS
 from drawloom.components.report.run_record import (
@@ -40,7 +40,7 @@ class RunRow:
     best_step: int | None = output("step with the lowest validation loss", default=None)
     tokens: int | None = output("tokens of all steps", default=None)
     tokens_per_second: float | None = output("tokens by the seconds of the steps alone", default=None)
-    ettr: float | None = output("effective training time ratio: share of time in steps that count", default=None)
+    ettr: float | None = output("effective training time ratio: productive fraction of the time", default=None)
     recovery_seconds: dict[str, float] = output(
         "seconds lost with survived losses of ranks, by part, such as detect", default=attrs.Factory(dict)
     )
@@ -125,8 +125,8 @@ def _make_run_row(name: str, record: RunRecord, state: State, differs: dict[str,
         best_step=best[1] if best else None,
         tokens=round(tokens) if tokens else None,
         tokens_per_second=tokens / seconds if seconds > 0 else None,
-        ettr=ettr and ettr.productive_time_fraction,
-        recovery_seconds=dict(ettr.recovery_seconds) if ettr else {},
+        ettr=ettr.productive_time_fraction if ettr else None,
+        recovery_seconds=sum_recovery_seconds(metrics),
         differs=differs,
     )
 

@@ -152,6 +152,7 @@ from drawloom.components.ports.parameter_roles import (
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
     MeasuresStep as MeasuresStep,
+    RepeatingExecutor as RepeatingExecutor,
     Scorer as Scorer,
     ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,

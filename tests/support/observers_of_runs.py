@@ -33,7 +33,7 @@ from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
 from drawloom.components.ports.model import Model, TokenContext, stored_formats
-from drawloom.components.ports.pipeline import Executor, Predictor
+from drawloom.components.ports.pipeline import Executor, Predictor, RepeatingExecutor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.step_state import StepState
@@ -357,7 +357,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
         model=fake(Model),
         stages=fake(Stages, local=[]),
         parameters=fake(Parameters, named_parameters=lambda: []),
-        executor=fake(Executor, repeat=repeat),
+        executor=fake(RepeatingExecutor, repeat=repeat),
         device=ComputeDevice(kind="cpu"),
         **values,
     )

@@ -1,4 +1,4 @@
-"""Replay of a microbatch on another rank."""
+"""Microbatches replayed on another rank."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from drawloom.ports import Mesh, Step, Stages
 
 @component(impact="safe")
 class Fault:
-    """One flipped bit on rank 1 in step 3: of a weight, or once of an activation or of its gradient in layer 1."""
+    """One flipped bit on rank 1 in step 3: in a weight, or once in an activation or its gradient in layer 1."""
 
     mesh: Mesh
     stages: Stages
@@ -73,7 +73,7 @@ def _losses(folder: Path, name: str) -> list[object]:
 
 
 def test_replays_change_no_loss_and_a_flipped_weight_is_located(tmp_path: Path) -> None:
-    """Three ranks of an honest run agree; a flipped bit of one weight on rank 1 names step, rank and layer."""
+    """Three honest ranks agree; a flipped bit in rank 1's weight names step, rank and layer."""
     write_corpus(tmp_path)
     (tmp_path / "fault.py").write_text(FAULTS, "utf-8")
     _run(tmp_path, "plain", ranks=3)
@@ -94,7 +94,7 @@ def test_replays_change_no_loss_and_a_flipped_weight_is_located(tmp_path: Path) 
     ],
 )
 def test_a_passing_fault_is_located(tmp_path: Path, kind: str, tensor: str, shards: int) -> None:
-    """Of two ranks (FSDP or DDP), the one that does not repeat its own result is named, in one step."""
+    """With two ranks (FSDP or DDP), the one with two results is named, in one step."""
     write_corpus(tmp_path)
     (tmp_path / "fault.py").write_text(FAULTS, "utf-8")
     words = (*REPLAY, *FAULT, f"fault.kind={kind}", f"mesh.data_shard={shards}")
@@ -120,7 +120,7 @@ OWN, OTHER = {"a": "1", "b": "2"}, {"a": "1", "b": "3"}
 def test_the_rank_without_a_majority_is_a_suspect(
     results: list[list[dict[str, str]]], suspects: list[int], repeats: bool
 ) -> None:
-    """Three ranks outvote one; of two, only one that does not repeat its own result is a suspect."""
+    """Three ranks outvote one; with two, only one with two different results is a suspect."""
     difference = find_difference([10, 11, 12][: len(results)], results)
     assert difference == ReplayDifference("b", difference.ranks, suspects, repeats) if difference else False
     assert find_difference([10, 11, 12], [[OWN] * 3] * 3) is None

@@ -1,4 +1,4 @@
-"""Times of recoveries from the losses of ranks."""
+"""Recovery times after lost ranks."""
 
 import json
 import os
@@ -12,9 +12,6 @@ from drawloom.components.metrics.recovery import PARTS, Recovery
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Event, Step
-from drawloom.components.report.ettr import compute_ettr
-from drawloom.components.report.events import read_log
-from drawloom.components.report.metrics import read_metrics
 from drawloom.graph.problems import ReopenError
 from drawloom.graph.testing import build, fake
 from support.mutations import put
@@ -47,8 +44,8 @@ def _run(folder: Path) -> Outcome:
     return command(folder, WORDS, None)
 
 
-def test_a_survived_loss_is_measured_in_metrics_report_and_table(tmp_path: Path) -> None:
-    """The repeated step has the seconds of all parts; report and JSON of `runs` have their sums, and the ratio."""
+def test_a_survived_loss_is_measured_in_metrics_and_table(tmp_path: Path) -> None:
+    """The repeated step has all parts' seconds, and `drawloom runs` their sums."""
     write_corpus(tmp_path)
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(_run, 2, tmp_path, timeout=90, grace=60)
@@ -63,10 +60,6 @@ def test_a_survived_loss_is_measured_in_metrics_report_and_table(tmp_path: Path)
     [outcome] = drawloom(tmp_path, "runs", "--format", "json")
     [row] = json.loads(outcome.text[outcome.text.index("{\n") :])["runs"]
     assert row["recovery_seconds"] == pytest.approx(measured[3])
-    log, metrics = read_log(run), read_metrics(run)
-    ettr = compute_ettr(log, metrics)
-    assert ettr is not None and ettr.recoveries == 1 and ettr.productive_time_fraction == row["ettr"]
-    assert f"1 step repeated in memory within {sum(measured[3].values()):.2f} s (detect " in str(ettr)
 
 
 def test_parts_are_the_times_between_marks() -> None:

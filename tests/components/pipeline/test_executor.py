@@ -140,7 +140,7 @@ def test_nothing_outlives_the_pass(split: bool, one_rank: Any) -> None:
 
 
 def test_a_repetition_computes_the_same_and_is_marked(one_rank: Any) -> None:
-    """Losses and gradients are those of training, and modules see that their tokens were counted before."""
+    """Losses and gradients equal the trained ones, and modules see a recomputation."""
     module, marks = Scale(2.0), list[bool]()
     module.register_forward_pre_hook(lambda _module, _inputs: marks.append(is_recomputing()))
     executor = open_executor([module], one_rank)
