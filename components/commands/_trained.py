@@ -80,7 +80,9 @@ def open_trained(
     with fetch_run_if_remote(options):
         step, recipe, names, weights = _load_checkpoint_and_recipe(project, options, (Stages, *ports), change)
         others = [] if every is None else recipe.graph.implementers(every)
-        with recipe.open([*names, *others]) as run:
+        # A teacher or reference model is needed for a loss alone.
+        unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
+        with recipe.open([*names, *others], dict.fromkeys(unused)) as run:
             run[names[0]].load_state_dict(weights)
             del weights
             yield run, step
@@ -105,9 +107,7 @@ def open_trained_or_folder(
         raise UserError(f"{folder} is a model folder without checkpoints; leave --step, --best and --average out", 2)
     recipe = Recipe.load("finetune", project=project).with_values({"vars": {"base": str(folder)}}, "RUN_FOLDER")
     names = [find_only_node(recipe.graph, port, str(folder)) for port in ports]
-    # A teacher or reference model is needed for a loss alone.
-        unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
-        with recipe.open(names, dict.fromkeys(unused)) as run:
+    with recipe.open(names) as run:
         yield run, read_exported_step(folder)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer

@@ -40,6 +40,7 @@ from drawloom.components.state.step_state import StepState
 from drawloom.components.weights.adapted import disable_adapters
 from drawloom.graph import Problem, UserError, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
+from drawloom.kernels.recompute import mark_as_recomputation
 
 
 @attrs.frozen
@@ -138,6 +139,10 @@ class ProgramExecutor:
         self.stages.hand_over_gradients()
         self._release_frozen()
         self._fill_missing_losses(state)
+
+    def repeat(self, state: StepState) -> None:
+        with mark_as_recomputation():
+            self.train(state)
 
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""

@@ -272,6 +272,15 @@ class Executor(Protocol):
 
 
 @port
+class RepeatingExecutor(Executor, Protocol):
+    """An executor that can repeat passes, for a comparison of their results."""
+
+    def repeat(self, state: StepState) -> None:
+        """Run the passes of `train` once more, for a comparison; routers do not count their tokens again."""
+        ...
+
+
+@port
 class Predictor(Protocol):
     """Inference over all stages."""
 

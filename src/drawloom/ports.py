@@ -163,6 +163,7 @@ from drawloom.components.ports.pipeline import (
     Executor as Executor,
     MeasuresStep as MeasuresStep,
     SCORE as SCORE,
+    RepeatingExecutor as RepeatingExecutor,
     Scorer as Scorer,
     SequenceHead as SequenceHead,
     ForwardPasses as ForwardPasses,

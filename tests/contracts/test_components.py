@@ -432,6 +432,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},
     "metrics.mean": lambda folder: {"metrics": {"mean": {"use": "metrics.mean", "of": "loss"}}},
     "metrics.perplexity": lambda folder: {"metrics": {"perplexity": {"use": "metrics.perplexity"}}},
+    "metrics.recovery": lambda folder: {"metrics": {"recovery": {"use": "metrics.recovery"}}},
     "metrics.source_tokens": lambda folder: {"metrics": {"sources": {"use": "metrics.source_tokens"}}},
     "metrics.spread": lambda folder: {"metrics": {"spread": {"use": "metrics.spread", "quantiles": [0.5]}}},
     "optim.adam": lambda folder: {"optimizer": {"use": "optim.adam", "lr": 0.1}},
@@ -460,6 +461,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "trackers.csv": lambda folder: {"trackers": {"csv": {"use": "trackers.csv"}}},
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
+    "listeners.replay": lambda folder: {"listeners": {"replay": {"use": "listeners.replay", "every": 1}}},
     "planning.check": lambda folder: {"listeners": {"plan": {"use": "planning.check"}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""

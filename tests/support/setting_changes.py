@@ -452,6 +452,7 @@ ROWS: dict[str, Row] = {
         {"wait": 1, "warmup": 1, "active": 1},
         {"wait": 2, "warmup": 2, "active": 2, "repeat": 2, "memory": True},
     ),
+    "listeners.replay": Row(runs.steps_of_replays, {}, {"every": 2}),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0, "opening": 7.0}),
     "loss.cpo": Row(parts.loss_of, {}, {"beta": 0.5, "alpha": 0.5}),
     "loss.ipo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
