@@ -221,13 +221,14 @@ class Planner:
         if self.memory_limit and persistent > self.memory_limit:
             raise TooLargeError(persistent)
         costs = self._record_stage_costs(views, program, rows)
-        program = merge_split_backwards(program)
+        offloaded = frozenset(stage.index for view in views for stage in view.stages.local if stage.offload)
+        program = attrs.evolve(merge_split_backwards(program), offloaded=offloaded)
         memory = [self._estimate_rank_memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision_node]
         document_rows = self._describe_microbatch_rows(rows)
         tokens = self.nodes.global_batch_size * self.nodes.rows_and_tokens_made_by_phase[0] * self.nodes.sequence_length
         exchanges = [view.estimate_replica_times(self.device) for view in views]
-        table = cost_table(costs, exchanges, self._estimate_message_seconds(costs))
+        table = cost_table(costs, exchanges, self._estimate_message_seconds(costs), self.device.host_link)
         frozen = set[str]().union(*(view.frozen_names for view in views))
         return Plan(
             device=self.device,
@@ -343,8 +344,7 @@ class Planner:
         gradients = {
             stage.index: view.gradient_bytes_in_backward(stage, program.microbatches) for stage in view.stages.local
         }
-        offloaded = {stage.index for stage in view.stages.local if stage.offload}
-        peak = peak_of(program, index, costs, gradients, offloaded)
+        peak = peak_of(program, index, costs, gradients)
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
             persistent=_persistent_bytes_by_kind(view),

@@ -93,7 +93,10 @@ def _format_time_parts(plan: Plan) -> str:
     """Return the step time's parts in %, without parts near 0."""
     parts = plan.time.as_data()
     parts["passes"] = parts.pop("compute") - parts["sending"]
-    shown = {name: parts[name] for name in ("passes", "sending", "bubble", "reference", "gather", "sync", "update")}
+    shown = {
+        name: parts[name]
+        for name in ("passes", "sending", "bubble", "offload", "reference", "gather", "sync", "update")
+    }
     percent = {name: f"{seconds / plan.time.seconds:.1%}" for name, seconds in shown.items()}
     return ", ".join(f"{name} {part}" for name, part in percent.items() if part != "0.0%")
 

@@ -1,7 +1,7 @@
 """Memory of a pipeline rank over a step: the live activations, action by action."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 import attrs
 
@@ -19,22 +19,16 @@ class Peak:
     kinds: Mapping[str, int]
 
 
-def peak_of(
-    program: Program,
-    rank: int,
-    costs: Mapping[int, StageCosts],
-    gradients: Mapping[int, int],
-    offloaded: Set[int] = frozenset(),
-) -> Peak:
+def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradients: Mapping[int, int]) -> Peak:
     """
     Return the peak of a rank's activations and gradients if the step's first backward pass allocates gradients.
 
     `gradients` are bytes by stage. A stage's first backward pass allocates its gradients while it frees activations, so
-    the stage's peak is at the pass's beginning or end. Activations of the stages in `offloaded` wait in host memory.
+    the stage's peak is at the pass's beginning or end. Activations of offloaded stages wait in host memory.
     """
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     moves: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for start, end in list_offloaded_passes(actions, offloaded):
+    for start, end in list_offloaded_passes(actions, program.offloaded):
         # Their memory is free from the second action after the forward pass to the last before the backward pass.
         moves[start + 2].append((actions[start].stage, -1))
         moves[end - 1].append((actions[start].stage, 1))
