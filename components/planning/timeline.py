@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from itertools import accumulate
 
 import attrs
 
@@ -62,6 +63,17 @@ def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradie
         live[action.stage, "F"] += {"F": 1, "B": -1, "I": -1, "W": 0}[action.op]
         live[action.stage, "I"] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.op]
     return Peak(peak, peak_action, {name: size for name, size in kinds.items() if size})
+
+
+def peak_host_bytes_of(program: Program, rank: int, costs: Mapping[int, StageCosts]) -> int:
+    """Return the peak bytes of a rank's activations in host memory, from OFFLOAD until the backward pass."""
+    actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
+    changes: Counter[int] = Counter()
+    for start, end in list_offloaded_passes(actions, program.offloaded):
+        size = costs[actions[start].stage].passes["F"].total_kept_bytes
+        changes[start] += size
+        changes[end] -= size
+    return max(accumulate((changes[index] for index in range(len(actions))), initial=0))
 
 
 def _sum_by_label(
