@@ -24,7 +24,7 @@ from drawloom.components.planning.step_time import StepTime, cost_table, estimat
 from drawloom.components.planning.timeline import Peak, peak_host_bytes_of, peak_of
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
 from drawloom.components.ports.memory import HostMemoryUser, memory_by_kind
-from drawloom.components.ports.memory_policy import MemoryChoice, StateLocation
+from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy, StateLocation
 from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
@@ -210,7 +210,7 @@ def open_planner(
         nodes.mesh_node: mesh,
         **dict.fromkeys(nodes.device_nodes, PlannedDevice(torch.device(kind))),
         # The planner makes the choice itself, and each rank's view has its own.
-        **dict.fromkeys(nodes.memory_policy_nodes, FixedMemory(MemoryChoice((), frozenset(), "device"))),
+        **dict.fromkeys(nodes.memory_policy_nodes, FixedMemory(MemoryChoice.keep_all(0, "device"))),
     }
     replacements |= dict.fromkeys(nodes.tokenizer_nodes_to_omit)
     if schedule is not None:
@@ -252,8 +252,7 @@ class Planner:
 
     def _plan_within_limits(self, program: Program, rows: int) -> Plan:
         """Plan all memories for optimizer state, and return the fastest plan that fits, or the smallest."""
-        [node] = self.nodes.memory_policy_nodes
-        limits = self.nodes.settings_of_node(node)
+        limits = self.nodes.settings_of_node(self.nodes.find_only_node(MemoryPolicy))
         memory = min(filter(None, (limits["limit"], self.device.memory)), default=0)
         device = self.device
         self.device = attrs.evolve(
@@ -277,20 +276,24 @@ class Planner:
     def _plan_policies(self, program: Program, rows: int, states: StateLocation) -> Plan:
         """Plan the best recomputation and offloading of every stage, with the optimizer's state in this memory."""
         views = self._build_rank_views(program, states)
+        merged, keeps_all = merge_split_backwards(program), MemoryChoice.keep_all(program.stages, states)
+        kept_costs = self._record_stage_costs(views, program, rows, keeps_all.recompute)
+        kept = self._plan_stages(views, merged, rows, kept_costs)
+        if kept.fits:
+            return attrs.evolve(kept, choice=keeps_all, kept_seconds=kept.time.seconds)
         compiled = self.nodes.settings_of_node(self.nodes.stages_node).get("compile")
-        costs_by_policy = {
-            policy: self._record_stage_costs(views, program, rows, (policy,) * program.stages)
-            for policy in POLICIES
-            if not (compiled and policy == "selective")  # torch chooses what a compiled block recomputes
-        }
-        merged = merge_split_backwards(program)
+        costs_by_policy: dict[Recompute, Mapping[int, StageCosts]] = {"none": kept_costs}
+        for policy in POLICIES[1:]:
+            if not (compiled and policy == "selective"):  # torch chooses what a compiled block recomputes
+                policies = (policy,) * program.stages
+                costs_by_policy[policy] = self._record_stage_costs(views, program, rows, policies)
 
         def count_bytes(rank: int, whole: Program, costs: Mapping[int, StageCosts]) -> RankBytes:
             """Return a rank's bytes on the device and in host memory."""
             memory = self._estimate_rank_memory(views[rank], rank, whole, costs)
             return RankBytes(memory.peak_bytes, memory.host)
 
-        policies, offloaded = StagePolicies(
+        chosen_policies, offloaded = StagePolicies(
             program=merged,
             costs=costs_by_policy,
             build_table=lambda costs: self._build_cost_table(views, costs),
@@ -299,10 +302,9 @@ class Planner:
             host_limit=self.device.host_memory,
             may_offload=self.nodes.may_offload,
         ).choose()
-        costs = {stage: costs_by_policy[policy][stage] for stage, policy in enumerate(policies)}
+        costs = {stage: costs_by_policy[policy][stage] for stage, policy in enumerate(chosen_policies)}
         chosen = self._plan_stages(views, attrs.evolve(merged, offloaded=offloaded), rows, costs)
-        kept = self._plan_stages(views, merged, rows, costs_by_policy["none"])
-        choice = MemoryChoice(policies, offloaded, states)
+        choice = MemoryChoice(chosen_policies, offloaded, states)
         return attrs.evolve(chosen, choice=choice, kept_seconds=kept.time.seconds)
 
     def _build_cost_table(self, views: Sequence["RankView"], costs: Mapping[int, StageCosts]) -> CostTable:
@@ -389,7 +391,7 @@ class Planner:
         sizes = tuple(schedule.layers_by_stage(program.ranks, self._layer_count)) if cuts else ()
         key = self.mesh.sizes, program.stage_to_rank, sizes, states
         if key not in self.cache.views:
-            choice = MemoryChoice(("none",) * program.stages, frozenset(), states or "device")
+            choice = MemoryChoice.keep_all(program.stages, states or "device")
             self.cache.views[key] = [self._build_rank_view(index, choice) for index in range(self.mesh.sizes.pipeline)]
         return self.cache.views[key]
 

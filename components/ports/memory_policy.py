@@ -22,6 +22,11 @@ class MemoryChoice:
     offloaded: frozenset[int]
     states: StateLocation
 
+    @classmethod
+    def keep_all(cls, stages: int, states: StateLocation) -> "MemoryChoice":
+        """Return the choice to keep all activations of this many stages on the device."""
+        return cls(("none",) * stages, frozenset(), states)
+
 
 @port
 class MemoryPolicy(Protocol):

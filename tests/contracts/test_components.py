@@ -422,6 +422,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
     "planning.check": lambda folder: {"listeners": {"plan": {"use": "planning.check"}}},
+    "planning.memory": lambda folder: {"stages": {"memory": {"use": "planning.memory"}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""
 

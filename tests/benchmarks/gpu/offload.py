@@ -45,7 +45,9 @@ def main() -> None:
         mesh = RankMesh(processes=processes, data_replicate=1)
         mesh.open()
         for number in numbers:
-            _measure(Case(LARGE, 1, COUNTS["microbatches"], stochastic=STATES[number], recompute="selective"), mesh, device)
+            _measure(
+                Case(LARGE, 1, COUNTS["microbatches"], stochastic=STATES[number], recompute="selective"), mesh, device
+            )
     finally:
         processes.close()
 
