@@ -25,7 +25,8 @@ class MemoryChoice:
     @classmethod
     def keep_all(cls, stages: int, states: StateLocation) -> "MemoryChoice":
         """Return the choice to keep all activations of this many stages on the device."""
-        return cls(("none",) * stages, frozenset(), states)
+        nothing: Recompute = "none"
+        return cls((nothing,) * stages, frozenset(), states)
 
 
 @port

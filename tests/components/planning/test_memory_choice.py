@@ -51,15 +51,17 @@ def search(link: float, limit: int, host_limit: int = 0, may_offload: bool = Tru
     )
 
 
-def evaluate(found: StagePolicies, recompute: tuple[Recompute, ...], offloaded: frozenset[int]) -> tuple[float, bool]:
+def evaluate(
+    policies: StagePolicies, recompute: tuple[Recompute, ...], offloaded: frozenset[int]
+) -> tuple[float, bool]:
     """Return the sum of the ranks' seconds alone, and whether every rank fits."""
-    costs = {stage: found.costs[policy][stage] for stage, policy in enumerate(recompute)}
-    program, table = attrs.evolve(PROGRAM, offloaded=offloaded), found.build_table(costs)
-    needed = [found.count_bytes(rank, program, costs) for rank in range(2)]
+    costs = {stage: policies.costs[policy][stage] for stage, policy in enumerate(recompute)}
+    program, table = attrs.evolve(PROGRAM, offloaded=offloaded), policies.build_table(costs)
+    needed = [policies.count_bytes(rank, program, costs) for rank in range(2)]
     alone = [program.select_actions(program.rank_by_action == rank) for rank in range(2)]
     seconds = sum(simulate(attrs.evolve(part, offloaded=offloaded), table).makespan for part in alone)
-    host = found.host_limit or float("inf")
-    return seconds, all(size.device <= found.limit and size.host <= host for size in needed)
+    host = policies.host_limit or float("inf")
+    return seconds, all(size.device <= policies.limit and size.host <= host for size in needed)
 
 
 @pytest.mark.parametrize("link", [1e9, 60.0, 20.0])
@@ -67,15 +69,15 @@ def evaluate(found: StagePolicies, recompute: tuple[Recompute, ...], offloaded: 
 @pytest.mark.parametrize("host_limit", [0, 150])
 def test_the_choice_is_the_fastest_that_fits(link: float, limit: int, host_limit: int) -> None:
     """No other choice for the stages fits and is faster; if none fits, the chosen ranks have the least memory."""
-    found = search(link, limit, host_limit)
-    chosen = found.choose()
+    policies = search(link, limit, host_limit)
+    chosen = policies.choose()
     every = [
-        evaluate(found, policies, frozenset(offloaded))
-        for policies in product(KEPT, repeat=2)
+        evaluate(policies, recompute, frozenset(offloaded))
+        for recompute in product(KEPT, repeat=2)
         for offloaded in ((), (0,), (1,), (0, 1))
     ]
     fitting = [seconds for seconds, fits in every if fits]
-    seconds, fits = evaluate(found, *chosen)
+    seconds, fits = evaluate(policies, *chosen)
     assert fits == bool(fitting)
     assert not fitting or seconds == pytest.approx(min(fitting))
 
