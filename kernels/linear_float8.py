@@ -18,8 +18,9 @@ A feed-forward network is one operation: its gate and up projections are one pro
 write their results in float8 alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +60,29 @@ def linears_float8(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor])
 
 
 def _multiply(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> tuple[Tensor, ...]:
-    rows = _round_input(kernels, x, weights)
-    gradients = _GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
+    for weight in weights:
+        check_float8_operands(x, weight)
+    rows = round_input(kernels, x, _need_gradients(weights))
+    gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
     result: tuple[Tensor, ...] = _LinearFloat8.apply(x, bias, gradients, kernels, *rows, *weights)  # type: ignore[no-untyped-call]
     return result
+
+
+def linear_quantized_float8(
+    kernels: Float8Kernels,
+    dequantize: Callable[[Tensor], Tensor],
+    x: Tensor,
+    stored: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """
+    Return x @ weight.T + bias (..., outputs), multiplied in float8, with a frozen weight: x bfloat16 (..., inputs).
+
+    `dequantize` maps the weight's storage (outputs, units) to the weight, bfloat16 (outputs, inputs).
+    """
+    rows = round_input(kernels, x, False)
+    y: Tensor = _FrozenLinearFloat8.apply(x, stored, dequantize, kernels, *rows[:2])  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
 
 
 def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -71,9 +91,10 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
     (width, inputs), down (outputs, width), all bfloat16.
     """
     weights = gate, up, down
-    check_float8_operands(x, down)
-    rows = _round_input(kernels, x, [gate, up])
-    gradients = _GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
+    for weight in weights:
+        check_float8_operands(x, weight)
+    rows = round_input(kernels, x, _need_gradients([gate, up]))
+    gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
     result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
 
@@ -84,7 +105,7 @@ def check_float8_operands(x: Tensor, weight: Tensor) -> None:
         raise TypeError(
             f"float8 products need bfloat16 operands, and these are {x.dtype} and {weight.dtype}; cast them to bfloat16"
         )
-    if any(width % ALIGNMENT for width in weight.shape):
+    if any(width % ALIGNMENT for width in weight.shape[-2:]):
         raise ValueError(f"a weight {tuple(weight.shape)} has a width that is not divisible by {ALIGNMENT}")
 
 
@@ -96,11 +117,13 @@ class _Rounded:
     version: int
 
 
-def _round_input(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -> Float8Rows:
-    """Round x (..., width) by rows, for products with these weights, and keep the result as long as x lives."""
-    for weight in weights:
-        check_float8_operands(x, weight)
-    transposed = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+def _need_gradients(weights: Sequence[Tensor]) -> bool:
+    """Return whether a backward pass will compute a gradient for any of the weights."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+
+
+def round_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
+    """Round x (..., width) by rows, with or without a transposed copy, and keep the result as long as x lives."""
     if x.is_inference():  # without a version
         return _quantize(kernels, x, transposed)
     known: _Rounded | None = getattr(x, "float8", None)
@@ -131,10 +154,18 @@ class KeptWeights:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         """Allocate memory for an operation's weights (outputs, inputs); the first weight refers to it."""
         self.weights = weights
-        self.rows = allocate_rounded_weights(weights)
+        self.rows = self.allocate()
         self._kernels: Float8Kernels | None = None
         self._versions: list[int] = []
         weights[0].float8 = self  # type: ignore[attr-defined]
+
+    def allocate(self) -> Float8Rows:
+        """Allocate memory for the rounded weights."""
+        return allocate_rounded_weights(self.weights)
+
+    def fill(self, kernels: Any) -> None:
+        """Round the weights into their memory."""
+        kernels.round_weights_into(self.weights, self.rows)
 
     @property
     def is_current(self) -> bool:
@@ -150,7 +181,7 @@ class KeptWeights:
         """Round the weights after an update; before their first use, do nothing."""
         if self._kernels is not None:
             with torch.no_grad():
-                self._kernels.round_weights_into(self.weights, self.rows)
+                self.fill(self._kernels)
             self._versions = [weight._version for weight in self.weights]
 
 
@@ -216,6 +247,38 @@ class _LinearFloat8(Function):
         return grad_x, grad_bias, None, None, None, None, None, *grad_weights
 
 
+class _FrozenLinearFloat8(Function):
+    """Linear layer with a frozen weight, dequantized and rounded in every pass; it saves the storage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        stored: Tensor,
+        dequantize: Callable[[Tensor], Tensor],
+        kernels: Float8Kernels,
+        data: Tensor,
+        scale: Tensor,
+    ) -> Tensor:
+        """Return (..., outputs) for rounded x: data (tokens, inputs), scale (tokens,)."""
+        weight = dequantize(stored)
+        check_float8_operands(x, weight)
+        elements, weight_scale = kernels.quantize_weights([weight])
+        ctx.save_for_backward(stored, weight_scale)
+        ctx.dequantize, ctx.kernels, ctx.inputs_shape = dequantize, kernels, x.shape
+        return kernels.multiply_scaled(data, scale, elements, weight_scale, fast=True).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        stored, weight_scale = ctx.saved_tensors
+        kernels: Float8Kernels = ctx.kernels
+        rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], weight_scale, None)
+        elements = kernels.transpose_weights([ctx.dequantize(stored)], weight_scale)
+        grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+        return grad_x, None, None, None, None, None
+
+
 def _compute_or_defer_weight_gradients(
     ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[Tensor]
 ) -> list[Tensor | None]:
@@ -229,41 +292,42 @@ def _compute_or_defer_weight_gradients(
             results.append(None)
             continue
         factors = rounded.columns[part], rounded.column_scale[part], x.detach()
-        results.append(ctx.weight_gradient(_WeightGradient(ctx.kernels, number), *factors))
+        results.append(ctx.weight_gradient(FactorProduct(partial(_multiply_factors, ctx.kernels), number), *factors))
     return results
 
 
+def _multiply_factors(kernels: Float8Kernels, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+    """Return the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,)."""
+    return kernels.multiply_scaled(grad, scale, x, None, fast=False)
+
+
 @dataclass(frozen=True)
-class _WeightGradient(Addable):
-    """
-    Weight gradient: the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,).
+class FactorProduct(Addable):
+    """Weight gradient: a product of float8 factors; `number` is the weight's number among its operation's weights."""
 
-    `number` is the weight's number among its operation's weights.
-    """
-
-    kernels: Float8Kernels
+    product: Callable[..., Tensor]
     number: int = 0
 
-    def __call__(self, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.kernels.multiply_scaled(grad, scale, x, None, fast=False)
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        return self.product(*tensors)
 
-    def compute_in_dtype(self, dtype: torch.dtype, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self(grad, scale, x).to(dtype)
+    def compute_in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        return self(*tensors).to(dtype)
 
-    def add_to(self, summed: Tensor, grad: Tensor, scale: Tensor, x: Tensor) -> None:  # type: ignore[override]
+    def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
         # In Triton, a fused product and addition took longer than both launches.
-        summed += self(grad, scale, x)
+        summed += self(*tensors)
 
 
 @dataclass(frozen=True)
-class _GradientDispatcher:
+class GradientDispatcher:
     """Callable for an operation with several weights: passes a computed gradient to its weight's WeightGradient."""
 
     gradients: Sequence[WeightGradient]
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
         """Pass a gradient, whose function knows the weight's number, to its weight."""
-        assert isinstance(compute, _WeightGradient)
+        assert isinstance(compute, FactorProduct)
         return self.gradients[compute.number](compute, *tensors)
 
 
@@ -342,4 +406,4 @@ def _compute_down_projection_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, 
     if not needs_down:
         return grad_inner, None
     factors = rounded.columns, rounded.column_scale, inner.detach()
-    return grad_inner, ctx.weight_gradient(_WeightGradient(kernels, 2), *factors)
+    return grad_inner, ctx.weight_gradient(FactorProduct(partial(_multiply_factors, kernels), 2), *factors)

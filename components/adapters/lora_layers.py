@@ -228,11 +228,13 @@ FUSED = ("gate_up_proj", "down_proj")
 
 class LoraExperts(Experts, AdaptedLayer):
     """
-    Experts with a pair of factors per expert for one or both parameters.
+    Experts with a pair of factors per expert for one or both parameters; they never multiply in float8.
 
     `down_proj` has the factors `down_proj_lora_A` (experts, rank, inputs) and `down_proj_lora_B` (experts, outputs,
     rank).
     """
+
+    supports_float8 = False
 
     def __init__(self, base: Experts, form: LoraForm, adapted: Sequence[str]) -> None:
         nn.Module.__init__(self)

@@ -19,7 +19,7 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest_if_sizes_match,
     step_of_checkpoint,
 )
-from drawloom.components.checkpoint.memory import HeldState, StateMemory
+from drawloom.components.checkpoint.memory import HeldState, StateMemory, newest_common_step, share_states
 from drawloom.components.checkpoint.reader import no_valid_checkpoint_error
 from drawloom.components.checkpoint.restore import (
     LoadedCheckpoint,
@@ -46,6 +46,7 @@ from drawloom.components.ports.run import (
 from drawloom.components.ports.staging import Stager
 from drawloom.components.storage.regular_file import read_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
+from drawloom.graph.problems import ReopenError
 from drawloom.graph.recipe.lockfile import LOCK
 
 MAX_RECIPE_SIZE = 2**26  # bytes
@@ -99,15 +100,15 @@ class Checkpointer:
     _failed: int = attrs.field(init=False, default=0)  # consecutive failed saves
     _pending: PendingSave | None = attrs.field(init=False, default=None)
     _memory: StateMemory | None = attrs.field(init=False, default=None)  # None unless the run survives losses
-    _is_successor: bool = attrs.field(init=False, default=False)
+    _joins_others: bool = attrs.field(init=False, default=False)  # the state may be in another process's memory
     _world: Group = attrs.field(init=False)
     _group: Group = attrs.field(init=False)  # for the thread that writes a checkpoint
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
         self._world, self._group = self.mesh.world, self.processes.control_group("checkpoint")
-        if self._memory is None and isinstance(self.processes, SurvivingProcesses) and self.processes.survives_losses:
-            self._memory = StateMemory()
+        if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_losses:
+            self._memory, self._joins_others = self._memory or StateMemory(), self.processes.generation > 0
         run_on_rank0(self._world, lambda: commit.prepare_checkpoints_folder(self._checkpoints_folder))
 
     def hand_over(self) -> StateMemory | None:
@@ -116,7 +117,7 @@ class Checkpointer:
 
     def take_over(self, values: StateMemory | None) -> None:
         """Accept the failed attempt's memory; `restore` prefers its state to an older checkpoint."""
-        self._memory, self._is_successor = values, values is not None
+        self._memory = values
 
     def close(self) -> None:
         """Wait up to CLOSE_TIMEOUT for the pending save, and free the copies' memory."""
@@ -156,8 +157,15 @@ class Checkpointer:
             self._memory.copy()
 
     def keep_in_memory(self, step: Step) -> None:
-        if self._memory is not None and not step.goes_back:
+        if self._memory is None:
+            return
+        if not step.goes_back:
             self._memory.hold(step.index, self.states)
+        assert isinstance(self.processes, SurvivingProcesses)
+        joining = torch.tensor(0 if step.is_last else int(self.processes.has_spares()))
+        self._world.max(joining)
+        if joining:
+            raise ReopenError(f"processes join the run after step {step.index}")
 
     def restore(self) -> int:
         """
@@ -167,8 +175,8 @@ class Checkpointer:
         space for another checkpoint.
         """
         self._finish_pending_save()  # in a run that goes back, the newest checkpoint may be pending
-        is_successor, self._is_successor = self._is_successor, False
-        if is_successor and (done := self._restore_from_memory()):
+        joins_others, self._joins_others = self._joins_others, False
+        if joins_others and (done := self._restore_from_memory()):
             return done
         if self._memory is not None:
             self._memory = StateMemory()  # a run that goes back repeats no later step
@@ -203,29 +211,39 @@ class Checkpointer:
 
     def _restore_from_memory(self) -> int:
         """
-        Load the newest state that every rank has in memory, and return its step.
+        Load the newest state that replicas have in memory for all ranks, and return its step.
 
-        Return 0 and load nothing if there is no such state, or if a checkpoint on disk is newer.
+        Ranks without it receive it from a replica. Return 0 and load nothing if there is no such state, or if a
+        checkpoint on disk is newer.
         """
         assert self._memory is not None
         states = {step: state for step, state in self._memory.states_by_step().items() if state.fits(self.states)}
-        steps = set[int].intersection(*map(set, self._world.gather_json([*states])))
+        indices = self.mesh.indices
+        own = [[*states], [indices.pipeline, indices.data_shard, indices.context, indices.tensor]]
+        steps, positions = zip(*self._world.gather_json(own), strict=True)
+        step = newest_common_step(steps, positions)
         saved = run_on_rank0(
             self._world, lambda: [step_of_checkpoint(path) for path in list_checkpoints(self._checkpoints_folder)]
         )
         newest = max(saved, default=0)
-        if not steps or max(steps) < newest:
+        if not step or step < newest:
             return 0
-        state = states[max(steps)]
-        run_on_all_ranks(self._world, lambda: self._load_state_from_memory(state))
-        self._memory.keep(state)  # for another loss in the next step
-        self._saved = state.step if state.step == newest else 0
-        log.info("restored the state after step %d from memory", state.step)
-        return state.step
+        own_states = states[step].states if step in states else None
+        if any(step not in other for other in steps):
+            received = share_states(own_states, self.states, self.mesh.replicas)
+            log.info("%s the state after step %d", "received" if own_states is None else "sent", step)
+            own_states = received if own_states is None else own_states
+        run_on_all_ranks(self._world, lambda: self._load_state_from_memory(own_states or {}))
+        slices = {name: slices_by_sharded_entry(node) for name, node in self.states.items()}
+        self._memory.keep(HeldState(step, own_states or {}, slices))  # for another loss in the next step
+        self._saved = step if step == newest else 0
+        log.info("restored the state after step %d from memory", step)
+        return step
 
-    def _load_state_from_memory(self, state: HeldState) -> None:
-        for name, node in self.states.items():
-            node.load_state_dict(state.states[name])
+    def _load_state_from_memory(self, states: Mapping[str, Any]) -> None:
+        """Load states into their nodes. A joining rank keeps its initial random generators."""
+        for name, state in states.items():
+            self.states[name].load_state_dict(state)
 
     def _stage_and_start_write(self, step: Step) -> None:
         """Stage and write a snapshot for an unsaved step, in the background if staging copies."""

@@ -49,8 +49,8 @@ def _check_free_bytes(checkpoints: Path, expected_bytes: int, likely_bytes: int)
     free = durable_files.count_free_bytes(checkpoints)
     if free < expected_bytes:
         raise UserError(
-            f"{checkpoints}: a checkpoint needs about {format_byte_size(expected_bytes)}, and {format_byte_size(free)} are "
-            "free; free some space, or set run.folder to another disk"
+            f"{checkpoints}: a checkpoint needs about {format_byte_size(expected_bytes)}, and {format_byte_size(free)} "
+            "are free; free some space, or set run.folder to another disk"
         )
     # space for two, because the last checkpoint is removed only after the next commit
     if free < 2 * likely_bytes:

@@ -1,21 +1,25 @@
 """
 State of the newest steps in this rank's memory, to repeat a step after the loss of other ranks.
 
-A step's state is referenced at its end, and copied just before the next update changes it. By then, every rank has
-ended the step, because ranks exchange signals after each step. So all ranks have one step in common at any time.
+A step's state is referenced at its end, when all ranks have ended it, and copied just before the next update changes
+it. So all ranks have one step in common at any time. Ranks that have just joined have none: they receive the state from
+a replica.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
-from drawloom.components.checkpoint.snapshot import slices_by_sharded_entry
+from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
 from drawloom.components.checkpoint.staging.blocking import Blocking
+from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Stateful
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.state.trees import map_leaves
+from drawloom.components.storage.state_tree import pack_state, unpack_state
 
 
 @attrs.frozen
@@ -65,6 +69,43 @@ class StateMemory:
     def keep(self, state: HeldState) -> None:
         """Replace all states in memory by this one."""
         self._copy, self._current = state, None
+
+
+def newest_common_step(steps: Sequence[Sequence[int]], positions: Sequence[Any]) -> int:
+    """
+    Return the newest step in some rank's memory at each position in a replica, 0 without any.
+
+    `steps` are the steps in memory, and `positions` the positions, both by rank; replicas have equal states.
+    """
+    by_position: dict[Any, set[int]] = {}
+    for own, position in zip(steps, map(tuple, positions), strict=True):
+        by_position.setdefault(position, set()).update(own)
+    return max(set.intersection(*by_position.values()), default=0)
+
+
+def share_states(states: Mapping[str, Any] | None, nodes: Mapping[str, Stateful], replicas: Group) -> dict[str, Any]:
+    """
+    Return all nodes' states, sent by a rank that has them, without states that differ by rank.
+
+    `states` are this rank's, by node, or None. All ranks in `replicas` call this, and one of them has states.
+    """
+    own = (
+        None
+        if states is None
+        else pack_state({name: states[name] for name, node in nodes.items() if not is_rank_local(node)})
+    )
+    if own is not None:
+        shapes = [[name, str(leaf.dtype).removeprefix("torch."), [*leaf.shape]] for name, leaf in own.tensors.items()]
+    trees = replicas.gather_json(None if own is None else [own.tree, shapes])
+    source = next(rank for rank, tree in enumerate(trees) if tree is not None)
+    tree, shapes = trees[source]
+    tensors: dict[str, Tensor] = {}
+    for name, dtype, shape in shapes:
+        tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype)) if own is None else own.tensors[name]
+        data = tensors[name].contiguous()
+        replicas.broadcast(data.view(-1).view(torch.uint8), source)
+    received: dict[str, Any] = unpack_state(tree, tensors)
+    return received
 
 
 def _detach_leaf(leaf: Any) -> Any:

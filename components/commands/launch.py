@@ -2,14 +2,16 @@
 run a command in several processes on one or more machines
 
 torchrun's agent starts the processes. Unlike torchrun, this command prints nothing if a process has already reported
-its error, exits with that process's code, and waits until a stopped run has saved its checkpoint. It lets the other
-processes continue after a loss if the run does (`processes.on_failure`).
+its error, exits with that process's code, and waits until a stopped run has saved its checkpoint. If the run survives
+losses (`processes.on_failure`), the other processes continue, and `--max-restarts` is the number of lost processes that
+are started again, one by one.
 """
 
 import argparse
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawloom.components.commands._options import integer_parser
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
+from drawloom.components.distributed.generations import CURRENT, Generation
 from drawloom.components.distributed.launch_store import call_store_with_timeout, connect_to_launch_store
 from drawloom.components.distributed.torchrun import CONTINUES
 from drawloom.graph import UserError
@@ -49,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nnodes", type=integer_parser(), default=1, metavar="N", help="machines (default: 1)")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address for all machines to meet, on one of them")
     parser.add_argument(
-        "--max-restarts", type=integer_parser(0), default=0, metavar="N", help="restarts after failures (default: 0)"
+        "--max-restarts",
+        type=integer_parser(0),
+        default=0,
+        metavar="N",
+        help="restarts after failures, of all processes, or of lost ones if the run survives losses (default: 0)",
     )
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, such as: run first_run"
@@ -75,9 +82,10 @@ class LaunchResult(Result):
 
 
 class _Agent(LocalElasticAgent):
-    """Agent of torchrun that keeps workers running after a loss if they have declared that they survive it."""
+    """Agent of torchrun that replaces lost workers one by one if the workers have declared that they survive losses."""
 
     _surviving = ""  # the attempt whose workers survive losses
+    _replaced = 0  # lost workers that were started again
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the workers' state; a loss that they survive counts as healthy while one of them runs."""
@@ -85,6 +93,7 @@ class _Agent(LocalElasticAgent):
         codes = [handler.proc.poll() for handler in workers.subprocess_handlers.values()]
         if any(codes) and self._workers_survive_loss(worker_group):
             if None in codes:
+                self._replace_lost(worker_group)
                 return RunResult(state=WorkerState.HEALTHY)
             if OK in codes:  # of a worker that has completed the run without the lost ones
                 values = {worker.global_rank: None for worker in worker_group.workers}
@@ -92,16 +101,37 @@ class _Agent(LocalElasticAgent):
         outcome: RunResult = super()._monitor_workers(worker_group)
         return outcome
 
+    def _replace_lost(self, worker_group: WorkerGroup) -> None:
+        """Start lost workers again, as often as restarts are allowed. The run admits them at the end of a step."""
+        workers: Any = self._pcontext
+        for local_rank, handler in workers.subprocess_handlers.items():
+            allowed = self._replaced < worker_group.spec.max_restarts
+            if handler.proc.poll() and allowed and not self._has_failed(worker_group):
+                self._replaced += 1
+                environment = {**os.environ, **workers.envs[local_rank]}
+                handler.proc = subprocess.Popen(handler.proc.args, env=environment, start_new_session=True)
+                worker_group.workers[local_rank].id = handler.proc.pid
+
+    def _has_failed(self, worker_group: WorkerGroup) -> bool:
+        """Return whether the run ends because of a failure, or its store does not answer."""
+
+        def ask() -> bool:
+            generation = Generation.from_json(self._connect(worker_group, self._surviving).get(CURRENT).decode())
+            return bool(self._connect(worker_group, generation.name).check(["failure"]))
+
+        return call_store_with_timeout(STORE_SECONDS, ask) is not False
+
+    def _connect(self, worker_group: WorkerGroup, name: str) -> Any:
+        group: Any = worker_group  # torch declares the address as None
+        return connect_to_launch_store(group.master_addr, group.master_port, name, STORE_SECONDS)
+
     def _workers_survive_loss(self, worker_group: WorkerGroup) -> bool:
         """Return whether the workers have declared, with CONTINUES in the store, that they survive a loss."""
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         attempt = f"{worker_group.spec.rdzv_handler.get_run_id()}{restarts}"
 
         def ask() -> bool:
-            group: Any = worker_group  # torch declares the address as None
-            return bool(
-                connect_to_launch_store(group.master_addr, group.master_port, attempt, STORE_SECONDS).check([CONTINUES])
-            )
+            return bool(self._connect(worker_group, attempt).check([CONTINUES]))
 
         if self._surviving != attempt and call_store_with_timeout(STORE_SECONDS, ask):
             self._surviving = attempt

@@ -17,9 +17,9 @@ from drawloom.components.commands._options import (
     report_write_errors,
 )
 from drawloom.components.commands._recipes import add_overlay_option, find_only_node
-from drawloom.components.parallel.float8_layers import find_linear_layers
+from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import LinearLayer
+from drawloom.components.ports.model import Float8Layer
 from drawloom.components.ports.pipeline import Executor, make_state_of_batches, sum_losses
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
@@ -142,11 +142,11 @@ def _measure_float8_effects(recipe: Recipe, steps: int) -> Evidence:
         layers = {
             name: layer
             for stage in stages.local
-            for name, layer in find_linear_layers(stage.module).items()
+            for name, layer in find_float8_candidates(stage.module).items()
             if layer.uses_float8
         }
         if not layers:
-            raise UserError(f"no linear layer of {recipe} can use float8", 2)
+            raise UserError(f"no layer of {recipe} can use float8", 2)
         _switch_float8([*layers.values()], False)
         for index in range(1, steps + 2):
             step = Step(index, steps + 1)
@@ -167,8 +167,8 @@ def _phases_up_to_update(recipe: Recipe) -> list[str]:
     return list(targets[: updates[-1] + 1])
 
 
-def _switch_float8(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
-    """Turn float8 on or off in linear layers."""
+def _switch_float8(layers: Sequence[Float8Layer], uses_float8: bool) -> None:
+    """Turn float8 on or off in layers."""
     for layer in layers:
         layer.uses_float8 = uses_float8
 
@@ -180,24 +180,24 @@ class _Probe:
     parameters: Parameters
     executor: Executor
     batches: Sequence[Batch]
-    layers: Mapping[str, LinearLayer]
+    layers: Mapping[str, Float8Layer]
 
     def measure_evidence(self) -> Evidence:
         """Measure no layer, all layers, and each layer alone."""
         self._run_pass_in_float8([])  # compiles and allocates
         loss, gradients, seconds = self._run_pass_in_float8([])
 
-        def effect(layers: Sequence[LinearLayer]) -> Effect:
+        def effect(layers: Sequence[Float8Layer]) -> Effect:
             other_loss, others, time_of_pass = self._run_pass_in_float8(layers)
             return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
 
         effect([*self.layers.values()])
-        for layer in {layer.weight.shape: layer for layer in self.layers.values()}.values():
+        for layer in {_get_weight_shapes(layer): layer for layer in self.layers.values()}.values():
             effect([layer])  # compiles the casts of its shape
         together = effect([*self.layers.values()])
         return Evidence({name: effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
 
-    def _run_pass_in_float8(self, float8_layers: Sequence[LinearLayer]) -> tuple[float, list[Tensor], float]:
+    def _run_pass_in_float8(self, float8_layers: Sequence[Float8Layer]) -> tuple[float, list[Tensor], float]:
         """Return the mean loss, the gradients and the seconds of a pass with float8 in these layers."""
         parameters = [parameter for _, parameter in self.parameters.named_parameters()]
         for parameter in parameters:
@@ -213,6 +213,11 @@ class _Probe:
         for parameter in parameters:
             parameter.grad = None
         return loss / weight, gradients, seconds
+
+
+def _get_weight_shapes(layer: Float8Layer) -> tuple[torch.Size, ...]:
+    """Return the shapes of a layer's weights."""
+    return tuple(weight.shape for weight in layer.float8_weights().values())
 
 
 def relative_error(gradients: Sequence[Tensor], exact_gradients: Sequence[Tensor]) -> float:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 import sys
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,7 +17,7 @@ from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 
-SHARED_GPU_VARIABLES = {"NCCL_HOSTID": "drawloom rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+SHARED_GPU_VARIABLES = {"NCCL_HOSTID": "drawloom process {process}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 """
 Environment variables with which libraries let several ranks use one GPU, which they otherwise refuse.
 
@@ -143,4 +144,5 @@ class ComputeDevice:
     def _set_gpu_sharing_variables(self) -> None:
         """Set variables by which libraries let ranks share a GPU, and keep the old values for `close`."""
         self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}
-        os.environ |= {name: value.format(rank=read_launch().rank) for name, value in SHARED_GPU_VARIABLES.items()}
+        process = f"{os.getpid()} on {socket.gethostname()}"
+        os.environ |= {name: value.format(process=process) for name, value in SHARED_GPU_VARIABLES.items()}

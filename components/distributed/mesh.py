@@ -11,7 +11,6 @@ from drawloom.components.distributed.mesh_layout import (
     DATA,
     EXPERT_DATA,
     MODEL,
-    REPLICA,
     SHARDS,
     Layout,
     MeshView,
@@ -63,7 +62,6 @@ class RankMesh(MeshView):
 
     layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
     _groups: dict[tuple[str, ...], Group] = attrs.field(init=False, factory=dict)
-    _has_lost_replicas: bool = attrs.field(init=False, default=False)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -79,7 +77,7 @@ class RankMesh(MeshView):
     def open(self) -> None:
         """Make the process groups. Raises UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
-        if self._has_lost_replicas:
+        if isinstance(self.processes, SurvivingProcesses) and self.processes.generation:
             settings["data_replicate"] = "auto"
         expert = settings.pop("expert")
         self.layout = resolve_layout(settings, expert, self.processes.world_size)
@@ -88,19 +86,11 @@ class RankMesh(MeshView):
         single = [(name,) for name in DIMENSIONS if name != "data_shard"]  # FSDP shards over `context`, too: SHARDS
         for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
-        if isinstance(self.processes, SurvivingProcesses):
+        if isinstance(self.processes, SurvivingProcesses) and expert == 1:
             # experts may be partitioned over several replicas, and then no replica can leave alone
-            self.processes.replicas = (
-                self.layout.list_rank_sets(*REPLICA) if expert == 1 else [range(self.layout.world_size)]
-            )
-
-    def hand_over(self) -> bool:
-        """Return True for `take_over`: after a loss, the reopened mesh has fewer replicas than its settings."""
-        return True
-
-    def take_over(self, values: bool) -> None:
-        """Choose the replica count by the remaining ranks, instead of by the settings."""
-        self._has_lost_replicas = values
+            stages = self.layout.sizes["pipeline"]
+            replica = self.layout.world_size // self.layout.sizes["data_replicate"]
+            self.processes.replica_shape = stages, replica // stages
 
     @property
     def rank(self) -> int:
@@ -116,7 +106,11 @@ class RankMesh(MeshView):
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         # imported here, because the import takes half a second, which runs without shards need not spend
         from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+        # Results of operations on DTensors are cached by mesh, and include it. An equal mesh that this process had
+        # before a loss has other groups, and this rank may have had another place in it.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         groups: list[Any] = [self.group(*names) for names in dimensions]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0].handle, groups[0].device.type)

@@ -20,7 +20,6 @@ SAME_REPLICA = DIMENSIONS[2:]
 
 SHARDS = ("data_shard", "context")
 DATA = ("data_replicate", *SHARDS)
-REPLICA = tuple(name for name in DIMENSIONS if name != "data_replicate")
 MODEL = ("pipeline", "expert_shard", "expert")
 EXPERT_DATA = ("expert_replicate", "expert_shard")
 DATA_TENSOR = (*DATA, "tensor")

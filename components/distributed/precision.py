@@ -113,7 +113,7 @@ class DtypePolicy:
                 self.linear_weights,
                 self.gather,
             ),
-            *find_frozen_conflicts(self._compute or self._parameter, self.frozen, self.frozen_in_compute, self.linear),
+            *find_frozen_conflicts(self._compute or self._parameter, self.frozen, self.frozen_in_compute),
         ]
         for _, text, hint in conflicts:
             raise ValueError(f"{text}; {hint}")
@@ -131,7 +131,7 @@ class DtypePolicy:
             *find_format_conflicts(
                 used, values["linear"], values["linear_in_compute"], values["linear_weights"], values["gather"]
             ),
-            *find_frozen_conflicts(used, values["frozen"], values["frozen_in_compute"], values["linear"]),
+            *find_frozen_conflicts(used, values["frozen"], values["frozen_in_compute"]),
         ]
         for key, text, hint in conflicts:
             yield node.problem(key, text, hint)
@@ -192,15 +192,12 @@ def find_format_conflicts(
 
 
 def find_frozen_conflicts(
-    compute: str, frozen: FrozenFormat, frozen_in_compute: tuple[str, ...], linear: LinearFormat
+    compute: str, frozen: FrozenFormat, frozen_in_compute: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield conflicts between the frozen weights' format and other settings: the key, the fault, and the remedy."""
     if frozen != "compute" and compute != "bfloat16":
         text = f"layers compute in {compute!r}, and frozen weights in {frozen} are dequantized to bfloat16"
         yield "frozen", text, "write compute = 'bfloat16', or remove frozen"
-    if frozen != "compute" and linear == "float8":
-        text = f"frozen weights in {frozen} multiply in bfloat16, and linear = 'float8' asks for another format"
-        yield "frozen", text, "remove linear, or write frozen = 'compute'"
     if frozen_in_compute and frozen == "compute":
         text = "all frozen weights are stored in the compute dtype, so that there is nothing to exclude"
         yield "frozen_in_compute", text, "write frozen = 'nf4', or remove frozen_in_compute"

@@ -117,6 +117,12 @@ class TorchGroup:
     def max(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, dist.ReduceOp.MAX)
 
+    def _check_losses(self) -> None:
+        """Raise UserError if ranks are lost: an aborted NCCL collective leaves wrong results, and no error."""
+        if self._monitor.on_loss is not None and self._monitor.is_broken and self.device.type == "cuda":
+            with self._convert_peer_errors("a collective"):
+                raise RuntimeError("its communicator was aborted")
+
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> None:
         sent = tensor.detach().to(self.device).contiguous()
@@ -134,7 +140,9 @@ class TorchGroup:
         gathered = moved.new_empty(self.size * moved.numel())
         with self._convert_peer_errors("an all-gather"):
             ALL_GATHER(gathered, moved.view(-1), group=self._handle)
-        return gathered.view(self.size, *tensor.shape).to(tensor.device)
+        result = gathered.view(self.size, *tensor.shape).to(tensor.device)
+        self._check_losses()
+        return result
 
     def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         # Two collectives, the shapes first, because all_gather needs tensors of equal size.
@@ -188,6 +196,7 @@ class TorchGroup:
         """Copy a collective's result `changed` into the original `tensor`, unless they share memory."""
         if changed.data_ptr() != tensor.data_ptr() or changed.device != tensor.device:
             tensor.copy_(changed)
+            self._check_losses()
 
 
 @attrs.frozen(eq=False)
@@ -228,6 +237,9 @@ def convert_collective_error(error: Exception, monitor: RankMonitor) -> Exceptio
 
 def _build_user_error(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
     """Return a UserError with the ranks to blame, or a guess, and torch's message."""
-    cause = monitor.diagnose() or "most likely another process stopped"
+    monitor.is_recovering = True
     message = str(error).strip().splitlines()[0]
-    return UserError(f"{operation} failed on rank {dist.get_rank()}: {cause}; see its log. torch says: {message}")
+    if monitor.on_loss is not None and "imed out" in message:
+        monitor.declare_hanging()
+    cause = monitor.diagnose() or "most likely another process stopped"
+    return UserError(f"{operation} failed on rank {monitor.rank}: {cause}; see its log. torch says: {message}")

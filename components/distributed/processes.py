@@ -6,9 +6,11 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -18,7 +20,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.connections import Connections
-from drawloom.components.distributed.launch_store import connect_to_launch_store
+from drawloom.components.distributed.generations import (
+    CURRENT,
+    Generation,
+    ReplicaShape,
+    RunProcess,
+    Spares,
+    agree_on_generation,
+)
+from drawloom.components.distributed.launch_store import call_store_with_timeout, connect_to_launch_store
 from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel
 from drawloom.components.distributed.parent import watch_parent
 from drawloom.components.distributed.process_group import (
@@ -27,9 +37,8 @@ from drawloom.components.distributed.process_group import (
     convert_collective_error,
     convert_peer_errors,
 )
-from drawloom.components.distributed.rank_monitor import RankMonitor
-from drawloom.components.distributed.survivors import Survivors, agree_on_survivors
-from drawloom.components.distributed.torchrun import CONTINUES, Launch, get_machine_id, read_launch
+from drawloom.components.distributed.rank_monitor import STORE_TIMEOUT, RankMonitor
+from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
 from drawloom.graph import Every, UserError, above, component, setting
@@ -39,7 +48,28 @@ from drawloom.graph.problems import ReopenError, ReportedError
 log = logging.getLogger("drawloom.distributed")
 
 NO_TIMEOUT = timedelta(days=30)  # torch has no unlimited timeout
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# Timeout for ranks that have met to connect by gloo, whose wait for a lost rank nothing can break; gloo waits five
+# times as long (measured: 15.0 s for 3 s, torch 2.13).
+CONNECT_SECONDS = 0.5
+MEETING_TICK = 0.002  # seconds between two looks for other ranks
+RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
+RUNS: set[str] = set()  # names of this process's runs
 NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watchdog kills the process
+
+
+@attrs.frozen
+class Membership:
+    """
+    A generation, and this process's monitor and connections in it, which exist before its groups.
+
+    `attempts` counts the generations before it, one after another, that could not connect without any loss.
+    """
+
+    generation: Generation
+    monitor: RankMonitor
+    connections: Connections
+    attempts: int = 0
 
 
 @component(impact="safe")
@@ -47,8 +77,9 @@ class TorchProcesses:
     """
     Processes described by torchrun's variables, or a single process if the variables are unset.
 
-    With `on_failure` "continue", the ranks left after a killed process agree on the complete `replicas`, and raise a
-    ReopenError: the graph is opened again with these processes, renumbered. This works with gloo.
+    With `on_failure` "continue", the ranks left after a loss agree on the next generation of processes, and raise a
+    ReopenError: the graph is opened again with these processes, renumbered. A process that starts later waits in `open`
+    until a generation admits it.
     """
 
     device: Device
@@ -59,7 +90,12 @@ class TorchProcesses:
     _on_failure: Literal["stop", "continue"] = setting(
         default="stop",
         alias="on_failure",
-        doc="after a process is killed: end the run, or continue it in memory with the replicas that are left (gloo)",
+        doc="after the loss of a process: end the run, or continue it in memory with the replicas that are left",
+    )
+    heartbeat_timeout: float = setting(
+        default=15.0,
+        check=above(0),
+        doc="seconds without a heartbeat after which a process counts as lost, with on_failure = 'continue'",
     )
 
     _launch: Launch = attrs.field(init=False, factory=Launch)
@@ -70,10 +106,15 @@ class TorchProcesses:
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
     _monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
-    replicas: Sequence[Sequence[int]] = attrs.field(init=False, factory=list)
+    replica_shape: tuple[int, int] | None = attrs.field(init=False, default=None)
     _connections: Connections = attrs.field(init=False, factory=Connections)
-    _name: str = attrs.field(init=False, default="")  # of this launch, in the store's keys
-    _survivors: Survivors | None = attrs.field(init=False, default=None)
+    _generation: Generation | None = attrs.field(init=False, default=None)
+    _spares: Spares | None = attrs.field(init=False, default=None)
+    # a membership in the next generation, or "spare" for a process without one; None unless the graph is reopened
+    _next: Membership | Literal["spare"] | None = attrs.field(init=False, default=None)
+    _exit_code: int = attrs.field(init=False, default=0)
+    _attempts: int = attrs.field(init=False, default=0)
+    _meetings: Counter[str] = attrs.field(init=False, factory=Counter)
 
     @property
     def rank(self) -> int:
@@ -102,13 +143,8 @@ class TorchProcesses:
     def open(self) -> None:
         """Join the process group, if there are other processes. Raises UserError if they do not join in time."""
         self._launch = read_launch()
-        self._connections = Connections(self._launch.port)
-        if self.survives_losses and self.device.backend != "gloo" and not self._launch.is_single_process:
-            raise UserError(
-                f"on_failure: 'continue' needs device.backend = 'gloo', and the backend is {self.device.backend!r}; "
-                "write on_failure = 'stop'",
-                exit_code=2,
-            )
+        if self.survives_losses:
+            os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         if self._launch.address:
             watch_parent(os.getppid())
         self._limit = self._get_torch_timeout(self.timeout)
@@ -117,18 +153,33 @@ class TorchProcesses:
                 "torch has a default process group already, and this run would change it; call "
                 "torch.distributed.destroy_process_group() first"
             )
-        if not self._launch.is_single_process:
-            self._join_process_group()
-        self._monitor = self._start_monitor()
+        membership, self._next = self._next, None
+        if not isinstance(membership, Membership):
+            membership = self._join_running(is_member=membership == "spare")
+        if membership is None:
+            self._connections = Connections(self._launch.port)
+            if not self._launch.is_single_process:
+                self._join_process_group()
+            self._monitor = self._start_monitor()
+        else:
+            self._enter(membership)
 
     def close(self) -> None:
         """Destroy the process group and stop the monitor."""
-        self._monitor.announce_exit()
+        if self._next is None:
+            self._monitor.announce_exit()
+            if self._spares is not None and self.rank == 0:
+                call_store_with_timeout(STORE_TIMEOUT, partial(self._spares.end, self._exit_code))
         if self._joined:
             self._joined = False
             self._handles = {}
             self._close_communicators()
-            dist.destroy_process_group()
+            self._connections.aborts.clear()
+            if self.device.backend == "nccl" and self._next is not None:
+                # destroying waits for other ranks, which may be lost
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
         # stopped last: after a failure, the monitor kills a process that hangs in one of the calls above
         self._monitor.close()
         self._monitor = RankMonitor()
@@ -137,27 +188,38 @@ class TorchProcesses:
     def survives_losses(self) -> bool:
         return self._on_failure == "continue"
 
-    def hand_over(self) -> Survivors | None:
-        """Return the ranks that continue after a loss, for `take_over`; None if ranks have agreed on none."""
-        return self._survivors
+    @property
+    def generation(self) -> int:
+        return self._generation.number if self._generation else 0
 
-    def take_over(self, values: Survivors) -> None:
-        """Keep the continuing ranks; `open` joins them instead of all ranks."""
-        self._survivors = values
+    def has_spares(self) -> bool:
+        if self._generation is None or self._spares is None or self.rank > 0:
+            return False
+        generation = attrs.evolve(self._generation, shape=self._find_shape())
+        return len(generation.choose_members(set(), self._spares.waiting().values())) > self.world_size
+
+    def hand_over(self) -> Membership | Literal["spare"] | None:
+        """Return the membership in the next generation, for the reopened node; "spare" for a process without one."""
+        return self._next
+
+    def take_over(self, values: Membership | Literal["spare"] | None) -> None:
+        """Keep the membership; `open` joins its generation instead of all ranks."""
+        self._next = values
 
     def on_failure(self, error: BaseException) -> BaseException | None:
         """
         Report this rank's failure, which ends all ranks, and return a ReportedError if there are several ranks.
 
-        If the run survives a loss, return a ReopenError instead on the ranks that continue.
+        If the run survives a loss, or lets spares join, return a ReopenError instead.
         """
         if not isinstance(error, Exception):
             return None
         if self._monitor.store is not None:
             error = convert_collective_error(error, self._monitor)  # gives the monitor time to notice a killed rank
-            if self._monitor.lost_ranks and (outcome := self._agree_on_survivors()):
+            if (isinstance(error, ReopenError) or self._await_loss()) and (outcome := self._agree_on_generation()):
                 return outcome
             failure = self._monitor.report_exception(error)
+            self._exit_code = failure.exit_code
             sys.excepthook = _print_unreported_error  # a script that catches nothing would repeat it on each rank
             return ReportedError(failure.text, failure.exit_code)
         if not isinstance(error, UserError) and log.hasHandlers():
@@ -184,16 +246,15 @@ class TorchProcesses:
         if not self._joined:
             return SingleProcess()
         ranks = list(range(self.world_size))
-        with self._connections.record_sockets():
-            handle = dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT)
+        with self._meeting(f"control {name}", ranks, NO_TIMEOUT) as timeout:
+            handle = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        _set_timeout(handle, NO_TIMEOUT)
         return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor)
 
     def set_timeout(self, seconds: float) -> None:
         self._limit = self._get_torch_timeout(seconds)
         for handle in dict.fromkeys([dist.group.WORLD, *filter(None, self._handles.values())] if self._joined else []):
-            # torch 2.14 has a public function, and warns of the private one.
-            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-            set_timeout(self._limit, handle)
+            _set_timeout(handle, self._limit)
         for communicator in self._communicators.values():
             communicator.backend._set_default_timeout(self._limit)
 
@@ -203,11 +264,15 @@ class TorchProcesses:
     def diagnose_hang(self) -> str:
         return self._monitor.diagnose()
 
-    def fail_all_ranks(self, text: str) -> None:
-        if self._monitor.store is not None:
-            self._monitor.report_failure(text)
-        else:
+    def fail_all_ranks(self, text: str) -> bool:
+        if self._monitor.store is None:
             log.error("%s", text)
+            return True
+        if self.survives_losses and (hanging := self._monitor.declare_hanging()):
+            log.error("%s", text)
+            return self.rank in hanging
+        self._monitor.report_failure(text)
+        return True
 
     def _get_torch_timeout(self, seconds: float) -> timedelta:
         """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
@@ -222,76 +287,210 @@ class TorchProcesses:
         monitor = RankMonitor(self.rank, self.world_size, error_file=launch.error_file)
         if self._joined:
             world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._tensor_device, monitor)
-            own_machine = get_machine_id() if hasattr(os, "pidfd_open") else ""
-            processes = world.gather_json([secrets.token_hex(8), own_machine, os.getpid()])
-            name = processes[0][0]  # a store may outlive a launch, and a process may open several runs
-            peers = {rank: pid for rank, (_, where, pid) in enumerate(processes) if where == own_machine}
-            monitor.store = connect_to_launch_store(launch.address, launch.port, name, self.timeout)
-            self._store = connect_to_launch_store(launch.address, launch.port, f"{name}/p2p", self.timeout)
-            del peers[self.rank]
-            monitor.peers = peers
-            self._name = name
-            if self.survives_losses:
-                monitor.on_loss = self._connections.shut_down_all
-                if self._launch.agent_store:
-                    connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(
-                        CONTINUES, b"1"
-                    )
-            monitor.where = f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else ""
-            monitor.start()
+            own = RunProcess.here()
+            processes = world.gather_json([secrets.token_hex(8), own.machine, own.pid])
+            # a store may outlive a launch, and a process may open several runs
+            members = [RunProcess(machine, pid) for _, machine, pid in processes]
+            self._generation = Generation(processes[0][0], 0, members)
+            monitor = self._make_membership(self._generation, self._connections).monitor
+            self._connect_stores(self._generation)
+            if self.survives_losses and launch.agent_store:
+                connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(CONTINUES, b"1")
         return monitor
 
-    def _agree_on_survivors(self) -> ReopenError | ReportedError | None:
-        """
-        Agree with the other live ranks on who continues after a loss.
+    def _make_membership(self, generation: Generation, connections: Connections) -> Membership:
+        """Start a monitor for a generation with this process."""
+        launch, own = self._launch, RunProcess.here()
+        rank = generation.members.index(own)
+        peers = {
+            number: member.pid
+            for number, member in enumerate(generation.members)
+            if member.machine == own.machine and number != rank
+        }
+        monitor = RankMonitor(
+            rank,
+            len(generation.members),
+            connect_to_launch_store(launch.address, launch.port, generation.name, self.timeout),
+            peers,
+            error_file=launch.error_file,
+            where=f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else "",
+        )
+        if self.survives_losses:
+            monitor.on_loss = connections.shut_down_all
+            monitor.heartbeat_timeout = self.heartbeat_timeout
+        monitor.start()
+        return Membership(generation, monitor, connections)
 
-        Return the error to raise: ReopenError on continuing ranks, ReportedError on others; None to end the run.
+    def _connect_stores(self, generation: Generation) -> None:
+        """Connect to the launch's store for point-to-point channels and, if losses are survived, for spares."""
+        launch = self._launch
+        with self._connections.record_sockets():  # broken at a loss: a rank may wait for a lost one to connect
+            self._store = connect_to_launch_store(launch.address, launch.port, f"{generation.name}/p2p", self.timeout)
+        RUNS.add(generation.run)
+        if self.survives_losses:
+            self._spares = Spares(connect_to_launch_store(launch.address, launch.port, generation.run, self.timeout))
+            connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(
+                CURRENT, generation.to_json()
+            )
+
+    def _enter(self, membership: Membership) -> None:
+        """Join the groups of a generation after the first one."""
+        self._generation, self._monitor = membership.generation, membership.monitor
+        self._connections, self._attempts = membership.connections, membership.attempts
+        self._generation.set_rank_variables(self._monitor.rank)
+        self._launch = read_launch()
+        self._connect_stores(self._generation)
+        if not self._launch.is_single_process:
+            self._join_process_group()
+
+    def _join_running(self, *, is_member: bool) -> Membership | None:
         """
+        Wait as a spare until a generation admits this process.
+
+        Return None if the launch has no run yet. `is_member` is True for a former member of the run. Raises
+        ReportedError when the run ends, and UserError if its processes are gone.
+        """
+        launch = self._launch
+        if not (self.survives_losses and launch.address):
+            return None
+        store = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
+        if not store.check([CURRENT]):
+            return None
+        generation = Generation.from_json(store.get(CURRENT).decode())
+        if generation.run in RUNS and not is_member:
+            return None
+        spares = Spares(connect_to_launch_store(launch.address, launch.port, generation.run, self.timeout))
+        number = spares.register(RunProcess.here())
+        log.info("this process waits as spare %d", number)
+        outcome = spares.await_admission(number, _LifeSigns(store, self._launch, self.heartbeat_timeout))
+        if outcome is None:
+            raise UserError("the processes of the run, which this one was to join, send no heartbeats; start it again")
+        if isinstance(outcome, int):
+            raise ReportedError("the run has ended while this process waited as a spare", outcome)
+        return self._make_membership(outcome, Connections(launch.port))
+
+    def _await_loss(self) -> bool:
+        """Return whether a loss that the run survives has broken the groups; wait for it after a collective's error."""
+        monitor = self._monitor
+        if not self.survives_losses:
+            return False
+        end = time.monotonic() + (self.heartbeat_timeout + RECOVERY_MARGIN) * monitor.is_recovering
+        while not (monitor.is_broken or monitor.failure or monitor.is_lost) and time.monotonic() < end:
+            time.sleep(0.02)
+        return monitor.is_broken
+
+    def _find_shape(self) -> ReplicaShape | None:
+        """Return the shape of replicas; the first generation finds it, once its graph is open."""
+        assert self._generation is not None
+        if self._generation.shape or self.replica_shape is None:
+            return self._generation.shape
+        stages, width = self.replica_shape
+        largest = self.world_size // (stages * width)
+        fitting = [
+            count
+            for count in range(1, largest + 1)
+            if count == largest or all(limit.fits_replicas(count) for limit in self.limits.values())
+        ]
+        return ReplicaShape(stages, width, fitting)
+
+    def _agree_on_generation(self) -> ReopenError | None:
+        """Agree with the other live ranks on the next generation; return the error to raise, None to end the run."""
         end, monitor = time.monotonic() + self.timeout, self._monitor
+        assert self._generation is not None and self._spares is not None
+        monitor.is_recovering = True
         try:
-            members = agree_on_survivors(
-                monitor.store,
+            following = agree_on_generation(
+                attrs.evolve(self._generation, shape=self._find_shape()),
                 self.rank,
-                self.replicas,
-                is_valid_replica_count=lambda count: all(limit.fits_replicas(count) for limit in self.limits.values()),
-                get_lost_ranks=lambda: monitor.lost_ranks,
+                monitor.store,
+                self._spares,
+                losses=lambda: monitor.losses,
                 is_over=lambda: monitor.failure is not None or monitor.is_lost or time.monotonic() > end,
             )
+            if following is None:
+                return None
+            text = self._describe_change(following)
+            log.warning("%s", text, extra={PRINTED: True})
+            if RunProcess.here() not in following.members:
+                self._next = "spare"
+                return ReopenError(f"{text}; rank {self.rank} waits as a spare")
+            membership = self._make_membership(following, Connections(self._launch.port))
+            self._next = attrs.evolve(membership, attempts=0 if monitor.losses else self._attempts + 1)
         except RuntimeError:  # the store was in a lost process
             return None
-        if not members:
-            return None
-        losses = monitor.describe_lost_ranks()
-        if self.rank not in members:
-            text = f"rank {self.rank} ends, because its replica is incomplete or not needed: {losses}"
-            log.warning("%s", text)
-            return ReportedError(text)
-        text = f"{losses}; {len(members)} of {self.world_size} processes continue"
-        log.warning("%s", text, extra={PRINTED: True})
-        if self.rank == members[0]:
+        if self._next.monitor.rank == 0:
             print_text(text, "stderr")
-        self._survivors = Survivors(members, f"{self._name}/survivors")
-        self._survivors.set_rank_variables(self.rank)
         return ReopenError(f"{text} if `drawloom run` started them")
 
+    def _describe_change(self, following: Generation) -> str:
+        """Return a message about lost ranks, continuing ones, and admitted spares."""
+        assert self._generation is not None
+        new = [member for member in following.members if member not in self._generation.members]
+        kept = len(following.members) - len(new)
+        joining = f"{len(new)} process{'es join' if len(new) > 1 else ' joins'}" if new else ""
+        staying = f"{kept} of {self.world_size} processes continue"
+        return "; ".join(filter(None, [self._monitor.describe_lost_ranks(), staying, joining]))
+
     def _join_process_group(self) -> None:
-        """Make torch's default process group, after a loss with the continuing ranks only."""
+        """Make torch's default process group, after the first generation over a store connection of our own."""
         bound = self.device.device if self.device.backend == "nccl" else None
-        meeting = {}
-        if self._survivors is not None:
-            store = connect_to_launch_store(
-                self._launch.address, self._launch.port, self._survivors.meeting, self.timeout
-            )
-            meeting = {"store": store, "rank": self.rank, "world_size": self.world_size}
+        arguments: Mapping[str, Any] = {}
+        hook = sys.excepthook
         try:
-            with self._connections.record_sockets():
-                dist.init_process_group(self.device.backend, timeout=self._limit, device_id=bound, **meeting)
+            with self._meeting("world", range(self.world_size), self._limit) as timeout:
+                if self._generation is not None:
+                    store = connect_to_launch_store(
+                        self._launch.address, self._launch.port, self._generation.name, self.timeout
+                    )
+                    arguments = {"store": store, "rank": self.rank, "world_size": self.world_size}
+                dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **arguments)
+                self._register_abort(dist.group.WORLD)
+            _set_timeout(dist.group.WORLD, self._limit)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses
+            dist.distributed_c10d._world.group_count = 0  # torch numbers groups, and their names must agree later
+            self._monitor.is_recovering = True
             raise UserError(
                 f"rank {self.rank} did not reach all {self.world_size} ranks within {self.timeout:g} s; is "
                 f"MASTER_ADDR the same on all, and reachable? torch says: {str(error).strip().splitlines()[0]}"
             ) from error
+        finally:
+            sys.excepthook = hook  # torch adds a prefix to it in each process group
         self._joined = True
+
+    @contextmanager
+    def _meeting(self, name: str, ranks: Sequence[int], limit: timedelta) -> Iterator[timedelta]:
+        """
+        Record the connections made in the body, in which `ranks` make a group, and return the body's timeout.
+
+        If the run survives losses, wait for the ranks beforehand: they may be lost or late, and gloo's own wait can't
+        be broken. So the body has a short timeout, and the next generation tries again.
+        """
+        if not self.survives_losses or self._store is None:
+            with self._connections.record_sockets():
+                yield limit
+            return
+        self._meetings[name] += 1
+        key = f"met/{name}/{self._meetings[name]}"
+        self._store.set(f"{key}/{self.rank}", b"1")
+        end = time.monotonic() + self.timeout
+        with self._monitor.mark_blocked("the making", name):
+            while not (self._connections.is_broken or self._store.check([f"{key}/{rank}" for rank in ranks])):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"not all ranks came to make group {name} within {self.timeout:g} s")
+                time.sleep(MEETING_TICK)
+        seconds = timedelta(seconds=CONNECT_SECONDS * 2**self._attempts)
+        try:
+            with self._connections.record_sockets():
+                yield min(limit, seconds) if self.device.backend == "gloo" else limit
+        except RuntimeError:
+            if seconds < timedelta(seconds=self.timeout):
+                self._monitor.declare_broken()
+            raise
+
+    def _register_abort(self, group: Any) -> None:
+        """Let a loss abort a group or a communicator, if it is NCCL's."""
+        if self.device.backend == "nccl":
+            self._connections.aborts.append(group.abort)
 
     @property
     def _tensor_device(self) -> torch.device:
@@ -303,15 +502,19 @@ class TorchProcesses:
         if len(own_ranks) == self.world_size:
             return dist.group.WORLD
         if self.device.backend == "nccl":
-            # one split makes all groups; new_group would split the world's communicator once for each set
-            return dist.split_group(
-                split_ranks=[list(ranks) for ranks in rank_sets], timeout=self._limit, group_desc=name
-            )
+            # one split makes the groups of all sets; new_group would split the world's communicator once for each set
+            parts = [list(ranks) for ranks in rank_sets]
+            with self._meeting(name, range(self.world_size), self._limit) as timeout:
+                handle = dist.split_group(split_ranks=parts, timeout=timeout, group_desc=name)
+                self._register_abort(handle)
+            return handle
         if len(own_ranks) == 1:
             return None
         # without local synchronization, every rank would have to make every group
-        with self._connections.record_sockets():
-            return dist.new_group(list(own_ranks), timeout=self._limit, use_local_synchronization=True)
+        with self._meeting(name, own_ranks, self._limit) as timeout:
+            handle = dist.new_group(list(own_ranks), timeout=timeout, use_local_synchronization=True)
+        _set_timeout(handle, self._limit)
+        return handle
 
     def _get_communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
         """Return the one-way communicator with this name between two ranks, connected at the first call."""
@@ -325,15 +528,19 @@ class TorchProcesses:
         if self._tensor_device.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
-        with convert_peer_errors(self._monitor, "a connection", name, ranks), self._connections.record_sockets():
-            backend = self._connect_torch_backend(name, ranks)
+        with (
+            convert_peer_errors(self._monitor, "a connection", name, ranks),
+            self._meeting(name, ranks, self._limit) as timeout,
+        ):
+            backend = self._connect_torch_backend(name, ranks, timeout)
+        backend._set_default_timeout(self._limit)
         communicator = TorchCommunicator(name, ranks, backend, self._tensor_device, self._monitor)
         # the first transfer connects the two ranks, so it happens here, where all ranks follow one order
         probe = torch.zeros(1, device=self._tensor_device)
         (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
         return communicator
 
-    def _connect_torch_backend(self, name: str, ranks: tuple[int, int]) -> Any:
+    def _connect_torch_backend(self, name: str, ranks: tuple[int, int], timeout: timedelta) -> Any:
         """
         Return a connected communicator for two ranks outside torch's group registry.
 
@@ -342,13 +549,14 @@ class TorchProcesses:
         """
         store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
         if self.device.backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, 2, self._limit)
+            return dist.ProcessGroupGloo(store, rank, 2, timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._limit
+        options._timeout = timeout
         options.global_ranks_in_group = list(ranks)
         with _suppress_serialization_warning():
             backend = dist.ProcessGroupNCCL(store, rank, 2, options)
         backend.eager_connect_single_device(self._tensor_device)
+        self._register_abort(backend)
         return backend
 
     def _close_communicators(self) -> None:
@@ -356,7 +564,39 @@ class TorchProcesses:
         communicators, self._communicators = self._communicators, {}
         # destroy_process_group does not know these backends; gloo's backends close when they are freed
         for communicator in communicators.values() if self.device.backend == "nccl" else ():
-            communicator.backend.shutdown()
+            (communicator.backend.shutdown if self._next is None else communicator.backend.abort)()
+
+
+@attrs.define
+class _LifeSigns:
+    """Check for heartbeats by the launch's newest generation, at least one in `timeout` seconds."""
+
+    store: Any
+    launch: Launch
+    timeout: float
+    _heard: Any = attrs.field(init=False, default=None)
+    _since: float = attrs.field(init=False, factory=time.monotonic)
+    _beats: dict[str, Any] = attrs.field(init=False, factory=dict)
+
+    def __call__(self) -> bool:
+        generation = Generation.from_json(self.store.get(CURRENT).decode())
+        if generation.name not in self._beats:
+            self._beats = {
+                generation.name: connect_to_launch_store(
+                    self.launch.address, self.launch.port, generation.name, self.timeout
+                )
+            }
+        heard = generation.name, sum(self._beats[generation.name].add(f"beat/{rank}", 0) for rank in (0, 1))
+        if heard != self._heard:
+            self._heard, self._since = heard, time.monotonic()
+        return time.monotonic() < self._since + self.timeout
+
+
+def _set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set a process group's timeout."""
+    # torch 2.14 has a public function, and warns of the private one.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
 
 
 def _print_unreported_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -11,7 +11,9 @@ the others end silently. A process still busy after its grace period is killed: 
 from another thread, and with NCCL no host thread waits where it could be interrupted. A killed process sets no failure;
 the other processes on its machine notice its death by a pidfd, which then becomes readable.
 
-If the run survives losses, such a death is no failure: it is published as a loss, and every rank calls `on_loss`.
+If the run survives losses, such a death is no failure: it is published as a loss, and every rank calls `on_loss`. A
+rank is lost, too, if it sends no heartbeats, or if the others wait for it beyond their timeout. A lost rank never comes
+back: its machine's other processes kill it, and its own monitor ends it.
 """
 
 import json
@@ -19,10 +21,11 @@ import logging
 import math
 import os
 import select
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -40,7 +43,10 @@ log = logging.getLogger("drawloom.distributed")
 TICK = 0.25  # seconds between two polls
 STORE_LOST = "the rendezvous store, which is in rank 0 or in torchrun, does not answer"
 ANSWER_TIMEOUT = 0.8  # seconds; several ticks, so that a live process answers in time
+KILLED = "is gone: it was killed, or it crashed"
 GRACE = 3.0  # seconds in which a process may close its resources after a rank has failed
+BEAT = 1.0  # seconds between two heartbeats
+MAX_WATCHED = 16  # ranks whose heartbeats a rank reads: more than a machine's processes, which may be lost together
 STORE_TIMEOUT = 1.0  # seconds for the store to answer, and for a better informed rank to report first
 
 
@@ -51,8 +57,11 @@ class RankMonitor:
 
     `store` is shared by all ranks (None: a single process). `peers` are the other ranks' process ids on this machine,
     by rank, and `where` names the machine if there are several. `location` is the step and phase, for messages.
-    `is_lost` is True if the store is gone. With `on_loss`, which is called in the monitor's thread, killed ranks are
-    collected in `lost_ranks`, and end no other rank. The constructing thread is the main thread.
+    `is_lost` is True if the store is gone. With `on_loss`, lost ranks are collected in `losses` with the reason, and do
+    not end the others; the monitor's thread calls `on_loss` at every poll from the first loss on. A rank is lost after
+    `heartbeat_timeout` seconds without a heartbeat. `is_broken` is True from the first loss on, or if ranks could not
+    connect. `is_recovering` is True while this rank waits for an agreement on a loss. The constructing thread is the
+    main thread.
     """
 
     rank: int = 0
@@ -66,13 +75,19 @@ class RankMonitor:
     failure: Failure | None = None
     is_lost: bool = False
     on_loss: Callable[[], object] | None = None
-    lost_ranks: frozenset[int] = frozenset()
+    heartbeat_timeout: float = math.inf
+    losses: Mapping[int, str] = attrs.field(factory=dict)
+    is_broken: bool = False
+    is_recovering: bool = False
 
     _main: int = attrs.field(init=False, factory=threading.get_ident)
     _blocked: dict[int, str] = attrs.field(init=False, factory=dict)  # by thread
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
     _deadline: float = attrs.field(init=False, default=math.inf)
     _watched: dict[int, int] = attrs.field(init=False, factory=dict)  # from pidfd to rank
+    _gone: set[int] = attrs.field(init=False, factory=set)  # peers that ended before they were watched
+    _heard: dict[int, tuple[int, float]] = attrs.field(init=False, factory=dict)  # heartbeats, and seconds since
+    _beaten: float = attrs.field(init=False, default=-math.inf)
     _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
     _thread: threading.Thread | None = attrs.field(init=False, default=None)
 
@@ -85,8 +100,12 @@ class RankMonitor:
     def watch_peers(self) -> None:
         """Watch the peers' processes; without pidfds (not Linux) a peer's death is not noticed."""
         for rank, process in self.peers.items() if hasattr(os, "pidfd_open") else ():
-            with suppress(OSError):
+            try:
                 self._watched[os.pidfd_open(process)] = rank
+            except ProcessLookupError:
+                self._gone.add(rank)
+            except OSError:
+                continue  # no descriptors are left: only missing heartbeats show the peer's end
 
     def close(self) -> None:
         """Stop answering requests and watching processes; a failure no longer kills this process."""
@@ -114,14 +133,10 @@ class RankMonitor:
         """
         if self.store is None:
             return ""
-        answers: dict[int, RankStatus] = {}
-        # In a thread, because the store may hang as well.
-        asking = threading.Thread(target=self._collect_statuses, args=(answers,), daemon=True)
-        asking.start()
-        asking.join(ANSWER_TIMEOUT + TICK)
+        answers = self._ask_all()
         if self.failure is not None:
             return self.failure.text
-        if self.lost_ranks:
+        if self.losses:
             return self.describe_lost_ranks()
         if self.is_lost or not answers:
             return STORE_LOST
@@ -130,6 +145,32 @@ class RankMonitor:
             time.sleep(ANSWER_TIMEOUT)
             return ""
         return format_hang_diagnosis(dict(answers), self.size)
+
+    def declare_hanging(self) -> frozenset[int]:
+        """
+        Declare the ranks lost for which all others wait in a collective, and return them; none if it is unclear.
+
+        Takes about a second. Without a heartbeat, a rank's silence is not enough: it may be slow for a moment.
+        """
+        answers = self._ask_all()
+        if self.failure is not None or self.losses or len(answers) < self.size:
+            return frozenset()
+        busy = {rank: answer for rank, answer in answers.items() if not answer.blocked_in}
+        if len(busy) == self.size:
+            return frozenset()
+        with suppress(RuntimeError):  # the store is gone, and the monitor's thread notices it, too
+            self.declare_lost({rank: f"hangs in {answer.location or 'Python'}" for rank, answer in busy.items()})
+        return frozenset(busy)
+
+    def declare_lost(self, reasons: Mapping[int, str]) -> None:
+        """Publish ranks as lost, each with a reason. Raises RuntimeError if the store is gone."""
+        for rank, reason in reasons.items():
+            self.store.compare_set(f"lost/{rank}", "", reason)
+            self.declare_broken()
+
+    def declare_broken(self) -> None:
+        """Let every rank break its connections and recover. Raises RuntimeError if the store is gone."""
+        self.store.set("broken", b"1")
 
     def announce_exit(self) -> None:
         """Announce that this process is about to end normally, so its peers don't report its death."""
@@ -170,13 +211,14 @@ class RankMonitor:
             log.info("%s; rank %d ends because of it", failure.text, self.rank)
         dead = [] if self.failure else self._find_dead_peers()
         if self.on_loss is not None:
-            self._publish_lost_ranks({*dead})
+            silent = [] if self.failure else self._exchange_heartbeats()
+            self._publish_lost_ranks(dead, silent)
         elif dead:
-            self.report_failure(self._describe_lost_rank(dead[0]))
+            self.report_failure(self._describe_lost_rank(dead[0], KILLED))
 
     def describe_lost_ranks(self) -> str:
         """Return a message naming the lost ranks."""
-        return "; ".join(map(self._describe_lost_rank, sorted(self.lost_ranks)))
+        return "; ".join(self._describe_lost_rank(rank, reason) for rank, reason in sorted(self.losses.items()))
 
     def kill_self_if_overdue(self) -> None:
         """Kill this process if a rank has failed and the grace period is over."""
@@ -195,6 +237,15 @@ class RankMonitor:
             except RuntimeError:
                 self.is_lost = True
 
+    def _ask_all(self) -> dict[int, RankStatus]:
+        """Return the status of all ranks that answer in time; none if the store is gone."""
+        answers: dict[int, RankStatus] = {}
+        # In a thread, because the store may hang as well.
+        asking = threading.Thread(target=self._collect_statuses, args=(answers,), daemon=True)
+        asking.start()
+        asking.join(ANSWER_TIMEOUT + TICK)
+        return answers
+
     def _collect_statuses(self, answers: dict[int, RankStatus]) -> None:
         """Request all ranks' status, and add it to `answers` until they are complete or time is up."""
         try:
@@ -203,7 +254,7 @@ class RankMonitor:
             self.store.set("requested", b"1")
             answers[self.rank] = self._build_own_status()
             end = time.monotonic() + ANSWER_TIMEOUT
-            while len(answers) < self.size and time.monotonic() < end and not (self.failure or self.lost_ranks):
+            while len(answers) < self.size and time.monotonic() < end and not (self.failure or self.losses):
                 for rank in range(self.size):
                     if rank not in answers and self.store.check([str(rank)]):
                         answers[rank] = RankStatus(**json.loads(self.store.get(str(rank))))
@@ -219,7 +270,8 @@ class RankMonitor:
     def _build_own_status(self) -> RankStatus:
         """Return this rank's location and its threads' blocking collectives."""
         blocked = dict(self._blocked)
-        return RankStatus(self.location, blocked.pop(self._main, ""), next(iter(blocked.values()), ""))
+        main = blocked.pop(self._main, "waits for the others after an error" if self.is_recovering else "")
+        return RankStatus(self.location, main, next(iter(blocked.values()), ""))
 
     def _record_failure(self, failure: Failure) -> None:
         """Keep the first failure, start the grace period, and write the error file."""
@@ -233,23 +285,50 @@ class RankMonitor:
         for descriptor in self._watched:
             poll.register(descriptor, select.POLLIN)
         ranks = [self._watched[descriptor] for descriptor, _ in poll.poll(0)]
-        return [rank for rank in ranks if not self.store.check([f"exiting/{rank}"])]
+        return [rank for rank in (*self._gone, *ranks) if not self.store.check([f"exiting/{rank}"])]
 
-    def _describe_lost_rank(self, rank: int) -> str:
-        """Return the message for a lost rank: its process was killed, or it crashed."""
+    def _exchange_heartbeats(self) -> list[int]:
+        """Send a heartbeat, and return the watched ranks without one for too long, unless they have ended normally."""
+        now = time.monotonic()
+        # at most two beats count, so that nobody is blamed after this process or its machine was suspended
+        passed = min(now - self._beaten, 2 * BEAT)
+        if passed < BEAT:
+            return []
+        self._beaten = now
+        self.store.add(f"beat/{self.rank}", 1)
+        others = [(self.rank + offset) % self.size for offset in range(1, self.size)]
+        for rank in [rank for rank in others if rank not in self.losses][:MAX_WATCHED]:
+            count, (before, silence) = self.store.add(f"beat/{rank}", 0), self._heard.get(rank, (-1, 0.0))
+            self._heard[rank] = count, silence + passed if count == before else 0.0
+        silent = [rank for rank, (_, silence) in self._heard.items() if silence > self.heartbeat_timeout]
+        return [rank for rank in silent if rank not in self.losses and not self.store.check([f"exiting/{rank}"])]
+
+    def _describe_lost_rank(self, rank: int, reason: str) -> str:
+        """Return a message about a rank, with its process if it is on this machine."""
         process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
-        return f"rank {rank}{process} is gone: it was killed, or it crashed"
+        return f"rank {rank}{process} {reason}"
 
-    def _publish_lost_ranks(self, dead_ranks: set[int]) -> None:
-        """Publish dead ranks in the store, read lost ranks that others published, and call `on_loss` if one is new."""
-        for rank in dead_ranks - self.lost_ranks:
-            self.store.set(f"lost/{rank}", b"1")
-            self.store.set("lost", b"1")
-        if dead_ranks or self.store.check(["lost"]):
-            published = {rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])}
-            before, self.lost_ranks = self.lost_ranks, self.lost_ranks | dead_ranks | published
-            if self.on_loss is not None and self.lost_ranks > before:
-                self.on_loss()
+    def _publish_lost_ranks(self, dead: Iterable[int], silent: Iterable[int]) -> None:
+        """Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`."""
+        silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
+        reasons = dict.fromkeys(silent, silence) | dict.fromkeys(dead, KILLED)
+        self.declare_lost({rank: reason for rank, reason in reasons.items() if rank not in self.losses})
+        if self.store.check(["broken"]):
+            lost = [rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])]
+            self.losses = {rank: self.store.get(f"lost/{rank}").decode() for rank in lost}
+            self.is_broken = True
+            self._end_lost_processes()
+            assert self.on_loss is not None
+            self.on_loss()
+
+    def _end_lost_processes(self) -> None:
+        """Kill lost processes on this machine, such as stopped ones, or end this process if it is lost itself."""
+        for descriptor, rank in self._watched.items():
+            if rank in self.losses:
+                with suppress(OSError):  # it has ended
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        if self.rank in self.losses:
+            self.exit(1)
 
     def _wait_for_failure(self, seconds: float) -> None:
         """Wait until a failure is known, at most `seconds`."""

@@ -28,8 +28,10 @@ from drawloom.kernels.attention import attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
+from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
+from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8, linears_float8, mlp_float8
+from drawloom.kernels.moe import Routes as RoutingTables
 from drawloom.kernels.recompute import call_recomputable, record_recomputable_call
 from drawloom.kernels.weight_formats import WeightFormat
 
@@ -62,6 +64,7 @@ class AutoKernels:
 
     device: Device
     _linear_float8: Choice = _declare_operation_setting("linear_float8", "linear layers in float8")
+    _experts_float8: Choice = _declare_operation_setting("experts_float8", "experts in float8")
     _dequantize: Choice = _declare_operation_setting("dequantize", "the dequantization of frozen weights")
     _rms_norm: Choice = _declare_operation_setting("rms_norm", "RMSNorm")
     _add_rms_norm: Choice = _declare_operation_setting("add_rms_norm", "an addition with the RMSNorm of the sum")
@@ -99,6 +102,7 @@ class AutoKernels:
     _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _declare_operation_setting(
         "grouped_gemm", "the matrix products of experts"
     )
+    _add_expert_bias: Choice = _declare_operation_setting("add_expert_bias", "the addition of experts' biases")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -172,8 +176,16 @@ class AutoKernels:
         return self._functions_by_operation["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
 
     def linear_quantized(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        stored: Tensor,
+        weight_format: WeightFormat,
+        bias: Tensor | None = None,
+        float8: bool = False,
     ) -> Tensor:
+        if float8:
+            dequantize = partial(self.dequantize, weight_format=weight_format)
+            return linear_quantized_float8(self._functions_by_operation["linear_float8"], dequantize, x, stored, bias)
         return linear_quantized(self._functions_by_operation["dequantize"], x, stored, weight_format, bias)
 
     def rms_norm(
@@ -320,6 +332,20 @@ class AutoKernels:
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         return self._functions_by_operation["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
+
+    def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+        kernels = self._functions_by_operation["experts_float8"]
+        return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
+
+    def expert_rows_float8(
+        self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
+    ) -> Tensor:
+        return expert_rows_float8(
+            self._functions_by_operation["experts_float8"], rows, probabilities, gate_up, down, offsets
+        )
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor

@@ -33,17 +33,14 @@ def _create_operation(module: str, triton_module: str, function: str) -> Operati
 
 OPERATIONS = {
     "linear_float8": Operation({"eager": "float8.EAGER", "triton": "triton.float8.TRITON"}),
+    "experts_float8": Operation({"eager": "grouped_float8.EAGER", "triton": "triton.grouped_float8.TRITON"}),
     "dequantize": _create_operation("dequantize", "dequantize", "dequantize"),
     "rms_norm": _create_operation("rms_norm", "rms_norm", "rms_norm"),
     "add_rms_norm": _create_operation("rms_norm", "rms_norm", "add_rms_norm"),
     "swiglu": _create_operation("swiglu", "swiglu", "swiglu"),
     "swiglu_halves": _create_operation("swiglu", "swiglu", "swiglu_halves"),
     "geglu": _create_operation("geglu", "geglu", "geglu"),
-    # Its Triton kernel compiles for Hopper, but its results have not been compared on a GPU.
-    "oss_swiglu_halves": Operation(
-        {"eager": "oss_swiglu.oss_swiglu_halves_eager", "triton": "triton.oss_swiglu.oss_swiglu_halves_triton"},
-        ("eager",),
-    ),
+    "oss_swiglu_halves": _create_operation("oss_swiglu", "oss_swiglu", "oss_swiglu_halves"),
     "rope": _create_operation("rope", "rope", "rope"),
     "qk_norm_rope": _create_operation("rope", "qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(
@@ -75,6 +72,7 @@ OPERATIONS = {
             "triton": "triton.grouped_gemm.grouped_gemm_triton",
         }
     ),
+    "add_expert_bias": _create_operation("expert_bias", "expert_bias", "add_expert_bias"),
 }
 
 TRITON = {"triton", "cut", "cudnn", "flex"}

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.float8_layers import find_float8_layers, find_linear_layers, format_layer_count
+from drawloom.components.parallel.float8_layers import find_float8_candidates, find_float8_layers, format_layer_count
 from drawloom.components.parallel.frozen_formats import select_weights_to_quantize
 from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
@@ -110,8 +110,8 @@ class RunSummary:
         for precision in self.precision.values():
             stored, compute = (str(dtype).removeprefix("torch.") for dtype in (precision.parameter, precision.compute))
             yield stored if stored == compute else f"{stored}, computed in {compute}"
-            if used := len(find_float8_layers(whole, precision)):
-                yield format_layer_count(used, len(find_linear_layers(whole)))
+            if used := find_float8_layers(whole, precision):
+                yield format_layer_count(used, find_float8_candidates(whole))
             if stored_weights := len(select_weights_to_quantize(whole, precision)):
                 yield f"{stored_weights} frozen weights in {precision.frozen}"
 

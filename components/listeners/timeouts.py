@@ -266,19 +266,27 @@ class Timeouts:
         log.warning(text, self.mesh.world.rank, self._where, self._slow_after, phase, self._allowed)
 
     def _report_and_exit(self, _limit: float) -> None:
-        """Report the hang, and exit. Runs in the watchdog's thread."""
+        """Report the hang, and exit, unless the run goes on without other ranks. Runs in the watchdog's thread."""
         delay = self._describe_exceeded_limit()
-        reporter = threading.Thread(target=self._report_hang, args=(delay,), name="hang report", daemon=True)
+        healthy: list[str] = []
+        words = delay, healthy
+        reporter = threading.Thread(target=self._report_hang, args=words, name="hang report", daemon=True)
         reporter.start()
         reporter.join(REPORT_TIMEOUT)
-        self.exit(1)
+        if not healthy:
+            self.exit(1)
 
-    def _report_hang(self, delay: str) -> None:
-        """Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks."""
+    def _report_hang(self, delay: str, healthy: list[str]) -> None:
+        """
+        Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks.
+
+        Adds the delay to `healthy` if this process need not end.
+        """
         path = make_rank_log_path(self.folder, self.mesh)
         rank = self.mesh.world.rank
         with open_log_for_appending(path) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         diagnosis = self.processes.diagnose_hang()
         why = f"; {diagnosis}" if diagnosis else ""
-        self.processes.fail_all_ranks(f"rank {rank} hangs: {delay}{why}; stacks are in {path}")
+        if not self.processes.fail_all_ranks(f"rank {rank} hangs: {delay}{why}; stacks are in {path}"):
+            healthy.append(delay)

@@ -1,4 +1,4 @@
-"""The component `model.deepseek_v3`: DeepSeek-V3 (arXiv 2412.19437), Moonlight and Kimi K2."""
+"""The component `model.deepseek_v3`: DeepSeek-V3 (arXiv 2412.19437), Moonlight, Kimi K2 and K2.5 for text."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -108,6 +108,9 @@ def _dense_layer_count_to_layer_types(config: dict[str, Any]) -> dict[str, Any]:
     return {**query_rank_to_files(config), "mlp_layer_types": types}
 
 
+MTP = "model.layers.{layers}.*"
+"""The layer for multi-token prediction, which is not trained."""
+
 DEEPSEEK_V3 = Family(
     "model.deepseek_v3",
     "a DeepSeek-V3 model",
@@ -129,7 +132,14 @@ DEEPSEEK_V3 = Family(
     write=query_rank_to_files,
     renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
     other_types=("kimi_k2",),
-    ignored=("model.layers.{layers}.*",),
+    nested_types={"kimi_k25": "model.language_model."},
+    ignored=(
+        "model.layers.{layers}.*",
+        "vision_tower.*",
+        "mm_projector.*",
+        "model.vision_tower.*",
+        "model.mm_projector.*",
+    ),
 )
 
 GLM4_MOE_LITE = attrs.evolve(
@@ -151,6 +161,8 @@ GLM4_MOE_LITE = attrs.evolve(
         "first_k_dense_replace": 1,
     },
     other_types=(),
+    nested_types={},
+    ignored=(MTP,),
     read=_dense_layer_count_from_layer_types,
     write=_dense_layer_count_to_layer_types,
 )
@@ -192,7 +204,7 @@ class DeepseekV3(LatentBuilder, SigmoidExpertsBuilder):
     """
     A DeepSeek-V3 language model, with sizes from this table or a Hugging Face `config.json`.
 
-    Moonlight and Kimi K2 are of this family, too.
+    Moonlight, Kimi K2 and the text model of Kimi K2.5 are of this family, too.
     """
 
     family = DEEPSEEK_V3

@@ -70,7 +70,8 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
     def multiply_by_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias (..., outputs) for x (..., inputs), in the layer's format."""
         if (weight_format := self.weight_formats.get("weight")) is not None:
-            return self.kernels.linear_quantized(x.to(self.weight.dtype), self.weight, weight_format, bias)
+            rows = x.to(self.weight.dtype)
+            return self.kernels.linear_quantized(rows, self.weight, weight_format, bias, self.uses_float8)
         product = self.kernels.linear_float8 if self.uses_float8 else self.kernels.linear
         return product(x.to(self.weight.dtype), self.weight, bias)
 
@@ -99,8 +100,10 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
 
 
 def multiplies_in_float8(layer: nn.Module) -> bool:
-    """Return whether a layer is a plain product in float8: no adapter, no bias, and no hook that sees its result."""
+    """Return whether a layer is a plain product in float8: no adapter, bias, quantized weight, or hook."""
     if type(layer) is not Linear or layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    if layer.weight_formats:
         return False
     return layer.uses_float8
 

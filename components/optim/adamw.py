@@ -1,5 +1,7 @@
 """AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2."""
 
+from typing import ClassVar
+
 from drawloom.components.optim.adam_settings import AdamSettings
 from drawloom.components.optim.adamw_step import create_fastest_adamw
 from drawloom.components.optim.parameter_groups import find_betas_fault
@@ -9,6 +11,8 @@ from drawloom.graph import at_least, component, setting
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class AdamW(AdamSettings):
     """AdamW with decoupled weight decay; norms and biases do not decay."""
+
+    defers_scaling: ClassVar[bool] = True
 
     betas: tuple[float, float] = setting(
         default=(0.9, 0.95),

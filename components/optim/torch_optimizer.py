@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +82,6 @@ class TorchOptimizer:
 
     Every trained parameter belongs to one optimizer.
     """
-
-    defers_scaling: ClassVar[bool] = True
 
     parameters: Parameters
     mesh: Mesh

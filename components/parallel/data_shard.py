@@ -434,8 +434,9 @@ def _list_float8_row_widths(unit: Any) -> list[int]:
 def _get_float8_row_width(param: Any) -> int:
     """Return a weight's row width if its layer multiplies in float8, else 0."""
     owner = param._module_info
-    in_float8 = isinstance(owner.module, LinearLayer) and owner.module.uses_float8 and owner.param_name == "weight"
-    return int(param._orig_size[1]) if in_float8 else 0
+    layer = owner.module
+    in_float8 = isinstance(layer, LinearLayer) and layer.uses_float8 and owner.param_name == "weight"
+    return int(param._orig_size[1]) if in_float8 and not layer.weight_formats else 0
 
 
 def _allocate_gathered_tensors(unit: Any) -> list[Tensor]:

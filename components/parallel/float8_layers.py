@@ -1,6 +1,6 @@
-"""The linear layers of a module whose matrix products run in float8."""
+"""The linear layers and experts of a module whose matrix products run in float8."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Self
@@ -14,46 +14,54 @@ from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import JointLayers, LinearLayer, build_known_module
+from drawloom.components.ports.model import Float8Layer, JointLayers, LinearLayer, build_known_module
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
+from drawloom.kernels.experts_float8 import KeptExperts
 from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
 from drawloom.kernels.linear_float8 import KeptWeights
 
 
-def find_linear_layers(module: nn.Module) -> dict[str, LinearLayer]:
-    """Return the layers of a stage's module, or of a whole model, that can use float8: no heads and no routers."""
+def find_float8_candidates(module: nn.Module) -> dict[str, Float8Layer]:
+    """
+    Return the linear layers and experts of a stage's module, or of a whole model, that can use float8: no heads and no
+    routers.
+    """
     heads: set[object] = set(find_untied_heads(module))
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, LinearLayer) and layer.supports_float8 and layer not in heads
+        if isinstance(layer, Float8Layer) and layer.supports_float8 and layer not in heads
     }
 
 
-def find_float8_layers(module: nn.Module, precision: Precision) -> dict[str, LinearLayer]:
-    """Return the layers for which the recipe chooses float8."""
+def find_float8_layers(module: nn.Module, precision: Precision) -> dict[str, Float8Layer]:
+    """Return the layers for which the recipe chooses float8; experts that may be quantized stay in bfloat16."""
     if precision.linear != "float8":
         return {}
     return {
         name: layer
-        for name, layer in find_linear_layers(module).items()
+        for name, layer in find_float8_candidates(module).items()
         if not any(fnmatchcase(name, pattern) for pattern in precision.linear_in_compute)
-        and choose_layer_dtype(f"{name}.weight", precision) == torch.bfloat16
+        and (isinstance(layer, LinearLayer) or precision.frozen == "compute")
+        and all(choose_layer_dtype(f"{name}.{leaf}", precision) == torch.bfloat16 for leaf in layer.float8_weights())
     }
 
 
 def set_float8_format(module: nn.Module, precision: Precision) -> None:
     """
-    Set the format of the linear layers of a stage's module, after ranks have split their weights.
+    Set the format of the layers of a stage's module, after ranks have split their weights.
 
     Raises UserError for a layer whose widths tensor cores can't multiply.
     """
     for name, layer in find_float8_layers(module, precision).items():
-        if fault := describe_width_fault(tuple(layer.weight.shape)):
-            raise UserError(
-                f"precision.linear: the weight of {name} {fault}; {format_exclusion_remedy(name)}", exit_code=2
-            )
+        for leaf, weight in layer.float8_weights().items():
+            if leaf in layer.weight_formats:
+                continue  # blocks have multiples of 16 columns, and ranks split no block
+            if fault := describe_width_fault(tuple(weight.shape)):
+                raise UserError(
+                    f"precision.linear: a weight of {name} {fault}; {format_exclusion_remedy(name)}", exit_code=2
+                )
         layer.uses_float8 = True
 
 
@@ -69,8 +77,7 @@ class KeptFloat8:
         """Allocate memory for the weights in stages' real modules, if the recipe keeps them."""
         if precision.linear_weights == "pass":
             return cls([])
-        groups = [group for module in modules for group in _iterate_groups_by_operation(module, precision)]
-        return cls([KeptWeights([layer.weight for layer in group]) for group in groups])
+        return cls([kept for module in modules for kept in _allocate_by_operation(module, precision)])
 
     def round_weights(self, only_if_changed: bool = False) -> None:
         """Round the weights; with `only_if_changed`, only if a step or a load may have changed one."""
@@ -92,20 +99,23 @@ class KeptFloat8:
         return sum(tensor.nbytes for kept in self._kept for tensor in kept.rows)
 
 
-def _iterate_groups_by_operation(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
-    """Yield float8 layers in groups: one operation multiplies an input by all weights in a group."""
-    layers = find_float8_layers(module, precision)
+def _allocate_by_operation(module: nn.Module, precision: Precision) -> Iterator[KeptWeights]:
+    """Yield memory for layers in float8; one operation multiplies an input by several linear layers' weights."""
     joint = [
         group for part in module.modules() if isinstance(part, JointLayers) for group in part.list_fused_float8_layers()
     ]
-    yield from joint
+    yield from (KeptWeights([layer.weight for layer in group]) for group in joint)
     members = {id(layer) for group in joint for layer in group}
-    yield from ([layer] for layer in layers.values() if id(layer) not in members)
+    for layer in find_float8_layers(module, precision).values():
+        if id(layer) not in members:
+            kind = KeptWeights if isinstance(layer, LinearLayer) else KeptExperts
+            weights = layer.float8_weights()
+            yield from (kind([weight]) for leaf, weight in weights.items() if leaf not in layer.weight_formats)
 
 
 def describe_width_fault(shape: tuple[int, ...]) -> str:
-    """Return why a weight (outputs, inputs) can't be multiplied in float8, as the end of a sentence, or ""."""
-    if all(width % ALIGNMENT == 0 for width in shape):
+    """Return why a weight (..., outputs, inputs) can't be multiplied in float8, as the end of a sentence, or ""."""
+    if all(width % ALIGNMENT == 0 for width in shape[-2:]):
         return ""
     return f"is {' x '.join(map(str, shape))} on each rank, and float8 needs widths that are divisible by {ALIGNMENT}"
 
@@ -144,36 +154,43 @@ def check_float8(nodes: StageNodes) -> Iterator[Problem]:
     names = [*layers, *excluded]
     for number, pattern in enumerate(nodes.precision.settings["linear_in_compute"]):
         if names and not any(fnmatchcase(name, pattern) for name in names):
-            text = f"no linear layer is called {pattern!r}; one is {names[0]!r}"
+            text = f"no linear layer or layer of experts is called {pattern!r}; one is {names[0]!r}"
             yield nodes.precision.problem(("linear_in_compute", number), text, "write another pattern, or remove it")
     for name, layer in layers.items():
-        if fault := describe_width_fault(_get_local_weight_shape(layer, nodes.sizes.tensor)):
-            text = f"the weight of {name} {fault}"
-            yield nodes.precision.problem("linear", text, format_exclusion_remedy(name))
-            return
+        for shape in _get_local_weight_shapes(layer, nodes.sizes.tensor):
+            if fault := describe_width_fault(shape):
+                yield nodes.precision.problem("linear", f"a weight of {name} {fault}", format_exclusion_remedy(name))
+                return
 
 
 def describe_float8(nodes: StageNodes) -> Iterator[str]:
-    """Yield how many linear layers of the model multiply in float8."""
+    """Yield how many linear layers and experts of the model multiply in float8."""
     layers, excluded = _find_used_and_other_layers(nodes)
     if layers:
-        count = format_layer_count(len(layers), len(layers) + len(excluded))
-        yield f"float8: {count}; MFU is still relative to the peak of bfloat16"
+        yield f"float8: {format_layer_count(layers, layers | excluded)}; MFU is still relative to the peak of bfloat16"
 
 
-def format_layer_count(used: int, layers: int) -> str:
-    """Return a sentence such as `14 of 16 linear layers multiply in float8`."""
-    return f"{used} of {layers} linear layers multiply in float8"
+def format_layer_count(used: Mapping[str, Float8Layer], supported: Mapping[str, Float8Layer]) -> str:
+    """Return a sentence such as `14 of 16 linear layers and 4 of 4 layers of experts multiply in float8`."""
+    counts = []
+    for is_linear, kind in ((True, "linear layers"), (False, "layers of experts")):
+        number, total = (
+            sum(isinstance(layer, LinearLayer) == is_linear for layer in layers.values())
+            for layers in (used, supported)
+        )
+        if total:
+            counts.append(f"{number} of {total} {kind}")
+    return f"{' and '.join(counts)} multiply in float8"
 
 
-def _find_used_and_other_layers(nodes: StageNodes) -> tuple[dict[str, LinearLayer], dict[str, LinearLayer]]:
+def _find_used_and_other_layers(nodes: StageNodes) -> tuple[dict[str, Float8Layer], dict[str, Float8Layer]]:
     """Return the layers of the recipe's whole model that use float8, and the others that could."""
     built = None if nodes.precision is None else build_precision(nodes.precision)
     module = None if nodes.model is None else build_known_module(nodes.model)
     if built is None or module is None:
         return {}, {}
     layers = find_float8_layers(module, built)
-    return layers, {name: layer for name, layer in find_linear_layers(module).items() if name not in layers}
+    return layers, {name: layer for name, layer in find_float8_candidates(module).items() if name not in layers}
 
 
 def build_precision(node: NodeView) -> Precision | None:
@@ -184,9 +201,10 @@ def build_precision(node: NodeView) -> Precision | None:
     return None
 
 
-def _get_local_weight_shape(layer: LinearLayer, ranks: int) -> tuple[int, ...]:
-    """Return the shape of a layer's weight on a rank along `tensor`."""
-    shape = list(layer.weight.shape)
-    if ranks > 1 and isinstance(layer, TensorParallel) and (dim := layer.split_dims().get("weight")):
-        shape[dim.dim] = -(-shape[dim.dim] // ranks)
-    return tuple(shape)
+def _get_local_weight_shapes(layer: Float8Layer, ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of a layer's weights on a rank along `tensor`."""
+    for name, weight in layer.float8_weights().items():
+        shape = list(weight.shape)
+        if ranks > 1 and isinstance(layer, TensorParallel) and (dim := layer.split_dims().get(name)):
+            shape[dim.dim] = -(-shape[dim.dim] // ranks)
+        yield tuple(shape)

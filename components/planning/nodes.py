@@ -17,7 +17,7 @@ from drawloom.components.ports.memory_policy import MemoryPolicy, StateLocation
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows
-from drawloom.components.ports.run import Batching, Phase, Restorer
+from drawloom.components.ports.run import Batching, Phase, Restorer, defers_scaling
 from drawloom.components.ports.stages import TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
@@ -217,6 +217,19 @@ class Nodes:
     def global_batch_size(self) -> int:
         """Return the global batch size: rows of the data set in a step."""
         return int(self.settings_of_node(self.find_only_node(Batching))["global_size"])
+
+    @property
+    def defers_scaling(self) -> bool:
+        """Return whether the optimizer's launch on a GPU multiplies gradients by the step's factors while it reads."""
+        root = self.graph.nodes[self.recipe.project.root]
+        for name in root.edges["phases"].targets if "phases" in root.edges else ():
+            phase = self.graph.nodes[name]
+            flow = phase.spec.traits.flow
+            if "gradients" in flow.writes and phase.settings.get("norm") == "exact":
+                return False
+            if {"gradients", "gradients?"} & {*flow.reads, *flow.changes} and not defers_scaling(phase.spec.cls):
+                return False
+        return True
 
     @property
     def step_count(self) -> int | None:

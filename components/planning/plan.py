@@ -410,7 +410,8 @@ class Planner:
         sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
         update_flops = sum(user.update_flops() for user in users if isinstance(user, UpdateFlops))
         host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
-        return RankView(mesh, stages, sizes, update_flops, host_bytes)
+        passes = 2 if self.device.is_gpu and self.nodes.defers_scaling else 4
+        return RankView(mesh, stages, sizes, passes, update_flops, host_bytes)
 
     def _record_stage_costs(
         self, views: Sequence["RankView"], program: Program, rows: int, policies: Sequence[Recompute]

@@ -15,6 +15,7 @@ from drawloom.components.parallel.shard_transfers import choose_message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, count_largest_reduction_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
+from drawloom.components.ports.model import LinearLayer
 from drawloom.components.ports.stages import Stage
 
 
@@ -37,13 +38,14 @@ class RankView:
     """
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
-    `update_flops` are the matrix product FLOPs in one optimizer step; `host_bytes` are streamed from host memory and
-    back in every step.
+    `gradient_passes` is how often an update reads or writes all gradients; `update_flops` are the matrix product FLOPs
+    in one optimizer step; `host_bytes` are streamed from host memory and back in every step.
     """
 
     mesh: PlannedMesh
     stages: Any
     bytes_by_kind: Mapping[str, int]
+    gradient_passes: int
     update_flops: float
     host_bytes: int
 
@@ -155,8 +157,9 @@ class RankView:
         precision = self.stages.precision
         if precision.gather != "float8":
             return 0
-        layers = find_float8_layers(stage.module, precision).values()
-        return sum(layer.weight.numel() for layer in layers) * (int(precision.compute.itemsize) - 1)
+        layers = [*find_float8_layers(stage.module, precision).values()]
+        linear = [layer for layer in layers if isinstance(layer, LinearLayer) and not layer.weight_formats]
+        return sum(layer.weight.numel() for layer in linear) * (int(precision.compute.itemsize) - 1)
 
     def _reduce_seconds_by_stage(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for reducing sharded gradients, by stage."""
@@ -179,7 +182,8 @@ class RankView:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes = self.bytes_by_kind
         state = self.host_bytes or sizes.get("optimizer_state", 0)
-        traffic: float = 4 * sizes.get("gradients", 0) + 2 * self._weight_bytes_to_update + 2 * state
+        traffic: float = self.gradient_passes * sizes.get("gradients", 0)
+        traffic += 2 * self._weight_bytes_to_update + 2 * state
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         products = self.update_flops / device.product_rate(torch.bfloat16)
         # State in host memory is streamed in both directions at once, while the device updates.

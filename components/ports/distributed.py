@@ -231,17 +231,26 @@ class Processes(Protocol):
 @runtime_checkable
 class SurvivingProcesses(Protocol):
     """
-    Processes that may continue without the replicas of lost ranks.
+    Processes that may continue without the replicas of lost ranks, and let new processes join.
 
-    `replicas` are the sets of ranks that leave as a whole; the mesh sets them. `survives_losses` is True if the run
-    continues after a loss.
+    `replica_shape` is a replica's number of pipeline stages, and of ranks in each stage; the mesh sets it. None, if
+    replicas can't leave or join.
     """
 
-    replicas: Sequence[Sequence[int]]
+    replica_shape: tuple[int, int] | None
 
     @property
     def survives_losses(self) -> bool:
         """Whether the run continues after a loss."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """How often processes have left or joined the run; with the first, the mesh's replica count may differ."""
+        ...
+
+    def has_spares(self) -> bool:
+        """Return whether enough processes wait to join; False on all ranks but the first."""
         ...
 
 
@@ -270,8 +279,12 @@ class Timed(Protocol):
         """Return a message that names the ranks for which others wait, or "" if unknown. Takes about a second."""
         ...
 
-    def fail_all_ranks(self, text: str) -> None:
-        """End all ranks' processes with `text` as this rank's error message."""
+    def fail_all_ranks(self, text: str) -> bool:
+        """
+        End all ranks' processes with `text` as this rank's error message; return whether this process has to end.
+
+        If the run survives losses, only the ranks end for which the others wait.
+        """
         ...
 
 

@@ -63,6 +63,28 @@ class ExpertKernels(Kernels, Protocol):
         """
         ...
 
+    def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """
+        Add to each of the rows (rows, width) its expert's bias in (experts, width), times scale (rows,) if given.
+        """
+        ...
+
+    def experts_float8(
+        self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """
+        Return the sum over a token's choices of probability * down(silu(gate(x)) * up(x)) with products in float8: x
+        (..., width), probabilities (tokens, top_k), gate_up (experts, 2 * inner, width), down (experts, width,
+        inner), all but probabilities bfloat16; result (tokens, width).
+        """
+        ...
+
+    def expert_rows_float8(
+        self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
+    ) -> Tensor:
+        """Compute `experts_float8` for rows (rows, width) with probabilities (rows,), without sums by token."""
+        ...
+
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
     ) -> Tensor:

@@ -194,13 +194,25 @@ def stored_formats(module: nn.Module) -> dict[str, WeightFormat]:
     }
 
 
-class LinearLayer(QuantizableLayer):
+class Float8Layer(QuantizableLayer):
+    """A layer whose forward pass multiplies by its weights in float8 if stages set `uses_float8`."""
+
+    supports_float8: bool = True
+    uses_float8: bool = False
+
+    def float8_weights(self) -> Mapping[str, Tensor]:
+        """Return the weights by name, (outputs, inputs) or (experts, outputs, inputs)."""
+        raise NotImplementedError
+
+
+class LinearLayer(Float8Layer):
     """A layer whose forward pass multiplies by `weight` (outputs, inputs), in the format that stages set."""
 
     quantizable: ClassVar[tuple[str, ...]] = ("weight",)
     weight: Tensor
-    supports_float8: ClassVar[bool] = True
-    uses_float8: bool = False
+
+    def float8_weights(self) -> Mapping[str, Tensor]:
+        return {"weight": self.weight}
 
 
 @runtime_checkable
@@ -209,6 +221,15 @@ class JointLayers(Protocol):
 
     def list_fused_float8_layers(self) -> Sequence[Sequence[LinearLayer]]:
         """Return groups of linear layers with the same input, which float8 multiplies in one operation per group."""
+        ...
+
+
+@runtime_checkable
+class RoundsInput(Protocol):
+    """A module whose first operations may multiply its input in float8."""
+
+    def rounds_input(self) -> bool:
+        """Return whether they do, so that the norm before the module rounds its result in the same pass."""
         ...
 
 
@@ -433,9 +454,17 @@ class Kernels(Protocol):
         ...
 
     def linear_quantized(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        stored: Tensor,
+        weight_format: WeightFormat,
+        bias: Tensor | None = None,
+        float8: bool = False,
     ) -> Tensor:
-        """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
+        """
+        Compute `linear`, or with `float8` `linear_float8`, of bfloat16 x with a frozen weight, given as its storage
+        (outputs, units).
+        """
         ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

@@ -498,7 +498,11 @@ class Restorer(Protocol):
         ...
 
     def keep_in_memory(self, step: Step) -> None:
-        """Keep a copy in memory of the state after a step, if the run can continue there after a rank is lost."""
+        """
+        Keep a copy in memory of the state after a step, if the run can continue there after a rank is lost.
+
+        Raises ReopenError on all ranks if processes wait to join the run. All ranks have ended the step.
+        """
         ...
 
 

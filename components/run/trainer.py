@@ -223,11 +223,11 @@ class Trainer:
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
         self._skipped.add_step(step)
-        if self.checkpointer:
-            self.checkpointer.keep_in_memory(step)
         if signal := self.stop.agree_on_signal():
             self._skipped.count_added_step()
             self._save_and_stop(step, signal)
+        if self.checkpointer:
+            self.checkpointer.keep_in_memory(step)
 
     @cached_property
     def _gradient_reader_names(self) -> set[str]:

@@ -22,7 +22,7 @@ from drawloom.components.parallel.float8_layers import (
     check_float8,
     check_gpu_supports_float8,
     describe_float8,
-    find_linear_layers,
+    find_float8_candidates,
 )
 from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, find_quantizable_weights
 from drawloom.components.parallel.master_weights import ParameterStore
@@ -403,8 +403,10 @@ class MaterializedStages:
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]
         self._check_patterns_match("uncast", "parameter", self.precision.uncast, parameters)
-        layers = [name for module in modules for name in find_linear_layers(module)]
-        self._check_patterns_match("linear_in_compute", "linear layer", self.precision.linear_in_compute, layers)
+        layers = [name for module in modules for name in find_float8_candidates(module)]
+        self._check_patterns_match(
+            "linear_in_compute", "linear layer or layer of experts", self.precision.linear_in_compute, layers
+        )
         weights = [name for module in modules for name in find_quantizable_weights(module)]
         self._check_patterns_match("frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
 

@@ -41,6 +41,9 @@ STAGES = 2
 WIDE = 2**14
 """Largest width for two rows at a time in SwiGLU's gradient: they take 160 KiB shared memory."""
 
+MIN_REST = 2**10
+"""Smallest second block of a row."""
+
 REGISTERS = 2**16
 """Registers per multiprocessor."""
 
@@ -348,7 +351,7 @@ def _launch_cast(
         x.stride(0),
         0 if second is None else second.stride(0),
         0 if third is None else third.stride(0),
-        BLOCK=next_power_of_2(width),
+        **_split_width(width),
         STAGES=3 if up is None and second is None else STAGES,
         num_warps=_choose_warp_count(width),
         maxnreg=None if parts is None else _count_registers_per_thread(width),
@@ -382,7 +385,7 @@ def _launch_swiglu_gradient(
         width,
         grad.stride(0),
         gate_and_up.stride(0),
-        BLOCK=next_power_of_2(width),
+        **_split_width(width),
         STAGES=STAGES if width <= WIDE else 1,
         num_warps=_choose_warp_count(width),
         maxnreg=None if parts is None else _count_registers_per_thread(width),
@@ -393,6 +396,15 @@ def _launch_swiglu_gradient(
 def _choose_program_count(x: Tensor, warps_per_sm: int) -> int:
     """Return the program count for casts by row: at most one per row."""
     return min(len(x), max(1, warps_per_sm // _choose_warp_count(x.shape[1])) * sm_count(x.device))
+
+
+def _split_width(width: int) -> dict[str, int]:
+    """
+    Return sizes for one or two blocks, powers of two, that cover a row: 3 * 2^n is 2^(n + 1) and 2^n, exactly.
+    """
+    block = next_power_of_2(width)
+    rest = next_power_of_2(max(1, width - block // 2))
+    return {"BLOCK": block // 2, "REST": rest} if MIN_REST <= rest < block // 2 else {"BLOCK": block, "REST": 0}
 
 
 def _choose_warp_count(width: int) -> int:
@@ -436,12 +448,44 @@ def sigmoid(values):
 
 
 # fmt: off
+@triton.jit
+def _load_values(x, second, third, up, row, column, width, first_end, second_end, stride, second_stride, third_stride):
+    # fmt: on
+    """Return a row's values in float32: up to three tensors side by side, or SwiGLU."""
+    values = tl.load(x + row * stride + column, mask=column < first_end, other=0.0).to(tl.float32)
+    if second is not None:
+        at = second + row * second_stride + column - first_end
+        values += tl.load(at, mask=(column >= first_end) & (column < second_end), other=0.0).to(tl.float32)
+    if third is not None:
+        at = third + row * third_stride + column - second_end
+        values += tl.load(at, mask=(column >= second_end) & (column < width), other=0.0).to(tl.float32)
+    if up is not None:
+        ups = tl.load(up + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+        values *= sigmoid(values) * ups
+    return values
+
+
+@triton.jit
+def _round_block(values, inverse, at, inside):
+    """Store and return rounded values."""
+    rounded = (values * inverse).to(at.dtype.element_ty)
+    tl.store(at, rounded, mask=inside)
+    return rounded
+
+
+@triton.jit
+def _raise_maxima(most, rounded, shift):
+    """Return column maxima in bfloat16, which takes half the registers: float8 times powers of two are exact."""
+    return tl.maximum(most, tl.abs(rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+
+
+# fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
     x, second, third, up, factor, row_scale, data, scale, row_factor, parts, count, width, first_end, second_end,
     stride, second_stride, third_stride,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -450,33 +494,61 @@ def _quantize_kernel(
     if factor is not None:
         factors = tl.load(factor + column, mask=inside, other=0.0)
     if parts is not None:
-        # Float8 times powers of two are exact in bfloat16, which takes half the registers.
         most = tl.zeros((BLOCK,), tl.bfloat16)
         not_finite = tl.zeros((), tl.float32)
+    if REST:
+        rest = BLOCK + tl.arange(0, REST)
+        rest_inside = rest < width
+        if factor is not None:
+            rest_factors = tl.load(factor + rest, mask=rest_inside, other=0.0)
+        if parts is not None:
+            rest_most = tl.zeros((REST,), tl.bfloat16)
     for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
-        values = tl.load(x + row * stride + column, mask=column < first_end, other=0.0).to(tl.float32)
-        if second is not None:
-            at = second + row * second_stride + column - first_end
-            values += tl.load(at, mask=(column >= first_end) & (column < second_end), other=0.0).to(tl.float32)
-        if third is not None:
-            at = third + row * third_stride + column - second_end
-            values += tl.load(at, mask=(column >= second_end) & inside, other=0.0).to(tl.float32)
-        if up is not None:
-            ups = tl.load(up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-            values *= sigmoid(values) * ups
+        values = _load_values(
+            x, second, third, up, row, column, width, first_end, second_end, stride, second_stride, third_stride
+        )
         if factor is not None:
             values *= factors
-        own_scale, inverse = scale_and_inverse(tl.max(get_magnitude_bits(values), 0))
-        rounded = (values * inverse).to(data.dtype.element_ty)
-        tl.store(data + row * width + column, rounded, mask=inside)
+        largest = tl.max(get_magnitude_bits(values), 0)
+        if REST:
+            rest_values = _load_values(
+                x, second, third, up, row, rest, width, first_end, second_end, stride, second_stride, third_stride
+            )
+            if factor is not None:
+                rest_values *= rest_factors
+            largest = tl.maximum(largest, tl.max(get_magnitude_bits(rest_values), 0))
+        own_scale, inverse = scale_and_inverse(largest)
         tl.store(scale + row, own_scale)
+        rounded = _round_block(values, inverse, data + row * width + column, inside)
+        if REST:
+            rest_rounded = _round_block(rest_values, inverse, data + row * width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            most = tl.maximum(most, tl.abs(rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+            most = _raise_maxima(most, rounded, shift)
+            if REST:
+                rest_most = _raise_maxima(rest_most, rest_rounded, shift)
     if parts is not None:
         tl.store(parts + program * width + column, tl.maximum(most.to(tl.float32), not_finite), mask=inside)
+        if REST:
+            rest_most = tl.maximum(rest_most.to(tl.float32), not_finite)
+            tl.store(parts + program * width + rest, rest_most, mask=rest_inside)
+
+
+@triton.jit
+def _load_swiglu_gradient(grad, gate_and_up, factor, column, width):
+    """Return a row's gradients for gate and up, times their factors."""
+    inside = column < width
+    grads = tl.load(grad + column, mask=inside, other=0.0).to(tl.float32)
+    gates = tl.load(gate_and_up + column, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(gate_and_up + width + column, mask=inside, other=0.0).to(tl.float32)
+    share = sigmoid(gates)
+    silu = gates * share
+    # Factors are read again for every row: registers are scarce, and the cache has them.
+    gate_factors = tl.load(factor + column, mask=inside, other=0.0).to(tl.float32)
+    up_factors = tl.load(factor + width + column, mask=inside, other=0.0).to(tl.float32)
+    return grads * ups * (share + silu * (1.0 - share)) * gate_factors, grads * silu * up_factors
 
 
 # fmt: off
@@ -484,47 +556,54 @@ def _quantize_kernel(
 @triton.jit(do_not_specialize=["count"])
 def _swiglu_gradient_kernel(
     grad, gate_and_up, factor, row_scale, data, scale, row_factor, parts, count, width, grad_stride, gate_and_up_stride,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     if parts is not None:
-        # Exact in bfloat16, which takes half the registers: float8 times a power of two.
         gate_most = tl.zeros((BLOCK,), tl.bfloat16)
         up_most = tl.zeros((BLOCK,), tl.bfloat16)
         not_finite = tl.zeros((), tl.float32)
+    if REST:
+        rest = BLOCK + tl.arange(0, REST)
+        rest_inside = rest < width
+        if parts is not None:
+            rest_gate_most = tl.zeros((REST,), tl.bfloat16)
+            rest_up_most = tl.zeros((REST,), tl.bfloat16)
     for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
-        grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        at = gate_and_up + row * gate_and_up_stride + column
-        gates = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-        share = sigmoid(gates)
-        silu = gates * share
-        gate_grads = grads * ups * (share + silu * (1.0 - share))
-        up_grads = grads * silu
-        # Read again for every row: registers are scarce, and the cache has them.
-        gate_grads *= tl.load(factor + column, mask=inside, other=0.0).to(tl.float32)
-        up_grads *= tl.load(factor + width + column, mask=inside, other=0.0).to(tl.float32)
+        grad_row, gate_and_up_row = grad + row * grad_stride, gate_and_up + row * gate_and_up_stride
+        gate_grads, up_grads = _load_swiglu_gradient(grad_row, gate_and_up_row, factor, column, width)
         largest = tl.max(tl.maximum(get_magnitude_bits(gate_grads), get_magnitude_bits(up_grads)), 0)
+        if REST:
+            rest_gate_grads, rest_up_grads = _load_swiglu_gradient(grad_row, gate_and_up_row, factor, rest, width)
+            rest_largest = tl.max(tl.maximum(get_magnitude_bits(rest_gate_grads), get_magnitude_bits(rest_up_grads)), 0)
+            largest = tl.maximum(largest, rest_largest)
         own_scale, inverse = scale_and_inverse(largest)
-        gate_rounded = (gate_grads * inverse).to(data.dtype.element_ty)
-        up_rounded = (up_grads * inverse).to(data.dtype.element_ty)
-        at = data + row * (2 * width) + column
-        tl.store(at, gate_rounded, mask=inside)
-        tl.store(at + width, up_rounded, mask=inside)
         tl.store(scale + row, own_scale)
+        at = data + row * (2 * width)
+        gate_rounded = _round_block(gate_grads, inverse, at + column, inside)
+        up_rounded = _round_block(up_grads, inverse, at + width + column, inside)
+        if REST:
+            rest_gate_rounded = _round_block(rest_gate_grads, inverse, at + rest, rest_inside)
+            rest_up_rounded = _round_block(rest_up_grads, inverse, at + width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            gate_most = tl.maximum(gate_most, tl.abs(gate_rounded.to(tl.float32)) * shift).to(tl.bfloat16)
-            up_most = tl.maximum(up_most, tl.abs(up_rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+            gate_most = _raise_maxima(gate_most, gate_rounded, shift)
+            up_most = _raise_maxima(up_most, up_rounded, shift)
+            if REST:
+                rest_gate_most = _raise_maxima(rest_gate_most, rest_gate_rounded, shift)
+                rest_up_most = _raise_maxima(rest_up_most, rest_up_rounded, shift)
     if parts is not None:
-        at = parts + program * (2 * width) + column
-        tl.store(at, tl.maximum(gate_most.to(tl.float32), not_finite), mask=inside)
-        tl.store(at + width, tl.maximum(up_most.to(tl.float32), not_finite), mask=inside)
+        at = parts + program * (2 * width)
+        tl.store(at + column, tl.maximum(gate_most.to(tl.float32), not_finite), mask=inside)
+        tl.store(at + width + column, tl.maximum(up_most.to(tl.float32), not_finite), mask=inside)
+        if REST:
+            tl.store(at + rest, tl.maximum(rest_gate_most.to(tl.float32), not_finite), mask=rest_inside)
+            tl.store(at + width + rest, tl.maximum(rest_up_most.to(tl.float32), not_finite), mask=rest_inside)
 
 
 # fmt: off

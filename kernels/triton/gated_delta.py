@@ -15,7 +15,8 @@ from torch.autograd import Function
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.recurrence import RecurrentDocuments
 from drawloom.kernels.triton import gated_delta_kernels as kernels
-from drawloom.kernels.triton.primitives import cdiv, check_floats, get_dot_precision, next_power_of_2
+from drawloom.kernels.triton.launch import limit_registers
+from drawloom.kernels.triton.primitives import cdiv, check_floats, get_dot_precision, next_power_of_2, sm_count
 
 CHUNK = 64
 """Tokens in a chunk."""
@@ -142,11 +143,12 @@ def _forward(
     chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
     _solve_chunks(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=False)
     states = _carry_states(sizes, chunks, k, ids, before, state=state, last=last)
-    kernels.compute_results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, sizes.v_block), sizes.heads)](
+    kernels.compute_results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, MIN_BLOCK), sizes.heads)](
         *(q, k, chunks.written, states, chunks.decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
         PRECISION=_float32_product_precision(),
         num_warps=4,
+        **sizes.limit_registers(128),
     )
     return results, last, decays, inverse
 
@@ -161,20 +163,34 @@ class _Sizes(NamedTuple):
     width: int
     v_width: int
     chunks: int
-    v_block: int
     itemsize: int
+    multiprocessors: int
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> "_Sizes":
         rows, length, heads, v_width = v.shape
-        v_block = MIN_BLOCK
-        groups = heads // k.shape[2]
-        return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v_block, v.itemsize)
+        groups, multiprocessors = heads // k.shape[2], sm_count(v.device)
+        return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v.itemsize, multiprocessors)
 
     @property
     def fits_several_chunks(self) -> bool:
         """Return whether several chunks' tiles fit into shared memory."""
         return self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256
+
+    @property
+    def carry_block(self) -> int:
+        """
+        Return the columns in a sequential kernel's tile.
+
+        Wide tiles read keys less often, but a few rows need narrow ones to occupy all multiprocessors.
+        """
+        programs = self.rows * self.heads * cdiv(self.v_width, MIN_BLOCK)
+        has_small_tiles = self.itemsize == 2 and self.fits_several_chunks
+        return MIN_BLOCK if has_small_tiles and programs >= self.multiprocessors else MIN_BLOCK // 2
+
+    def limit_registers(self, count: int) -> dict[str, int]:
+        """Return the launch option for at most `count` registers, unless tiles are large and would be spilled."""
+        return limit_registers(count) if self.itemsize == 2 and self.fits_several_chunks else {}
 
     @property
     def constants(self) -> dict[str, int]:
@@ -185,7 +201,7 @@ class _Sizes(NamedTuple):
             "K": self.width,
             "V": self.v_width,
             "BK": max(MIN_BLOCK, next_power_of_2(self.width)),
-            "BV": self.v_block,
+            "BV": MIN_BLOCK,
             "CHUNK": CHUNK,
         }
 
@@ -224,6 +240,7 @@ def _solve_chunks(
         INVERSE_PRECISION=_float32_product_precision() if v.dtype == torch.float32 else "tf32",
         IS_SOLVED=is_solved,
         num_warps=4,
+        **sizes.limit_registers(128 if is_solved else 168),
     )
 
 
@@ -239,14 +256,14 @@ def _carry_states(
 ) -> Tensor:
     """Return states before chunks (rows, chunks, heads, K, V); write the tokens' values, and the last state."""
     states = k.new_empty(sizes.rows, sizes.chunks, sizes.heads, sizes.width, sizes.v_width)
-    block = min(32, sizes.v_block)
+    block = sizes.carry_block
     kernels.carry_states[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(k, chunks.keys, chunks.written, chunks.decays, ids, before),
         *(None if state is None else state.contiguous(), states, last, sizes.length, sizes.chunks),
         **{**sizes.constants, "BV": block},
         PRECISION=_float32_product_precision(),
         num_warps=4,
-        num_stages=4 if sizes.fits_several_chunks else 1,
+        num_stages=(4 if block < MIN_BLOCK else 2) if sizes.fits_several_chunks else 1,
     )
     return states
 
@@ -312,7 +329,7 @@ def _backward(
         PRECISION=precision,
         num_warps=4,
     )
-    block = min(32, sizes.v_block)
+    block = MIN_BLOCK // 2
     kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(grad, grad_state.contiguous(), q, k, chunks.keys, chunks.decays, ids, before, grad_written, grad_states),
         *(grads[5] if state is not None else None, sizes.length, sizes.chunks),

@@ -39,30 +39,29 @@ def load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK:
 @triton.jit
 def load_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside):
     """Load tokens (rows,) by columns (columns,); tokens are `stride` elements apart."""
-    offsets = (first + rows.to(tl.int64))[:, None] * stride + columns[None, :]
-    return tl.load(tensor + offsets, mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    at = tensor + first * stride + (rows[:, None] * stride + columns[None, :])
+    return tl.load(at, mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def load_transposed(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside):
     """Load `load_tile` transposed: columns by tokens."""
-    offsets = (first + rows.to(tl.int64))[None, :] * stride + columns[:, None]
-    return tl.load(tensor + offsets, mask=inside[None, :] & (columns < WIDTH)[:, None], other=0.0)
+    at = tensor + first * stride + (rows[None, :] * stride + columns[:, None])
+    return tl.load(at, mask=inside[None, :] & (columns < WIDTH)[:, None], other=0.0)
 
 
 @triton.jit
 def store_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside, values):
     """Store tokens (rows,) by columns (columns,); tokens are `stride` elements apart."""
-    offsets = (first + rows.to(tl.int64))[:, None] * stride + columns[None, :]
-    values = values.to(tensor.dtype.element_ty)
-    tl.store(tensor + offsets, values, mask=inside[:, None] & (columns < WIDTH)[None, :])
+    at = tensor + first * stride + (rows[:, None] * stride + columns[None, :])
+    tl.store(at, values.to(tensor.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
-def compute_state_tile_offsets(number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
-    """Return offsets and the mask for a tile (k_columns, v_columns) in a state."""
-    offsets = number.to(tl.int64) * (K * V) + k_columns[:, None] * V + v_columns[None, :]
-    return offsets, (k_columns < K)[:, None] & (v_columns < V)[None, :]
+def tile_of_state(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
+    """Return pointers and the mask for a tile (k_columns, v_columns) in a state."""
+    at = states + number.to(tl.int64) * (K * V) + (k_columns[:, None] * V + v_columns[None, :])
+    return at, (k_columns < K)[:, None] & (v_columns < V)[None, :]
 
 
 @triton.jit
@@ -158,13 +157,13 @@ def carry_states(
     column = tl.program_id(0) * BV + tl.arange(0, BV)
     carried = tl.zeros((BK, BV), tl.float32)
     if state is not None:
-        offsets, is_state = compute_state_tile_offsets(row * HEADS + head, channel, column, K, V)
-        carried += tl.load(state + offsets, mask=is_state, other=0.0).to(tl.float32)
+        first_at, is_state = tile_of_state(state, row * HEADS + head, channel, column, K, V)
+        carried += tl.load(first_at, mask=is_state, other=0.0).to(tl.float32)
     incoming = tl.load(before + row)
     for chunk in range(0, chunks):
-        offsets, is_state = compute_state_tile_offsets((row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        at, is_state = tile_of_state(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(states.dtype.element_ty)
-        tl.store(states + offsets, narrow, mask=is_state)
+        tl.store(at, narrow, mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
         inside = chunk * CHUNK + token < length
         end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
@@ -182,8 +181,8 @@ def carry_states(
         carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), input_precision=PRECISION)
         incoming = last
     if result is not None:
-        offsets, is_state = compute_state_tile_offsets(row * HEADS + head, channel, column, K, V)
-        tl.store(result + offsets, carried, mask=is_state)
+        last_at, is_state = tile_of_state(result, row * HEADS + head, channel, column, K, V)
+        tl.store(last_at, carried, mask=is_state)
 
 
 # fmt: off
@@ -206,8 +205,8 @@ def compute_results(
     sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
     query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    offsets, is_state = compute_state_tile_offsets(number * HEADS + head, channel, column, K, V)
-    state = tl.load(states + offsets, mask=is_state, other=0.0)
+    at, is_state = tile_of_state(states, number * HEADS + head, channel, column, K, V)
+    state = tl.load(at, mask=is_state, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     mixed = from_state[:, None] * tl.dot(query, state, input_precision=PRECISION)
     is_pair = mask_document_pairs(own, inside, CHUNK)
@@ -258,13 +257,13 @@ def carry_gradients_back(
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
-    offsets, is_state = compute_state_tile_offsets(row * HEADS + head, channel, column, K, V)
-    carried = tl.load(grad_last + offsets, mask=is_state, other=0.0).to(tl.float32)
+    last_at, is_state = tile_of_state(grad_last, row * HEADS + head, channel, column, K, V)
+    carried = tl.load(last_at, mask=is_state, other=0.0).to(tl.float32)
     for back in range(0, chunks):
         chunk = chunks - 1 - back
-        offsets, is_state = compute_state_tile_offsets((row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        at, is_state = tile_of_state(grad_states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(grad_states.dtype.element_ty)
-        tl.store(grad_states + offsets, narrow, mask=is_state)
+        tl.store(at, narrow, mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
         inside = chunk * CHUNK + token < length
         own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
@@ -283,8 +282,8 @@ def carry_gradients_back(
         carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), input_precision=PRECISION)
         carried -= tl.dot(seen, values.to(seen.dtype), input_precision=PRECISION)
     if grad_state is not None:
-        offsets, is_state = compute_state_tile_offsets(row * HEADS + head, channel, column, K, V)
-        tl.store(grad_state + offsets, carried, mask=is_state)
+        first_at, is_state = tile_of_state(grad_state, row * HEADS + head, channel, column, K, V)
+        tl.store(first_at, carried, mask=is_state)
 
 
 # fmt: off
@@ -306,9 +305,11 @@ def compute_product_gradients(
     along = tl.zeros((BK, BV), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        offsets, is_state = compute_state_tile_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
-        state = tl.load(states + offsets, mask=is_state, other=0.0)
-        grad_state = tl.load(grad_states + offsets, mask=is_state, other=0.0)
+        number = tl.program_id(0) * HEADS + head
+        at, is_state = tile_of_state(states, number, channel, column, K, V)
+        state = tl.load(at, mask=is_state, other=0.0)
+        at, is_state = tile_of_state(grad_states, number, channel, column, K, V)
+        grad_state = tl.load(at, mask=is_state, other=0.0)
         grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
         to_query += tl.dot(grads, tl.trans(state), input_precision=PRECISION)
@@ -370,8 +371,8 @@ def compute_system_gradients(
         values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         grad_factors += tl.sum(wanted * values, 1)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        offsets, is_state = compute_state_tile_offsets(tl.program_id(0) * HEADS + head, channel, column, K, V)
-        state = tl.load(states + offsets, mask=is_state, other=0.0)
+        at, is_state = tile_of_state(states, tl.program_id(0) * HEADS + head, channel, column, K, V)
+        state = tl.load(at, mask=is_state, other=0.0)
         narrow = wanted.to(values.dtype)
         by_pair -= tl.dot(narrow, tl.trans(values), input_precision=PRECISION)
         through_state -= tl.dot(narrow, tl.trans(state), input_precision=PRECISION)

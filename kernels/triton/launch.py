@@ -26,6 +26,11 @@ def cache_launches(kernel: Any) -> Any:
     return LeanKernel(kernel) if isinstance(kernel, JITFunction) and torch.version.hip is None else kernel
 
 
+def limit_registers(count: int) -> dict[str, int]:
+    """Return the launch option that limits a thread's registers, so that more programs run at once; AMD has none."""
+    return {"maxnreg": count} if torch.version.hip is None else {}
+
+
 class LeanKernel:
     """Kernel with the compiled functions by argument kind."""
 

@@ -68,7 +68,7 @@ class _Permute(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
         (dest_row,) = ctx.saved_tensors
-        return *_sum_rows_by_token(grad, None, grad_probabilities, dest_row), None, None, None
+        return *sum_rows_by_token(grad, None, grad_probabilities, dest_row), None, None, None
 
 
 class _Unpermute(Function):
@@ -81,7 +81,7 @@ class _Unpermute(Function):
         """Return (tokens, hidden_size) in the dtype of rows (rows, hidden_size); probabilities are (tokens, top_k)."""
         ctx.needs_probabilities, ctx.count = ctx.needs_input_grad[1], len(choices)
         ctx.save_for_backward(rows if ctx.needs_probabilities else None, probabilities, dest_row, offsets)
-        return _sum_rows_by_token(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
+        return sum_rows_by_token(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
@@ -168,7 +168,7 @@ def _allocate_sums(
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _sum_rows_by_token(
+def sum_rows_by_token(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sum rows by token, times the choices' probabilities if any; `row_scalars` has a scalar per row."""

@@ -113,6 +113,7 @@ from drawloom.components.ports.memory_policy import (
 from drawloom.components.ports.model import (
     HasCostKey as HasCostKey,
     KeepsConfig as KeepsConfig,
+    Float8Layer as Float8Layer,
     LinearLayer as LinearLayer,
     QuantizableLayer as QuantizableLayer,
     stored_formats as stored_formats,
@@ -128,6 +129,7 @@ from drawloom.components.ports.model import (
     Kernels as Kernels,
     LanguageModel as LanguageModel,
     JointLayers as JointLayers,
+    RoundsInput as RoundsInput,
     KnownModule as KnownModule,
     LayerRange as LayerRange,
     Model as Model,

@@ -60,6 +60,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.distributed",
             "kernels.float8",
             "kernels.float8_message",
+            "kernels.experts_float8",
             "kernels.linear_float8",
             "kernels.sum_parts",
             "kernels.weight_formats",

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.kernels.dequantize import dequantize_eager, linear_quantized, multiply_quantized_experts
+from drawloom.kernels.float8 import EAGER
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
+from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8
 from drawloom.kernels.weight_formats import FORMATS
 
 NAMES = sorted(FORMATS)
@@ -41,6 +43,19 @@ def test_linear_layers_equal_dense_ones_and_save_only_storage(name: str, bias: T
     assert torch.equal(ours[0], dense[0]) and torch.equal(ours[1], dense[1])
     assert [tensor.data_ptr() for tensor in ours[2]] == [stored.data_ptr()]
     ours[0].add_(1)  # the result is not a view that a Function returned
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bias", [None, torch.randn(48).bfloat16()], ids=["plain", "bias"])
+def test_float8_layers_equal_layers_with_the_dequantized_weight(name: str, bias: Tensor | None) -> None:
+    """Result and gradient equal a float8 layer bit for bit; the weight is saved as storage alone."""
+    x, stored = torch.randn(2, 5, 256).bfloat16(), FORMATS[name].quantize(torch.randn(48, 256))
+    weight = dequantize_eager(stored, name)
+    dequantize = partial(dequantize_eager, name=name)
+    ours = results(lambda x: linear_quantized_float8(EAGER, dequantize, x, stored, bias), x)
+    dense = results(lambda x: linear_float8(EAGER, x, weight, bias), x)
+    assert torch.equal(ours[0], dense[0]) and torch.equal(ours[1], dense[1])
+    assert sum(tensor.nbytes for tensor in ours[2]) == stored.nbytes + 4 * 48  # and the scales
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -102,9 +102,9 @@ def test_types_of_transformers_are_fine_tuned(recipe: str, model_type: str, tmp_
 @pytest.mark.parametrize("model_type", [*FAMILIES, *FALLBACKS])
 def test_every_family_is_fine_tuned(recipe: str, model_type: str, tmp_path: Path) -> None:
     """A folder of every family, by every recipe."""
-    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kinds: Any = CONFIG_MAPPING
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type not in kinds or (recipe != "finetune" and FALLBACKS.get(model_type) == ""):
-        pytest.skip("transformers has no such type, or LoRA no layer of it")
+        pytest.skip("transformers has no such language model, or LoRA no layer of it")
     assert_fine_tuned(recipe, model_type, tmp_path)

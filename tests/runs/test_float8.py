@@ -92,6 +92,43 @@ def test_every_mesh_has_the_losses_of_one_process(folder: Path, mesh: str) -> No
     assert read_losses(folder, mesh) == pytest.approx(read_losses(folder, "one"), rel=1e-2)
 
 
+SPARSE = f"""
+extends = "./float8.toml"
+{SIZES}
+use = "model.qwen3.moe"
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 32
+
+[stages]
+dispatcher.use = "experts.all_to_all"
+"""
+
+
+def test_experts_train_in_float8(folder: Path) -> None:
+    """
+    Weights rounded once a step change no bit of experts' metrics; two ranks that partition experts, and bfloat16, agree
+    up to rounding.
+    """
+    (folder / "sparse.toml").write_text(SPARSE, "utf-8")
+    texts = {}
+    for name, ranks, *words in (
+        ("experts", 1),
+        ("experts_step", 1, "precision.linear_weights=step", "stages.recompute=blocks"),
+        ("experts_two", 2, "mesh.data_shard=2", "mesh.expert=2"),
+        ("experts_compute", 1, "precision.linear_in_compute=['*.experts']"),
+    ):
+        words = ["run", "sparse.toml", f"run.name={name}", *COMMON, *words]
+        outcomes = drawloom(folder, *words, ranks=ranks)
+        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+        texts[name] = outcomes[0].text
+    assert "8 of 8 linear layers and 2 of 2 layers of experts multiply in float8" in texts["experts"]
+    assert "8 of 8 linear layers and 0 of 2 layers of experts" in texts["experts_compute"]
+    assert series(folder / "runs/experts", *LEARNED) == series(folder / "runs/experts_step", *LEARNED)
+    one, two, other = (read_losses(folder, name) for name in ("experts", "experts_two", "experts_compute"))
+    assert two == pytest.approx(one, rel=1e-2) and other == pytest.approx(one, rel=2e-2) and other != one
+
+
 def test_adapters_train_on_a_float8_base(folder: Path) -> None:
     """LoRA's frozen weights multiply in float8, forward and for the inputs' gradients; only the factors change."""
     words = ("lora.use=adapters.lora", "lora.targets=['*_proj']", "lora.rank=4", "lora.alpha=8.0")

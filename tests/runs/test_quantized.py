@@ -104,6 +104,16 @@ def test_every_mesh_has_the_losses_of_one_process(folder: Path, mesh: str) -> No
     assert read_losses(folder, mesh) == pytest.approx(read_losses(folder, "one"), rel=5e-3)
 
 
+def test_products_of_a_quantized_base_run_in_float8(folder: Path) -> None:
+    """Losses in float8 on a quantized base are close to bfloat16's, on one rank and with shards of the storage."""
+    text = train(folder, "float8", "precision.linear=float8", "trainer.on_finish=[]")
+    assert "14 of 14 linear layers multiply in float8, 14 frozen weights in nf4" in text
+    words = "mesh.data_shard=2", "precision.linear=float8", "precision.gather=float8", "trainer.on_finish=[]"
+    train(folder, "float8_shards", *words, ranks=2)
+    one, shards, bfloat16 = (read_losses(folder, name) for name in ("float8", "float8_shards", "one"))
+    assert one != bfloat16 and one == pytest.approx(bfloat16, rel=2e-2) and shards == pytest.approx(one, rel=1e-2)
+
+
 def test_the_adapter_is_merged_into_the_unquantized_base(folder: Path) -> None:
     """The export is the bfloat16 base plus the factors' product, although the run's base is quantized."""
     base = load_file(folder / "runs/base/export/model.safetensors")

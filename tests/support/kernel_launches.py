@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState, compute_step_scalars
+from drawloom.kernels.float8 import E4M3
 from drawloom.kernels.triton import (
     causal_conv,
     cut_cross_entropy,
+    expert_bias,
+    float8,
     gated_delta,
+    grouped_float8,
     grouped_gemm,
     grouped_gemm_blocks,
     linear_cross_entropy,
@@ -39,7 +43,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def launches() -> Iterator[tuple[str, Launch]]:
     """Yield a name and a call for each operation and direction; the call launches the kernels."""
-    for part in (norms, gates, rotations, steps, losses, experts, recurrences, great_numbers):
+    for part in (norms, gates, rotations, steps, losses, experts, casts, recurrences, great_numbers):
         yield from part()
 
 
@@ -183,9 +187,12 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
         "moe_permute of far rows",
         lambda: moe_permute._copy_tokens_to_rows(rows, rows, None, of_choices, ends, of_choices.numel(), False),
     )
-    yield "moe_unpermute of far rows", lambda: moe_permute._sum_rows_by_token(rows, None, None, of_choices)
+    yield "moe_unpermute of far rows", lambda: moe_permute.sum_rows_by_token(rows, None, None, of_choices)
     yield "grouped_gemm of far rows", lambda: grouped_gemm._multiply_rows_by_expert(rows, matrices, ends)
     yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._sum_outer_products_by_expert(rows, rows, ends)
+    yield "add_expert_bias of far rows", lambda: expert_bias._add(rows, rows, ends, numbers)
+    yield "expert_bias_sums of far rows", lambda: expert_bias._sum_rows(rows, ends, numbers)
+    yield "expert_bias_products of far rows", lambda: expert_bias._sum_products(rows, rows, ends, numbers)
 
 
 def losses() -> Iterator[tuple[str, Launch]]:
@@ -227,12 +234,25 @@ def experts() -> Iterator[tuple[str, Launch]]:
         "moe_permute",
         lambda: moe_permute._copy_tokens_to_rows(x, None, chances, of_choices, ends, of_choices.numel(), False),
     )
-    yield "moe_permute backward", lambda: moe_permute._sum_rows_by_token(rows, None, chances.flatten(), of_choices)
-    yield "moe_unpermute", lambda: moe_permute._sum_rows_by_token(rows, chances, None, of_choices)
+    yield "moe_permute backward", lambda: moe_permute.sum_rows_by_token(rows, None, chances.flatten(), of_choices)
+    yield "moe_unpermute", lambda: moe_permute.sum_rows_by_token(rows, chances, None, of_choices)
     yield (
         "moe_unpermute backward",
         lambda: moe_permute._copy_tokens_to_rows(x, rows, chances, of_choices, ends, of_choices.numel(), True),
     )
+    for dtype in (BF16, FLOAT):
+        biased, biases, scale = empty(512, 2880, dtype=dtype), empty(32, 2880, dtype=dtype), empty(512, dtype=FLOAT)
+        for factors in (None, scale):
+            kind = f"{dtype}{'' if factors is None else ' scaled'}"
+            yield (
+                f"add_expert_bias {kind}",
+                lambda x=biased, b=biases, f=factors: expert_bias._add(x, b, ends[:32], f),
+            )
+            yield f"expert_bias_sums {kind}", lambda x=biased, f=factors: expert_bias._sum_rows(x, ends[:32], f)
+        yield (
+            f"expert_bias_products {dtype}",
+            lambda x=biased, b=biases, f=scale: expert_bias._sum_products(x, b, ends[:32], f),
+        )
     for count in (4096, 512):
         a, b, weight = empty(count, 512), empty(count, 256), empty(16, 512, 256)
         yield f"grouped_gemm {count}", lambda a=a, w=weight: grouped_gemm._multiply_rows_by_expert(a, w, ends[:16])
@@ -257,6 +277,43 @@ def experts() -> Iterator[tuple[str, Launch]]:
     yield "grouped_gemm by blocks", lambda: by_blocks(a, product, few, b)
     yield "grouped_gemm of inputs by blocks", lambda: by_blocks(b, product.transpose(1, 2), few, a)
     yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.sum_outer_products_by_tma(a, b, few, product)
+
+
+def casts() -> Iterator[tuple[str, Launch]]:
+    for width in (3072, 4096):
+        both, grad, factor = empty(64, 2 * width), empty(64, width), empty(2 * width, dtype=FLOAT)
+        yield f"float8 swiglu {width}", lambda b=both: float8._swiglu(b)
+        yield f"float8 quantize {width}", lambda g=grad: float8._quantize(g)
+        for scale in (None, empty(64, dtype=FLOAT)):
+            name = f"{width}{' by rows' if scale is None else ''}"
+            yield (
+                f"float8 swiglu gradient {name}",
+                lambda g=grad, b=both, f=factor, s=scale: float8._swiglu_gradient(g, b, f, s),
+            )
+            yield (
+                f"float8 gradient {name}",
+                lambda g=grad, f=factor[:width], s=scale: float8._quantize_gradient([g], f, s),
+            )
+    tokens, rows, ends = empty(64, 1024, dtype=E4M3), empty(512, 384, dtype=E4M3), torch.zeros(16, dtype=torch.int32)
+    scale, choices, both = empty(512, dtype=FLOAT), torch.zeros(512, dtype=torch.int32), empty(512, 768)
+    weight, rounded, by_expert = empty(16, 1024, 384), empty(16, 1024, 384, dtype=E4M3), empty(16, dtype=FLOAT)
+    yield "float8 take", lambda: grouped_float8._take(tokens, scale[:64], empty(64, 8, dtype=FLOAT), choices, 8)
+    yield "float8 experts' weights", lambda: grouped_float8._quantize_experts(weight)
+    yield "float8 experts' weights transposed", lambda: grouped_float8._transpose_experts(weight, by_expert)
+    yield "float8 experts' swiglu", lambda: grouped_float8._swiglu(both, scale)
+    yield "float8 experts' swiglu gradient", lambda: grouped_float8._swiglu_gradient(both[:, :384], both, scale)
+    for indices in (None, choices):
+        yield (
+            f"float8 experts' factors {'' if indices is None else 'of tokens'}",
+            lambda i=indices: grouped_float8._factors(rows, scale, tokens, scale, i, 8, ends),
+        )
+    for fast in (True, False):
+        yield (
+            f"float8 experts' products {fast}",
+            lambda f=fast: grouped_float8._multiply_rows(rows, scale, rounded, by_expert, ends, f),
+        )
+    factors = empty(384, 2560, dtype=E4M3), empty(1024, 2560, dtype=E4M3)
+    yield "float8 experts' gradients", lambda: grouped_float8._multiply_groups(*factors, by_expert, ends)
 
 
 def recurrences() -> Iterator[tuple[str, Launch]]:

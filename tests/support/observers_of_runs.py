@@ -4,6 +4,7 @@ import gc
 import gzip
 import logging
 import os
+import secrets
 import signal
 import time
 from collections import Counter
@@ -16,16 +17,18 @@ from unittest import mock
 import attrs
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.parallel.float8_layers import find_linear_layers
+from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
@@ -80,7 +83,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
             for name, kept in stage.named_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
-            layers = find_linear_layers(stage.module)
+            layers = find_float8_candidates(stage.module)
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
         parameters.append(objects["stages"].memory_bytes()["compute_copies"])
         return parameters
@@ -241,13 +244,20 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
     return timeouts
 
 
-def join_by_nccl(use: str, values: Values, _place: Path) -> Any:
-    """Join two processes with NCCL up to their meeting, which ends with a TimeoutError."""
-    node = build(use, device=fake(Device, device=torch.device("cpu"), backend="nccl"), **values)
-    launch = Launch(rank=0, world_size=2)
-    meeting = mock.patch("torch.distributed.init_process_group", side_effect=TimeoutError)
-    with mock.patch.object(joining, "read_launch", lambda: launch), meeting, suppress(TimeoutError):
-        node.open()
+def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
+    """Return the generation and heartbeat timeout of a process that finds a run begun, and is its only member."""
+    store, run, own = HashStore(), secrets.token_hex(8), RunProcess.here()
+    store.set(CURRENT, Generation(run, 0, []).to_json())
+    store.set("admitted/1", Generation(run, 1, [own]).to_json())
+    node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
+    with (
+        mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost")),
+        mock.patch.object(joining, "connect", lambda *_: store),
+        mock.patch.object(joining, "watch_parent"),
+        mock.patch.dict("os.environ"),
+        open_node(node),
+    ):
+        return node.generation, node._monitor.heartbeat_timeout
 
 
 def randomness_of(use: str, values: Values, _place: Path) -> Any:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -88,6 +89,61 @@ def run_ranks(
             _end(process)
         for pipe in pipes:
             pipe.close()
+
+
+class Crew:
+    """
+    Processes of one launch, each with its own fate: any of them can be started again, as by a launcher of clusters.
+
+    `function(*arguments)` is a plain function of a module. Leaving the context kills all processes.
+    """
+
+    def __init__(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> None:
+        file = str(sys.modules[function.__module__].__file__)
+        self._call = Call(function.__module__, file, function.__qualname__, pickle.dumps(arguments))
+        self._context = multiprocessing.get_context("forkserver")
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.world_size = world_size
+        self.processes: dict[int, BaseProcess] = {}
+        self._groups: list[int] = []  # of all processes so far, each of which leads one
+        self._pipes: dict[int, Connection] = {}
+
+    def __enter__(self) -> "Crew":
+        _start_fork_server()
+        for rank in range(self.world_size):
+            self.start(rank)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for group in self.groups_left():
+            os.killpg(group, signal.SIGKILL)
+
+    def groups_left(self) -> list[int]:
+        """Return the process groups, of all processes so far, that have a live process."""
+        groups = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                state, _, group = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:3]
+                groups |= {int(group)} if state != "Z" else set()
+        return [group for group in self._groups if group in groups]
+
+    def start(self, rank: int) -> None:
+        """Start the process of a rank, after its earlier one has ended."""
+        if rank in self.processes:
+            self.processes.pop(rank).join()
+            self._pipes.pop(rank).close()
+        self._pipes[rank], sender = self._context.Pipe(duplex=False)
+        environment = _torchrun_variables(rank, self.world_size, self.store.port)
+        self.processes[rank] = self._context.Process(target=_serve, args=(self._call, environment, sender))
+        self.processes[rank].start()
+        self._groups.append(self.processes[rank].pid or 0)
+        sender.close()
+
+    def result(self, rank: int) -> Any:
+        """Return the value of a rank's function, or the text of its failure."""
+        return _receive(self.processes[rank], self._pipes[rank])[1]
 
 
 def _start_fork_server() -> None:

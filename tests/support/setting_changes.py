@@ -217,6 +217,7 @@ WARMUP = {
 }
 TRITON = (
     "linear_float8",
+    "experts_float8",
     "dequantize",
     "rms_norm",
     "add_rms_norm",
@@ -234,6 +235,7 @@ TRITON = (
     "moe_unpermute",
     "moe_peers",
     "grouped_gemm",
+    "add_expert_bias",
 )
 
 ROWS: dict[str, Row] = {
@@ -390,7 +392,13 @@ ROWS: dict[str, Row] = {
         },
     ),
     "distributed.processes": Row(
-        runs.join_timeouts, {}, {"timeout": 7.0, "on_failure": Change("continue", {}, runs.join_by_nccl, refused=True)}
+        runs.join_timeouts,
+        {},
+        {
+            "timeout": 7.0,
+            "on_failure": Change("continue", {}, runs.join_running),
+            "heartbeat_timeout": Change(7.0, {"on_failure": "continue"}, runs.join_running),
+        },
     ),
     "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.export_files, {}, {"max_shard": 5000, "dtype": "bfloat16"}),

@@ -77,6 +77,9 @@ class Attention(TensorParallel):
             return self.kernels.linears_float8(hidden.to(weights[0].dtype), weights)
         return tuple(layer(hidden) for layer in layers)
 
+    def rounds_input(self) -> bool:
+        return bool(self.list_fused_float8_layers())
+
     def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:
         """Return the projections to q, k and v as one group, if all three multiply in float8."""
         layers = self.q_proj, self.k_proj, self.v_proj

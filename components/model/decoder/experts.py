@@ -14,15 +14,15 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.experts import Dispatched, ExpertKernels
-from drawloom.components.ports.model import QuantizableLayer
+from drawloom.components.ports.experts import ExpertKernels, supports_expert_parallel
+from drawloom.components.ports.model import Float8Layer
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
 class SharedGate(Linear):
     """Linear layer with one output; it is never computed in float8, because it is too narrow."""
 
-    supports_float8: ClassVar[bool] = False
+    supports_float8 = False
 
 
 class SparseMoeBlock(nn.Module):
@@ -60,21 +60,19 @@ class SparseMoeBlock(nn.Module):
         With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """
         chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights)
-        tokens, choices, scale = (tensor.flatten(0, -2) for tensor in (hidden, chosen, probabilities))
+        choices, scale = (tensor.flatten(0, -2) for tensor in (chosen, probabilities))
         # The view of the experts' output is made here, since FSDP warns of modules that return views.
-        mixed: Tensor = self.experts(tokens, choices, scale).view_as(hidden)
+        mixed: Tensor = self.experts(hidden, choices, scale).view_as(hidden)
         if not self.spec.shared_expert_width:
             return mixed
         shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
-
-def _mask_used_rows(here: Dispatched) -> Tensor:
-    """Return which rows contain a token, bool (rows,); rows past the last expert's end are undefined padding."""
-    return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
+    def rounds_input(self) -> bool:
+        return self.experts.uses_float8 and self.experts.keeps_tokens()
 
 
-class Experts(ExpertParallel, QuantizableLayer):
+class Experts(ExpertParallel, Float8Layer):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
     `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
@@ -93,6 +91,10 @@ class Experts(ExpertParallel, QuantizableLayer):
         self.num_experts = experts
         self.spec = spec
         self.kernels = kernels
+        self.supports_float8 = not spec.biases and spec.clamp is None
+
+    def float8_weights(self) -> Mapping[str, Tensor]:
+        return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
 
     def parameter_roles(self) -> Mapping[str, Role]:
         visited = self.spec.choices / self.spec.experts
@@ -105,34 +107,42 @@ class Experts(ExpertParallel, QuantizableLayer):
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         """
-        Apply every token's experts `chosen`, int64 (tokens, choices), to hidden states (tokens, hidden_size).
+        Apply every token's experts `chosen`, int64 (tokens, choices), to hidden states (..., hidden_size).
 
-        Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token.
+        Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token: (tokens,
+        hidden_size).
         """
+        if self.uses_float8 and self.keeps_tokens():
+            # Tokens are rounded before they are copied to rows, and so are their gradients.
+            routes = self.kernels.moe_routes(chosen, self.num_experts)
+            weights = self.gate_up_proj, self.down_proj
+            return self.kernels.experts_float8(hidden.to(weights[0].dtype), probabilities, *weights, routes)
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
-        here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
+        here = dispatcher.dispatch(hidden.flatten(0, -2), chosen, probabilities, self.num_experts)
+        if self.uses_float8:
+            weights = self.gate_up_proj, self.down_proj
+            return here.combine(self.kernels.expert_rows_float8(here.rows, here.scale, *weights, here.ends))
         gate_and_up = self.project("gate_up_proj", here.rows, here.ends)
         if self.spec.biases:
-            gate_and_up = gate_and_up + self._look_up_biases("gate_up_proj_bias", here)
+            gate_and_up = self.kernels.add_expert_bias(gate_and_up, self.gate_up_proj_bias, here.ends)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
         mixed = self._apply_gate(gate_and_up, here.scale)
         outputs = self.project("down_proj", mixed, here.ends)
         if self.spec.biases:
-            scale = here.scale.where(_mask_used_rows(here), 0).unsqueeze(-1)
-            outputs = outputs + (self._look_up_biases("down_proj_bias", here) * scale).to(outputs.dtype)
+            outputs = self.kernels.add_expert_bias(outputs, self.down_proj_bias, here.ends, here.scale)
         return here.combine(outputs)
+
+    def keeps_tokens(self) -> bool:
+        """Return whether all experts are on this rank, so that tokens stay here."""
+        if self.dispatcher is None or isinstance(self.dispatcher, LocalExperts):
+            return True
+        return supports_expert_parallel(self.dispatcher) and len(self.gate_up_proj) == self.num_experts
 
     def _apply_gate(self, gate_and_up: Tensor, scale: Tensor) -> Tensor:
         """Return activation(gate) * up * scale, (rows, width), for `gate_and_up` = gate and up (rows, 2 * width)."""
         if (clamp := self.spec.clamp) is None:
             return self.kernels.swiglu_halves(gate_and_up, scale)
         return self.kernels.oss_swiglu_halves(gate_and_up, scale, clamp.alpha, clamp.limit)
-
-    def _look_up_biases(self, name: str, here: Dispatched) -> Tensor:
-        """Return the bias of every row's expert, (rows, outputs), and zeros for unused rows."""
-        rows = torch.arange(len(here.rows), device=here.rows.device)
-        expert = torch.searchsorted(here.ends.to(rows.dtype), rows, right=True).clamp_(max=len(here.ends) - 1)
-        return self.kernels.embedding(expert, getattr(self, name)).where(_mask_used_rows(here).unsqueeze(-1), 0)
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""

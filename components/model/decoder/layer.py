@@ -22,7 +22,7 @@ from drawloom.components.model.decoder.specs import (
     PartSpec,
 )
 from drawloom.components.model.layers import RMSNorm
-from drawloom.components.ports.model import JointLayers, Kernels
+from drawloom.components.ports.model import Kernels, RoundsInput
 
 PARTS: dict[type[PartSpec], Any] = {
     AttentionSpec: Attention,
@@ -63,7 +63,7 @@ class Block(nn.Module):
         output: Tensor | None = None  # of the branch before, which is not yet part of the stream
         for branch in self.branches:
             module = self.get_submodule(branch.name)
-            float8 = isinstance(module, JointLayers) and bool(module.list_fused_float8_layers())
+            float8 = isinstance(module, RoundsInput) and module.rounds_input()
             inputs, hidden = self._add_and_norm(output, hidden, branch.norm_before, float8)
             output = module(inputs, context)
             if branch.norm_after is not None:

@@ -41,6 +41,9 @@ class GatedMlp(TensorParallel):
         output: Tensor = self.down_proj(activation(self.gate_proj(hidden), self.up_proj(hidden)))
         return output
 
+    def rounds_input(self) -> bool:
+        return bool(self.list_fused_float8_layers())
+
     def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:
         """Return gate and up, if the whole network is one operation in float8."""
         projections = self.gate_proj, self.up_proj, self.down_proj

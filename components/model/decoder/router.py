@@ -93,7 +93,7 @@ class Router(Linear, RowSums):
     decides has none. `aux_loss_coef` and `z_loss_coef` are for this layer's losses.
     """
 
-    supports_float8: ClassVar[bool] = False
+    supports_float8 = False
     quantizable: ClassVar[tuple[str, ...]] = ()
     e_score_correction_bias: Tensor | None
 

@@ -4,8 +4,8 @@ Full training steps with the optimizer's state on the GPU and in host memory: `m
 The shape of Llama 3 8B in bfloat16, 16 microbatches of 4096 tokens a step: stochastic rounding with means in bfloat16
 on the GPU and on the host, split master weights with means in float32 on the host, too large for a GPU of 80 GB;
 means of 8 bits on the GPU; and the former with larger slots, which prefetch more while passes run.
-A line has the speed, the seconds of a step, and its peak memory; the first step, which allocates, is left out. Words such
-as microbatches=32 and steps=1 change the numbers of both.
+A line has the speed, the seconds of a step, and its peak memory; the first step, which allocates, is left out. Words
+such as microbatches=32 and steps=1 change the numbers of both.
 """
 
 import gc

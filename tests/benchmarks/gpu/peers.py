@@ -25,6 +25,17 @@ def missing_packages() -> dict[str, str]:
     return {module: command for module, command in INSTALL.items() if find_spec(module) is None}
 
 
+def allow_fla_backward() -> None:
+    """
+    Let flash-linear-attention run its backward pass on Hopper with any Triton, if it is installed.
+
+    It rejects Triton 3.4 to 3.7.0 there, whose compiled kernels return wrong gradients; their time is still comparable.
+    """
+    if find_spec("fla") is not None:
+        products: Any = import_module("fla.ops.common.chunk_o")
+        products.TRITON_ABOVE_3_7_1 = True
+
+
 def available_peers(operation: str) -> dict[str, Function]:
     """Return peer name -> function, for installed peers with the operation."""
     here = {name for name, module in NAMES.items() if find_spec(module) is not None}

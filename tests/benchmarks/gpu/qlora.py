@@ -2,14 +2,16 @@
 Training steps with LoRA on frozen weights in bfloat16 and in quantized formats, on one GPU: `make bench-qlora-gpu`.
 
 First the time to dequantize one large weight, then steps with the shape of Llama 3 8B and LoRA of rank 16 on all
-projections, with the peak memory and, relative to bfloat16, the speed.
+projections, with the peak memory and, relative to bfloat16, the speed, with products in bfloat16 and in float8.
 """
 
 import sys
+from itertools import product
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.float8 import FORMATS as FORMATS_OF_PRODUCTS
 from benchmarks.gpu.float8 import measure_case
 from benchmarks.gpu.meshes import LARGE, QWEN_30B, TINY, Case
 from drawloom.components.distributed.device import ComputeDevice
@@ -37,16 +39,18 @@ def main() -> None:
                 _measure_dequantization(name, device.device)
         mesh = RankMesh(processes=processes, data_replicate=1)
         mesh.open()
-        speeds = {}
+        speeds: dict[tuple[str, str], float] = {}
         if "experts" in words:
             measure_case(
                 Case(QWEN_30B, 1, 1, lora=True, frozen="mxfp4" if TINY else "nf4", recompute="blocks"), mesh, device
             )
             return
-        for name in dict.fromkeys(["compute", *chosen]):
-            speeds[name] = measure_case(Case(LARGE, 2, 1, lora=True, frozen=name), mesh, device)
-        for name in chosen:
-            print(f"{name:<10}{speeds[name] / speeds['compute']:.3f} times the speed of bfloat16", flush=True)
+        for name, linear in product(dict.fromkeys(["compute", *chosen]), FORMATS_OF_PRODUCTS):
+            case = Case(LARGE, 2, 1, lora=True, frozen=name, linear=linear)
+            speeds[name, linear] = measure_case(case, mesh, device)
+        for (stored, multiplied), speed in speeds.items():
+            text = f"{speed / speeds['compute', 'compute']:.3f} times the speed of bfloat16"
+            print(f"{stored:<10}products in {multiplied:<10}{text}", flush=True)
     finally:
         processes.close()
 

@@ -1,9 +1,10 @@
 """
 The gated delta rule compared with flash-linear-attention 0.6.0, in one run: `make bench-recurrence-gpu`.
 
-Every shape gets the forward milliseconds of both on the same packed documents, their ratio, our backward milliseconds
-and the ratio to our forward pass, and the errors against float32. fla's backward pass rejects Triton below 3.7.1 on
-Hopper. `--kernels` prints our kernels' times instead. `PEERS` is the path to the site-packages with fla-core.
+Every shape gets the forward and backward milliseconds of both on the same packed documents, their ratios, the ratio of
+our backward pass to our forward pass, and the errors of results against float32. With Triton 3.4 to 3.7.0 on Hopper,
+fla's gradients are wrong, and only their time counts. `--kernels` prints our kernels' times instead. `PEERS` is the
+path to the site-packages with fla-core.
 """
 
 import statistics
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.clock import cost
+from benchmarks.gpu.peers import allow_fla_backward
 from drawloom.kernels.gated_delta import delta_rule_eager
 from drawloom.kernels.recurrence import RecurrentDocuments, number_recurrent_documents
 from drawloom.kernels.triton.gated_delta import delta_rule_triton
@@ -80,13 +82,19 @@ def _show(shape: Shape) -> None:
     if "fla" in forward:
         print(f"  ratio forwards {forward['ours'] / forward['fla']:.3f}", flush=True)
     learned = inputs.map(Tensor.requires_grad_)
-    seed = torch.randn_like(learned[2])
-    both = [
-        cost(lambda: torch.autograd.grad(delta_rule_triton(*learned, documents)[0], learned, seed)).milliseconds
-        for _ in range(ROUNDS)
-    ]
-    backward = statistics.median(both) - forward["ours"]
-    print(f"  ours backwards {backward:.3f} ms, {backward / forward['ours']:.2f} times forwards", flush=True)
+    calls = {"ours": lambda: delta_rule_triton(*learned, documents)[0]}
+    if find_spec("fla"):
+        calls["fla"] = _peer(learned, ids)
+    backward = {name: _measure_both_passes(call, learned) - forward[name] for name, call in calls.items()}
+    print("  " + ", ".join(f"{name} backwards {milliseconds:.3f} ms" for name, milliseconds in backward.items()))
+    print(f"  ours backwards is {backward['ours'] / forward['ours']:.2f} times forwards", flush=True)
+
+
+def _measure_both_passes(call: Callable[[], Tensor], learned: Inputs) -> float:
+    """Return the median milliseconds in both passes."""
+    seed = torch.randn_like(learned.v)
+    passes = [cost(lambda: torch.autograd.grad(call(), learned, seed)).milliseconds for _ in range(ROUNDS)]
+    return statistics.median(passes)
 
 
 def _show_kernels(shape: Shape) -> None:
@@ -123,6 +131,7 @@ def _draw(shape: Shape) -> tuple[Inputs, Tensor]:
 
 def _peer(inputs: Inputs, ids: Tensor) -> Callable[[], Tensor]:
     """Return fla's call. Packed rows become one row with precomputed offsets."""
+    allow_fla_backward()
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
     is_packed = bool((ids[:, 1:] != ids[:, :-1]).any())

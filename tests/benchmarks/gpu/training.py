@@ -6,10 +6,14 @@ the median of consecutive steps: the host issues a step while the GPU computes t
 
     tokens/s * FLOPs of a token / rate
 
-with the FLOPs from `metrics.utilization` (`components/ports/flops.py`): 3 * (2 * P + 2 * layers * heads *
-head_dim * (length + 1)). P counts the parameters that multiply a token (visited experts and the head, but not the
-embedding), the second term is causal attention, and the factor 3 counts forward once and backward twice. `rate` is the
-measured speed of a bfloat16 product of 8192 x 8192. Nothing is recomputed.
+with the FLOPs from `metrics.utilization` (`components/ports/flops.py`): 3 * (2 * P + A). P counts the parameters that
+multiply a token (visited experts and the head, but not the embedding), A has the products of causal attention inside
+windows and of the gated delta rule, and the factor 3 counts forward once and backward twice. `rate` is the measured
+speed of a bfloat16 product of 8192 x 8192. Nothing is recomputed. With `--operations` every line is followed by the
+step's longest GPU operations.
+
+transformers computes the gated delta rule by flash-linear-attention if `PEERS` has it, else in plain torch. With Triton
+3.4 to 3.7.0 on Hopper, flash-linear-attention returns wrong gradients, and only its time counts.
 """
 
 import gc
@@ -33,9 +37,10 @@ import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.gpu import clock  # noqa: E402
+from benchmarks.gpu import clock, peers  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
+from drawloom.components.ports.flops import count_attended_pairs  # noqa: E402
 from drawloom.components.ports.model import Head, LayerRange, TokenContext  # noqa: E402
 from drawloom.kernels.adamw import ParamState, compute_step_scalars  # noqa: E402
 
@@ -67,9 +72,45 @@ SPARSE: dict[str, Any] = DENSE | {
 }
 """A billion parameters; a token visits a quarter."""
 
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 2560,
+    "num_hidden_layers": 8,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "vocab_size": 248320,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Qwen3.5-4B with 8 of its 32 layers: 6 gated delta nets, 2 layers with attention."""
+
+OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "vocab_size": 201088,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}
+"""gpt-oss-20b with 4 of its 24 layers: 2 have a window."""
+
 SMALL = {
     "hidden_size": 32,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -77,11 +118,30 @@ SMALL = {
     "moe_intermediate_size": 16,
     "vocab_size": 64,
     "num_experts": 4,
+    "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 
-MODELS = {"Qwen3-0.6B": DENSE, "1B with experts": SPARSE}
-OURS = {"qwen3": ("dense", "Qwen3Dense"), "qwen3_moe": ("moe", "Qwen3Moe")}
+MODELS = {
+    "Qwen3-0.6B": DENSE,
+    "1B with experts": SPARSE,
+    "Qwen3.5-4B, 8 layers": HYBRID,
+    "gpt-oss-20b, 4 layers": OSS,
+}
+OURS = {
+    "qwen3": ("qwen3.dense", "Qwen3Dense"),
+    "qwen3_moe": ("qwen3.moe", "Qwen3Moe"),
+    "qwen3_5_text": ("qwen3_5", "Qwen35"),
+    "gpt_oss": ("gpt_oss", "GptOss"),
+}
+
+ATTENTION = {"gpt_oss": "eager" if TINY else "flex_attention"}
+"""transformers' attention, if it isn't torch's `sdpa`, which has no sinks; flex has no gradients on a CPU."""
 
 
 def main() -> None:
@@ -93,12 +153,18 @@ def main() -> None:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {where}, {rate / 1e12:.1f} TFLOP/s")
     wanted = [word for word in sys.argv[1:] if not word.startswith("--")]
     for name, config in MODELS.items():
-        config = config | (SMALL if TINY else {})
+        config = config | ({key: size for key, size in SMALL.items() if key in config} if TINY else {})
         rows, length = (2, 12) if TINY else (4, 4096)
-        print(f"\n{name}, {rows} rows of {length}{'':<20}{'tokens/s':>12}{'MFU':>10}{'GiB':>10}")
-        for contender, make in contenders(config):
-            if wanted and not any(word in f"{name}, {contender}" for word in wanted):
-                continue
+        chosen = [
+            (contender, make)
+            for contender, make in contenders(config)
+            if not wanted or any(word in f"{name}, {contender}" for word in wanted)
+        ]
+        if not chosen:
+            continue
+        title = f"{name}, {rows} rows of {length}"
+        print(f"\n{title:<46}{'tokens/s':>16}{'MFU':>10}{'GiB':>10}")
+        for contender, make in chosen:
             try:
                 line = _measure(make(config, *_tokens(config, rows, length)), rows * length, config, length, rate)
             except Exception as failure:  # the failure is reported, and the next contender runs
@@ -111,14 +177,14 @@ def main() -> None:
 def contenders(config: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, Any], Tensor, Tensor], Step]]]:
     """Yield the installed contenders: a name, and a function that returns a training step."""
     yield "drawloom", _make_our_step
-    yield "drawloom, compiled", partial(_make_our_step, compiled=True)
     yield "drawloom, stochastic rounding", partial(_make_our_step, rounded=True)
     yield "transformers", _make_transformers_step
-    yield "transformers, compiled", partial(_make_transformers_step, compiled=True)
     if find_spec("liger_kernel") is None:
         print("  liger_kernel is not installed and is skipped: pip install liger-kernel==0.8.5")
     else:
         yield "transformers, Liger", partial(_make_transformers_step, liger=True)
+    yield "drawloom, compiled", partial(_make_our_step, compiled=True)
+    yield "transformers, compiled", partial(_make_transformers_step, compiled=True)
 
 
 def _tokens(config: dict[str, Any], rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -154,10 +220,12 @@ def _make_our_step(
 def _make_transformers_step(
     config: dict[str, Any], tokens: Tensor, targets: Tensor, compiled: bool = False, liger: bool = False
 ) -> Step:
+    peers.allow_fla_backward()
     model_config = transformers.AutoConfig.for_model(**config)
     with DEVICE:
         kinds: Any = transformers.AutoModelForCausalLM
-        model: Any = kinds.from_config(model_config, attn_implementation="sdpa").bfloat16()
+        attention = ATTENTION.get(config["model_type"], "sdpa")
+        model: Any = kinds.from_config(model_config, attn_implementation=attention).bfloat16()
     if liger:
         import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
     compiled_model: Any = torch.compile(model) if compiled else model
@@ -176,7 +244,7 @@ def _blueprint(config: dict[str, Any], kernels: AutoKernels | None) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(_whole_config(config)), "utf-8")
-        model = getattr(import_module(f"drawloom.components.model.qwen3.{module}"), name)(kernels=kernels, config=path)
+        model = getattr(import_module(f"drawloom.components.model.{module}"), name)(kernels=kernels, config=path)
         _ = model.architecture  # read while the file is there
     return model
 
@@ -229,13 +297,24 @@ def _stochastic_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
 def _measure(step: Step, tokens: int, config: dict[str, Any], length: int, rate: float) -> str:
     cost = clock.step_cost(step, DEVICE)
     speed = tokens / cost.seconds
-    return f"{speed:>14,.0f}{speed * _flops_per_token(config, length) / rate:>10.1%}{cost.allocated:>10.1f}"
+    line = f"{speed:>14,.0f}{speed * _flops_per_token(config, length) / rate:>10.1%}{cost.allocated:>10.1f}"
+    return "\n    ".join([line, *_list_operations(step)])
+
+
+def _list_operations(step: Step) -> Iterator[str]:
+    """Yield lines about a step's GPU operations, if they were requested."""
+    if "--operations" in sys.argv and DEVICE.type == "cuda":
+        breakdown = import_module("benchmarks.gpu.breakdown")  # it imports this module
+        yield from breakdown.describe_operations(list(breakdown.traced_operations(step)))
 
 
 def _flops_per_token(config: dict[str, Any], length: int) -> float:
     """Return the matrix FLOPs per token of a step, by the module's formula."""
     flops = _blueprint(config, None).forward_flops()
-    return float(flops.count_training_flops(1, {None: (length + 1) / 2}))
+    row = torch.zeros(1, length, dtype=torch.int64)
+    return float(
+        flops.count_training_flops(1, {window: count_attended_pairs(row, window) / length for window in flops.per_pair})
+    )
 
 
 if __name__ == "__main__":

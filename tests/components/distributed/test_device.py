@@ -83,7 +83,7 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) 
         ComputeDevice(kind="cuda").check_machine()
 
 
-@pytest.mark.parametrize(("gpus", "index", "host"), [(2, 1, "drawloom rank 5"), (4, 3, "mine")])
+@pytest.mark.parametrize(("gpus", "index", "host"), [(2, 1, "drawloom process"), (4, 3, "mine")])
 def test_ranks_take_turns_on_too_few_gpus(gpus: int, index: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL takes them for hosts while the device is open, but not if all have GPUs of their own."""
     patch_gpus(monkeypatch, gpus)
@@ -91,7 +91,7 @@ def test_ranks_take_turns_on_too_few_gpus(gpus: int, index: int, host: str, monk
     monkeypatch.setenv("NCCL_HOSTID", "mine")
     device = ComputeDevice(kind="cuda", share=True)
     device.open()
-    assert (device.device.index, os.environ["NCCL_HOSTID"]) == (index, host)
+    assert device.device.index == index and os.environ["NCCL_HOSTID"].startswith(host)
     device.close()
     assert os.environ["NCCL_HOSTID"] == "mine" and "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" not in os.environ
 

@@ -21,6 +21,7 @@ from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import find_mismatches
 from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.expert_bias import add_expert_bias_eager
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
@@ -103,6 +104,9 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
     assert same(kernels.oss_swiglu_halves(*rows, 1.7, 2.0), oss_swiglu_halves_eager(*rows, 1.7, 2.0))
     product = kernels.grouped_gemm(rows[0], weight, routes[2])
     assert same(product, grouped_gemm_eager(rows[0], weight, known.offsets))
+    biases, scale = torch.randn(3, 6), torch.rand(len(product))
+    biased = kernels.add_expert_bias(product, biases, routes[2], scale)
+    assert same(biased, add_expert_bias_eager(product, biases, known.offsets, scale))
     assert same(kernels.moe_unpermute(product, routes), moe_unpermute_eager(product, known))
 
 

@@ -25,7 +25,14 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
     names = {
         "attention": ("mask", "attend"),
         "moe_peers": ("publish_tokens", "localize_choices", "limit_routes", "read_rows", "stage_sums", "read_sums"),
-        "linear_float8": ("quantize", "quantize_weights", "quantize_gradient", "swiglu", "multiply"),
+        "experts_float8": ("take", "quantize_experts", "expert_swiglu", "factors", "multiply_rows", "multiply_groups"),
+        "linear_float8": (
+            "quantize_rows",
+            "quantize_weights",
+            "quantize_gradient",
+            "quantize_swiglu",
+            "multiply_scaled",
+        ),
     }
     functions = [getattr(implementation, part) for part in names.get(operation, ())] or [implementation]
     assert all(map(callable, functions))

@@ -35,8 +35,9 @@ class FakeProcesses:
     def diagnose_hang(self) -> str:
         return "rank 7 does not answer"
 
-    def fail_all_ranks(self, text: str) -> None:
+    def fail_all_ranks(self, text: str) -> bool:
         self.failures.append(text)
+        return True
 
 
 @attrs.define

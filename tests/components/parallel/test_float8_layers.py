@@ -11,8 +11,8 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.parallel.float8_layers import (
     check_gpu_supports_float8,
+    find_float8_candidates,
     find_float8_layers,
-    find_linear_layers,
     set_float8_format,
 )
 from drawloom.graph import UserError
@@ -37,7 +37,7 @@ def test_projections_use_float8_and_nothing_else_does() -> None:
     assert names == projections
     assert find_float8_layers(module, DtypePolicy(compute="bfloat16")) == {}
     sparse = whole(Qwen3Moe, SPARSE_SIZES)
-    assert not any(name.endswith("mlp.gate") for name in find_linear_layers(sparse))
+    assert not any(name.endswith("mlp.gate") for name in find_float8_candidates(sparse))
 
 
 def test_patterns_and_uncast_weights_exclude_layers() -> None:
@@ -92,7 +92,7 @@ FLOAT8 = "precision.linear='float8'"
             (FLOAT8, "precision.compute='float32'"),
             ["compute in 'float32', and products in float8 accept only bfloat16"],
         ),
-        ((FLOAT8, 'precision.linear_in_compute=["*.q_prj"]'), ["no linear layer is called '*.q_prj'"]),
+        ((FLOAT8, 'precision.linear_in_compute=["*.q_prj"]'), ["or layer of experts is called '*.q_prj'"]),
         ((FLOAT8, "precision.linear_weights='step'"), []),
         (
             (FLOAT8, "precision.linear_weights='step'", "mesh.data_shard=2", "batch.micro_size=8"),

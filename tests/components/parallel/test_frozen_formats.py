@@ -97,7 +97,7 @@ FROZEN = "precision.frozen='nf4'"
         ((FROZEN, *LORA, "mesh.tensor=2", "model.intermediate_size=320"), ["has columns 0 to 160 on one rank along"]),
         ((FROZEN, *LORA, "stages.compile=true"), ["torch.compile does not trace quantized", "write compile = false"]),
         ((FROZEN, *LORA, "precision.compute='float32'"), ["compute in 'float32'", "write compute = 'bfloat16'"]),
-        ((FROZEN, *LORA, "precision.linear='float8'"), ["multiply in bfloat16", "remove linear"]),
+        ((FROZEN, *LORA, "precision.linear='float8'"), []),
         ((FROZEN, *LORA, 'precision.frozen_in_compute=["*.q_prj"]'), ["no weight of a linear layer or experts"]),
         (('precision.frozen_in_compute=["*.q_proj.weight"]',), ["nothing to exclude", "write frozen = 'nf4'"]),
     ],

@@ -229,6 +229,20 @@ def test_products_of_an_optimizer_are_part_of_the_update() -> None:
     assert two == pytest.approx(one / 2, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("words", "passes"),
+    [((), 2), (("sync_gradients.norm=exact",), 4), (("optimizer.use=optim.sgd", "optimizer.lr=0.1"), 4)],
+)
+def test_updates_read_gradients_once_if_they_scale_them(words: tuple[str, ...], passes: int) -> None:
+    """AdamW's launch multiplies gradients by deferred factors; with SGD and for an exact norm other launches do."""
+    device = find_device_model("h200")
+    planned = plan(Recipe.load("first_run", *DENSE[:-1], *words, "stages.capture=true"), device)
+    persistent = planned.memory[0].persistent
+    traffic = passes * planned.memory[0].gradients + 2 * persistent["parameters"]
+    traffic += 2 * persistent.get("optimizer_state", 0)
+    assert planned.time.update == pytest.approx(traffic / (device.bandwidth * device.reached.memory), rel=0.02)
+
+
 def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
     """Ten bytes per weight are on the host instead of the GPU, except for slots, and an update takes their transfer."""
     base = (

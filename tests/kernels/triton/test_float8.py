@@ -9,7 +9,7 @@ from drawloom.kernels.linear_float8 import linear_float8, mlp_float8
 from drawloom.kernels.triton.float8 import TRITON
 from support.kernels import DEVICE
 
-SHAPES = [(1, 16), (7, 48), (33, 80), (66, 1040), (5, 4112)]
+SHAPES = [(1, 16), (7, 48), (33, 80), (66, 1040), (5, 3056), (5, 4112)]
 
 
 def spread(rows: int, width: int, seed: int = 0) -> Tensor:
@@ -46,7 +46,7 @@ def test_casts_of_weights_equal_eager_casts(width: int) -> None:
     assert_same_bits(TRITON.transpose_weights(weights, scale), EAGER.transpose_weights(weights, scale))
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (66, 272)])
+@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (66, 272), (3, 3056)])
 def test_casts_of_swiglu_equal_eager_casts(shape: tuple[int, int]) -> None:
     """SwiGLU and its gradient are rounded like eager ones, but for numbers next to the middle of two of e4m3."""
     rows, width = shape

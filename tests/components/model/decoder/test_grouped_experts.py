@@ -18,6 +18,8 @@ from drawloom.components.model.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.glm4_moe import Glm4Moe
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
+from drawloom.components.model.gpt_oss import GptOss
+from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.weights.load import persistent_tensors
@@ -109,22 +111,30 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
     assert_all_projections_are_adapted(model)
 
 
-@pytest.mark.parametrize("family", [Dots1, Glm4Moe, DeepseekV2, Qwen3Next, Qwen35Moe])
+ROUTED: dict[type[DecoderBuilder], dict[str, Any]] = {
+    **dict.fromkeys((Dots1, Glm4Moe), SIZES),
+    **dict.fromkeys((DeepseekV2, DeepseekV3, Glm4MoeLite), SIZES | {"kv_lora_rank": 10, "num_key_value_heads": 4}),
+    **dict.fromkeys((Qwen3Next, Qwen35Moe), SPARSE_SIZES | HYBRID),
+    Qwen3Moe: SPARSE_SIZES,
+    GptOss: {key: size for key, size in SPARSE_SIZES.items() if key != "moe_intermediate_size"},
+}
+
+
+@pytest.mark.parametrize("family", ROUTED)
 def test_routers_choose_like_transformers_in_bfloat16(family: type[DecoderBuilder]) -> None:
     """Logits of DeepSeek's routers are products in float32: rounded to bfloat16, other experts would be chosen."""
     torch.manual_seed(0)
-    is_hybrid = family in (Qwen3Next, Qwen35Moe)
-    sizes = SPARSE_SIZES | HYBRID if is_hybrid else SIZES | ({"kv_lora_rank": 10} if family is DeepseekV2 else {})
-    sizes |= {"num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 64}
-    model = small(family, **sizes | ({"num_key_value_heads": 4} if family is DeepseekV2 else {}))
+    model = small(family, **ROUTED[family] | {"num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 64})
     module = whole(model)
-    theirs = twin(model, persistent_tensors(module)).model.layers[1].mlp.gate
-    router: Any = module.get_submodule("model.layers.1.mlp.gate")
-    for layer in (router, theirs):  # the bias stays in float32
-        layer.weight.data = layer.weight.data.bfloat16()
+    name = "model.layers.1.mlp." + ("router" if family is GptOss else "gate")
+    theirs: Any = twin(model, persistent_tensors(module)).get_submodule(name)
+    router: Any = module.get_submodule(name)
+    for layer in (router, theirs):  # DeepSeek's bias stays in float32
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.bfloat16()
     hidden = torch.randn(1, 200, 64, dtype=torch.bfloat16)
     chosen, weights = (result.flatten(0, 1).sort(-1).values for result in router(hidden))
-    _, wanted_weights, wanted = theirs(hidden)
+    _, wanted_weights, wanted = theirs(hidden.flatten(0, 1))
     assert torch.equal(chosen, wanted.sort(-1).values)
     # Qwen rounds the weights to bfloat16.
     torch.testing.assert_close(weights.to(wanted_weights.dtype), wanted_weights.sort(-1).values)

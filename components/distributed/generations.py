@@ -1,0 +1,204 @@
+"""
+Generations: agreement on the processes that continue after a loss, and on new ones that join.
+
+After a loss, all live ranks break their collectives, unwind, and meet in the launch's store. The first rank that sees
+every other one as arrived or lost proposes the next generation's members, and all ranks use the proposal in the store,
+so that no two groups exist. Processes that start later, and ranks in incomplete replicas, are spares: they wait in the
+store, and form new replicas as soon as they are enough.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.components.distributed.torchrun import get_machine_id
+
+TICK = 0.02  # seconds between two looks into the store
+WAITING_TICK = 0.1  # the same for a spare
+CURRENT = "current_generation"
+"""Key in the launch's store: the newest generation of the launch's run."""
+
+
+@attrs.frozen
+class RunProcess:
+    """A process: its machine (`torchrun.get_machine_id`), and its id there."""
+
+    machine: str
+    pid: int
+
+    @classmethod
+    def here(cls) -> "RunProcess":
+        """Return this process."""
+        return cls(get_machine_id() if hasattr(os, "pidfd_open") else "", os.getpid())
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended; False if it is on another machine."""
+        return self.machine == RunProcess.here().machine and not Path(f"/proc/{self.pid}").exists()
+
+
+@attrs.frozen
+class ReplicaShape:
+    """A replica's ranks: pipeline stages × ranks in a stage. Only replica counts in `counts` can share the work."""
+
+    stages: int
+    width: int
+    counts: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """Ranks in a replica."""
+        return self.stages * self.width
+
+    def ranks(self, count: int) -> list[list[int]]:
+        """Return each replica's ranks among `count` replicas, in the mesh's numbering, where the stage comes first."""
+        return [
+            [
+                (stage * count + replica) * self.width + number
+                for stage in range(self.stages)
+                for number in range(self.width)
+            ]
+            for replica in range(count)
+        ]
+
+
+@attrs.frozen
+class Generation:
+    """A run's processes by rank, between two changes; `run` is the run's unique name in the store."""
+
+    run: str
+    number: int
+    members: Sequence[RunProcess]
+    shape: ReplicaShape | None = None
+
+    @property
+    def name(self) -> str:
+        """This generation's prefix in the store."""
+        return f"{self.run}/{self.number}"
+
+    def to_json(self) -> str:
+        """Return the generation as JSON."""
+        return json.dumps(attrs.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Generation":
+        """Return the generation in a JSON text."""
+        values = json.loads(text)
+        shape = values.pop("shape")
+        members = [RunProcess(**member) for member in values.pop("members")]
+        return cls(**values, members=members, shape=shape and ReplicaShape(**shape))
+
+    def set_rank_variables(self, rank: int) -> None:
+        """Set RANK and WORLD_SIZE in the environment, as torchrun would; LOCAL_RANK keeps its device."""
+        os.environ["RANK"] = str(rank)
+        os.environ["WORLD_SIZE"] = str(len(self.members))
+
+    def choose_members(self, lost: Set[int], spares: Iterable[RunProcess]) -> list[RunProcess]:
+        """
+        Return the next generation's members by rank: as many replicas as possible that can share the work.
+
+        Complete replicas come first; live ranks in incomplete ones and `spares` form new replicas. Empty without a
+        complete replica, whose memory has the weights.
+        """
+        if self.shape is None:
+            return []
+        size = self.shape.size
+        complete: list[list[RunProcess]] = []
+        pool: list[RunProcess] = []
+        for ranks in self.shape.ranks(len(self.members) // size):
+            live = [self.members[rank] for rank in ranks if rank not in lost]
+            if len(live) == size:
+                complete.append(live)
+            else:
+                pool += live
+        pool += spares
+        new = [pool[start : start + size] for start in range(0, len(pool) - size + 1, size)]
+        replicas = [*complete, *new]
+        count = max((count for count in self.shape.counts if count <= len(replicas)), default=0)
+        if not complete or not count:
+            return []
+        placed = {
+            rank: member
+            for ranks, replica in zip(self.shape.ranks(count), replicas, strict=False)
+            for rank, member in zip(ranks, replica, strict=True)
+        }
+        return [placed[rank] for rank in range(count * size)]
+
+
+@attrs.frozen
+class Spares:
+    """A run's spares in the launch's store, with numbers from 1."""
+
+    store: Any
+
+    def register(self, member: RunProcess) -> int:
+        """Add a spare, and return its number."""
+        number: int = self.store.add("spares", 1)
+        self.store.set(f"spare/{number}", json.dumps(attrs.asdict(member)))
+        return number
+
+    def waiting(self) -> dict[int, RunProcess]:
+        """Return the live spares that were not admitted yet, by number."""
+        last: int = self.store.add("spares", 0)
+        numbers = [
+            number
+            for number in range(1, last + 1)
+            if self.store.check([f"spare/{number}"]) and not self.store.check([f"admitted/{number}"])
+        ]
+        spares = {number: RunProcess(**json.loads(self.store.get(f"spare/{number}"))) for number in numbers}
+        return {number: spare for number, spare in spares.items() if not spare.has_ended()}
+
+    def admit(self, numbers: Iterable[int], generation: Generation) -> None:
+        """Tell spares that they are members in this generation; a second call changes nothing."""
+        for number in numbers:
+            self.store.set(f"admitted/{number}", generation.to_json())
+
+    def await_admission(self, number: int, is_alive: Callable[[], bool]) -> Generation | int | None:
+        """
+        Wait until a spare is admitted, and return its generation.
+
+        Return the run's exit code if the run has ended, and None if `is_alive` has returned False.
+        """
+        while not self.store.check([f"admitted/{number}"]):
+            if self.store.check(["ended"]):
+                return int(self.store.get("ended"))
+            if not is_alive():
+                return None
+            time.sleep(WAITING_TICK)
+        return Generation.from_json(self.store.get(f"admitted/{number}").decode())
+
+    def end(self, exit_code: int) -> None:
+        """Tell all spares that the run has ended with this exit code."""
+        self.store.set("ended", str(exit_code))
+
+
+def agree_on_generation(
+    generation: Generation,
+    rank: int,
+    store: Any,
+    spares: Spares,
+    losses: Callable[[], Mapping[int, str]],
+    is_over: Callable[[], bool],
+) -> Generation | None:
+    """
+    Return the next generation, equal on all live ranks; None if no replica is complete, or if `is_over`.
+
+    `store` is this generation's. `losses` returns the lost ranks, which may grow meanwhile. Raises RuntimeError if the
+    store is gone.
+    """
+    store.set(f"joined/{rank}", b"1")
+    everyone = range(len(generation.members))
+    while any(other not in losses() and not store.check([f"joined/{other}"]) for other in everyone):
+        if is_over():
+            return None
+        time.sleep(TICK)
+    members = generation.choose_members(losses().keys(), spares.waiting().values())
+    following = attrs.evolve(generation, number=generation.number + 1, members=members)
+    chosen = Generation.from_json(store.compare_set("following", "", following.to_json()).decode())
+    # every rank does this, because the one that has proposed may be lost meanwhile
+    spares.admit([number for number, spare in spares.waiting().items() if spare in chosen.members], chosen)
+    return chosen if chosen.members else None

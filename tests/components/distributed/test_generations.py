@@ -1,0 +1,109 @@
+"""Agreement on the ranks that continue after a loss, and on the spares that join them."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from drawloom.components.distributed.generations import (
+    Generation,
+    ReplicaShape,
+    RunProcess,
+    Spares,
+    agree_on_generation,
+)
+from drawloom.components.distributed.mesh_layout import Layout
+
+SPARES = [RunProcess("elsewhere", 100), RunProcess("elsewhere", 101)]
+
+
+def _generation(ranks: int, stages: int, width: int, counts: set[int]) -> Generation:
+    """Return a generation of processes on another machine, whose ids are their ranks."""
+    return Generation(
+        "run", 0, [RunProcess("elsewhere", rank) for rank in range(ranks)], ReplicaShape(stages, width, [*counts])
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "spares", "counts", "members"),
+    [
+        ({5}, 0, {1, 2, 3, 4}, [0, 2, 3, 4, 6, 7]),  # replica (1, 5) is incomplete, and rank 1 alone is none
+        ({5}, 0, {1, 2, 4}, [0, 2, 4, 6]),  # three replicas can't share the work, and the last one leaves
+        ({5}, 1, {1, 2, 3, 4}, [0, 2, 3, 1, 4, 6, 7, 100]),  # rank 1 and a spare are a new replica
+        ({5, 6}, 0, {1, 2, 3, 4}, [0, 3, 1, 4, 7, 2]),  # the rest of two replicas is a new one
+        (set[int](), 2, {1, 2, 3, 4}, [*range(8)]),  # there is no work for a fifth one
+        ({0, 1, 2}, 0, {1, 2}, [3, 4, 7, 5]),
+        ({0, 5, 2, 7}, 2, {1, 2, 3, 4}, []),  # no rank has the weights of a whole replica
+        ({5}, 0, set[int](), []),
+    ],
+)
+def test_complete_replicas_continue_and_spares_fill_new_ones(
+    lost: set[int], spares: int, counts: set[int], members: list[int]
+) -> None:
+    """Replicas are columns of two pipeline stages of four ranks."""
+    chosen = _generation(8, 2, 1, counts).choose_members(lost, SPARES[:spares])
+    assert [member.pid for member in chosen] == members
+
+
+def test_replica_shapes_number_ranks_like_the_mesh() -> None:
+    """The ranks of a replica are those that differ in all dimensions but data_replicate."""
+    sizes = {"pipeline": 2, "data_replicate": 3, "data_shard": 2, "context": 1, "tensor": 2}
+    ranks = Layout(sizes).list_rank_sets("pipeline", "data_shard", "context", "tensor")
+    assert ReplicaShape(2, 4, [3]).ranks(3) == ranks
+
+
+def _agree(store: Any, rank: int, lost: list[int], is_over: bool = False) -> list[int]:
+    generation = _generation(4, 1, 1, {1, 2, 3, 4})
+    following = agree_on_generation(
+        generation, rank, store, Spares(store), lambda: dict.fromkeys(lost, "is gone"), lambda: is_over
+    )
+    assert following is None or following.number == 1
+    return [member.pid for member in following.members] if following else []
+
+
+def test_live_ranks_agree_even_if_one_is_lost_meanwhile() -> None:
+    """Rank 1 arrives and is then killed, and rank 2 never arrives; all live ranks get the same list."""
+    store, lost = HashStore(), [3]
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(_agree, store, rank, lost) for rank in (0, 1)]
+        lost.append(2)
+        zero, one = (answer.result(10) for answer in waiting)
+    assert zero == one == [0, 1]
+    assert _agree(store, 0, [1, 2, 3]) == [0, 1]  # the first proposal counts
+
+
+def test_agreement_ends_when_it_is_over() -> None:
+    """A rank waiting in vain for another one returns no generation."""
+    assert _agree(HashStore(), 0, [], is_over=True) == []
+
+
+def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
+    """Of two spares the live one is admitted with its generation; a later one gets the run's exit code."""
+    store = HashStore()
+    spares = Spares(store)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        spares.register(RunProcess(RunProcess.here().machine, process.pid))
+    number = spares.register(RunProcess.here())
+    assert spares.waiting() == {number: RunProcess.here()}
+    assert spares.await_admission(number, lambda: False) is None
+    for rank in range(4):
+        store.set(f"joined/{rank}", "1")
+    assert _agree(store, 0, [2]) == [0, 1, 3, os.getpid()] and spares.waiting() == {}
+    generation = spares.await_admission(number, lambda: True)
+    assert isinstance(generation, Generation) and generation.members[3] == RunProcess.here()
+    spares.end(3)
+    assert spares.await_admission(spares.register(SPARES[0]), lambda: True) == 3
+
+
+def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment describes the new launch, and JSON keeps every field."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "7")
+    generation = _generation(3, 1, 1, {3})
+    generation.set_rank_variables(2)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("2", "3")
+    assert Generation.from_json(generation.to_json()) == generation

@@ -1,0 +1,68 @@
+"""Runs in float8 on a GPU: kept weights, gathers in float8, CUDA graphs and experts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.gpu import drawloom_run
+from support.runs import series
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("runs")]
+
+COMMON = (
+    *("tiny.toml", "randomness.deterministic=true", "trainer.steps=6", "trainer.on_finish=[]", "batch.micro_size=2"),
+    *("model.hidden_size=64", "model.head_dim=32", "model.num_attention_heads=4", "model.num_key_value_heads=2"),
+    *("model.intermediate_size=128", "vars.length=128", "precision.compute=bfloat16", "precision.linear=float8"),
+)
+EXPERTS = (
+    *("model.use=model.qwen3.moe", "model.num_hidden_layers=2"),
+    *("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=64"),
+)
+MODELS = {"dense": (), "experts": EXPERTS}
+
+
+def losses_of_run(folder: Path, name: str, *words: str, processes: int = 1) -> list[tuple[Any, ...]]:
+    """Run the recipe, and return the steps' losses and gradient norms."""
+    outcome = drawloom_run(folder, *COMMON, f"run.name={name}", *words, processes=processes)
+    assert outcome.code == 0, outcome.text
+    return series(folder / "runs" / name, "loss", "grad_norm")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_rounded_once_a_step_change_no_bit(folder: Path, model: str) -> None:
+    """
+    Weights that keep their float8 elements give the bits of weights rounded in every pass, also after AdamW's launch,
+    and CUDA graphs read the elements of the last update.
+    """
+    words = MODELS[model]
+    plain = losses_of_run(folder, "pass", *words)
+    assert len(plain) == 6 and plain[-1][0] < plain[0][0]
+    assert losses_of_run(folder, "step", *words, "precision.linear_weights=step") == plain
+    for rounding in ("pass", "step"):
+        graphs = losses_of_run(
+            folder, f"graphs_{rounding}", *words, "stages.capture=true", f"precision.linear_weights={rounding}"
+        )
+        for mine, other in zip(graphs, plain, strict=True):
+            assert list(mine) == pytest.approx(list(other), rel=2e-3)
+
+
+def test_weights_gathered_in_float8_give_the_same_losses(folder: Path) -> None:
+    """Two ranks that gather elements and exponents compute the same as ranks that gather bfloat16, and one process."""
+    one = losses_of_run(folder, "one")
+    shards = {
+        gather: losses_of_run(folder, gather, "mesh.data_shard=2", f"precision.gather={gather}", processes=2)
+        for gather in ("compute", "float8")
+    }
+    for mine, other, alone in zip(shards["float8"], shards["compute"], one, strict=True):
+        assert list(mine) == pytest.approx(list(other), rel=1e-5)
+        assert list(mine) == pytest.approx(list(alone), rel=2e-2)
+
+
+def test_experts_on_two_ranks_have_the_losses_of_one_process(folder: Path) -> None:
+    """Ranks that partition experts in float8, through rows that a dispatcher copied, agree up to rounding."""
+    one = losses_of_run(folder, "one", *EXPERTS)
+    words = (*EXPERTS, "mesh.data_shard=2", "mesh.expert=2", 'stages.dispatcher={use="experts.all_to_all"}')
+    two = losses_of_run(folder, "two", *words, processes=2)
+    for mine, other in zip(two, one, strict=True):
+        assert list(mine) == pytest.approx(list(other), rel=2e-2)
