@@ -344,7 +344,9 @@ class ProgramExecutor:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = build_program_for_lowering(self.schedule, rank, ranks, microbatches)
             check_ranks_have_equal_programs(program, rank, self.mesh.pipeline_group)
-            actions, policies = self._lower_to_actions(program, self.stages.local), program.recompute
+            offloaded = frozenset(stage.index for stage in self.stages.local if stage.offload)
+            actions = self._lower_to_actions(attrs.evolve(program, offloaded=offloaded), self.stages.local)
+            policies = program.recompute
             local = [
                 attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
                 for stage in self.stages.local
@@ -361,8 +363,7 @@ class ProgramExecutor:
 
     def _lower_to_actions(self, program: Program, local: Sequence[Stage]) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
-        offloaded = {stage.index for stage in local if stage.offload}
-        line = insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), offloaded)
+        line = insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), program.offloaded)
         shards = {stage.index: stage.shards for stage in local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.by_block}
         by_microbatch = {index for index, shard in shards.items() if shard.by_microbatch}

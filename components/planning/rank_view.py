@@ -183,8 +183,9 @@ class RankView:
     def _update_seconds(self, device: DeviceModel) -> float:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes = self.bytes_by_kind
+        state = self.host_bytes or sizes.get("optimizer_state", 0)
         traffic: float = self.gradient_passes * sizes.get("gradients", 0)
-        traffic += 2 * self._weight_bytes_to_update + 2 * sizes.get("optimizer_state", 0)
+        traffic += 2 * self._weight_bytes_to_update + 2 * state
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         products = self.update_flops / device.product_rate(torch.bfloat16)
         # State in host memory is streamed in both directions at once, while the device updates.

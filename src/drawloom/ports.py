@@ -106,6 +106,11 @@ from drawloom.components.ports.memory import (
     Transfers as Transfers,
     memory_by_kind as memory_by_kind,
 )
+from drawloom.components.ports.memory_policy import (
+    MemoryChoice as MemoryChoice,
+    MemoryPolicy as MemoryPolicy,
+    StateLocation as StateLocation,
+)
 from drawloom.components.ports.model import (
     HasCostKey as HasCostKey,
     KeepsConfig as KeepsConfig,

@@ -463,6 +463,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
     "listeners.replay": lambda folder: {"listeners": {"replay": {"use": "listeners.replay", "every": 1}}},
     "planning.check": lambda folder: {"listeners": {"plan": {"use": "planning.check"}}},
+    "planning.memory": lambda folder: {"stages": {"memory": {"use": "planning.memory"}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""
 

@@ -484,6 +484,14 @@ def plan_refuses(use: str, values: Values, folder: Path) -> Any:
     return False
 
 
+def memory_choices(use: str, values: Values, folder: Path) -> Any:
+    """Return a plan's choice, or None if the run does not fit."""
+    optimizer = {"use": "optim.stochastic_adamw", "lr": 1e-3, "memory": "@memory", "slot_bytes": 4096}
+    tables = {"memory": {"use": use, **values}, "stages": {"memory": "@memory"}, "optimizer": optimizer}
+    planned = plan(_recipe(folder, **tables), find_device_model("cpu"))
+    return planned.choice if planned.fits else None
+
+
 def traces_of_run(use: str, values: Values, folder: Path) -> Any:
     """Return the traces of a run of six steps, and whether they show memory."""
     edges: Values = {"device": ComputeDevice(kind="cpu"), "stages": Every()}
