@@ -28,7 +28,11 @@ class FullTuning:
     )
 
     def inject(self, module: nn.Module) -> Collection[str]:
-        """Thaw the parameters matching a pattern. Raises UserError for a parameter in a layer with an adapter."""
+        """
+        Thaw the parameters matching a pattern; return the patterns that matched.
+
+        Raises UserError for a parameter in a layer with an adapter.
+        """
         matched: set[str] = set()
         layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, AdaptedLayer)}
         # An adapter of a tied head adapts the embedding's table.

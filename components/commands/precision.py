@@ -63,7 +63,7 @@ class PrecisionResult(Result):
 
 
 def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
-    """Measure, and write the overlay if asked."""
+    """Train briefly, measure the gradients' errors with float8 by layer, and write an overlay with --to."""
     if options.to is not None and options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)

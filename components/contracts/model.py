@@ -65,7 +65,7 @@ def attention_supports_scale_softcap_and_sinks(kernels: Kernels) -> None:
     """
     Scores have a scale and a softcap, sinks are scores for keys without values, and values have any width.
 
-    Options have the same result for rows of one document.
+    A mask for whole rows and one for documents have the same result for rows of one document.
     """
     q, k, v, sinks = (
         _random_tensor(2, 6, 4, 8),

@@ -49,7 +49,7 @@ class TensorRanks:
         """
         if self.size == 1:
             return hidden
-        gathered = _apply_collective(hidden, self.group, _gather, _reduce_scatter)
+        gathered = _apply_collective(hidden, self.group, _gather_first_dimension, _reduce_scatter)
         return gathered if shape is None else _unpad(gathered, shape)
 
     def gather_tokens_for_all(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
@@ -60,7 +60,7 @@ class TensorRanks:
         """
         if self.size == 1:
             return hidden
-        return _unpad(_apply_collective(hidden, self.group, _gather, _select_share), shape)
+        return _unpad(_apply_collective(hidden, self.group, _gather_first_dimension, _select_share), shape)
 
     def reduce_scatter_tokens(self, partial: Tensor) -> Tensor:
         """Sum (..., width) over the ranks and return the sum as split tokens."""
@@ -70,7 +70,7 @@ class TensorRanks:
         padding = -len(tokens) % self.size
         if padding:
             tokens = nn.functional.pad(tokens, (0, 0, 0, padding))
-        return _apply_collective(tokens, self.group, _reduce_scatter, _gather)
+        return _apply_collective(tokens, self.group, _reduce_scatter, _gather_first_dimension)
 
     def copy_to_ranks(self, tensor: Tensor) -> Tensor:
         """
@@ -223,7 +223,7 @@ def _alias_tensor(tensor: Tensor, group: Group) -> Tensor:
     return tensor.view_as(tensor)  # a Function must not return its input itself
 
 
-def _gather(part: Tensor, group: Group) -> Tensor:
+def _gather_first_dimension(part: Tensor, group: Group) -> Tensor:
     """Gather (n, ...) from all ranks: (size * n, ...)."""
     if part.is_meta:
         return emulate_collective(

@@ -103,7 +103,7 @@ class Rollout:
             (step.state["rollouts"],) = self._sample(step, step.index)
             return
         if self._held is None:
-            self._held = self._gather(self._sample(step, 1))
+            self._held = self._collect_from_ranks(self._sample(step, 1))
         else:
             step.state.split(len(self.batching.microbatch_positions(1)), STEP_SPECS)
         numbers = self._number_prompts(1)
@@ -138,7 +138,7 @@ class Rollout:
         ]
         return [[attrs.evolve(part, temperature=self.rollouts.temperature) for part in parts] for parts in scored]
 
-    def _gather(self, minibatches: Sequence[Sequence[Scored]]) -> HeldRollout:
+    def _collect_from_ranks(self, minibatches: Sequence[Sequence[Scored]]) -> HeldRollout:
         """Return all ranks' completions, in the order of the prompts. A collective."""
         length = torch.tensor(max(part.completions.tokens.shape[1] for parts in minibatches for part in parts))
         self.mesh.data_group.max(length)

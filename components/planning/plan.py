@@ -235,7 +235,7 @@ class Planner:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
         schedule = self.objects[self.nodes.schedule_node]
         if embeds_on_every_rank(schedule):
-            text = "a plan does not support embedding and head on every rank; use the plan with schedule.use = "
+            text = "a plan does not support embedding and head on every rank; plan with schedule.use = "
             raise UserError(f'{self.nodes.schedule_node}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
         rows, microbatches = self.nodes.divide_step_into_microbatches(self.mesh)
         try:
@@ -310,7 +310,7 @@ class Planner:
 
     def _build_cost_table(self, views: Sequence["RankView"], costs: Mapping[int, StageCosts]) -> CostTable:
         """Return the seconds of passes, messages and copies to host memory."""
-        exchanges = [view.estimate_replica_times(self.device) for view in views]
+        exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
         return cost_table(costs, exchanges, self._estimate_message_seconds(costs), self.device.host_link)
 
     def _plan_stages(
@@ -324,7 +324,7 @@ class Planner:
         precision = self.objects[self.nodes.precision_node]
         document_rows = self._describe_microbatch_rows(microbatch_rows)
         tokens = self.nodes.global_batch_size * self.nodes.rows_and_tokens_made_by_phase[0] * self.nodes.sequence_length
-        exchanges = [view.estimate_replica_times(self.device) for view in views]
+        exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
         table = self._build_cost_table(views, costs)
         frozen = set[str]().union(*(view.frozen_names for view in views))
         return Plan(

@@ -125,7 +125,7 @@ class RankView:
         sizes = {"batches": batch_bytes, "messages": messages, "libraries": device.workspace}
         return {name: size for name, size in sizes.items() if size}
 
-    def estimate_replica_times(self, device: DeviceModel) -> ReplicaTimes:
+    def estimate_sync_and_update_times(self, device: DeviceModel) -> ReplicaTimes:
         """Return the seconds for gathers, reductions and the update: in every pass, or once a step."""
         gathers = {} if self.shard_store is None else self._gather_seconds_by_stage(self.shard_store, device)
         by_block = self.shard_store is not None and self.shard_store.by_block

@@ -153,7 +153,7 @@ class Signals:
         self._finishing = self._raises = True
         try:
             if self._received:
-                self._raise(self._received)
+                self._raise_stopped(self._received)
             yield
         finally:
             self._raises = False
@@ -162,9 +162,9 @@ class Signals:
         """Record a signal, and raise StoppedError after training. Runs in the main thread, perhaps late."""
         self._received = self._received or number
         if self._raises:
-            self._raise(number)
+            self._raise_stopped(number)
 
-    def _raise(self, number: int) -> NoReturn:
+    def _raise_stopped(self, number: int) -> NoReturn:
         self._raises = False  # a later signal interrupts no cleanup; it ends the process
         log.info("stopped by signal %d after training; the same command completes the run", number)
         raise StoppedError(number)

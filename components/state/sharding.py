@@ -177,10 +177,10 @@ def _unshard_leaf(values: list[Any], spec: SpecTree, path: str) -> Any:
     if list in kinds:
         _count_elements(values[0], spec, path)
         return [item for value in values for item in value]
-    return _unshard_tensors(values, spec, path)
+    return _join_microbatch_tensors(values, spec, path)
 
 
-def _unshard_tensors(values: list[Any], spec: Shard | Stack, path: str) -> Tensor:
+def _join_microbatch_tensors(values: list[Any], spec: Shard | Stack, path: str) -> Tensor:
     is_stack = isinstance(spec, Stack)
     _check_dimension(values[0], spec, is_stack, path)
     try:

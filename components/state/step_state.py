@@ -164,7 +164,7 @@ class StepState:
     def on_host(self, key: str) -> Any:
         """Return a value of the global view with its tensors on the CPU; waits for their copy. Any thread may call."""
         self.copy_to_host()
-        copies = dict(self._iterate_copies())
+        copies = dict(self._iterate_host_copies_by_id())
         return map_leaves(lambda leaf: copies.get(id(leaf), leaf), self[key])
 
     def number(self, key: str) -> float:
@@ -185,7 +185,7 @@ class StepState:
         for value in self._written.values():
             yield from (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor) and self.is_remote(leaf))
 
-    def _iterate_copies(self) -> Iterator[tuple[int, Tensor]]:
+    def _iterate_host_copies_by_id(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
         for tensors, copy in self._copies:
             rest = dict(copy.read())

@@ -160,7 +160,7 @@ def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), spread, _gather_tensors),))
 
 
-def gather(name: str) -> Mapper:
+def gather_dtensor(name: str) -> Mapper:
     """All-gather a DTensor to its full tensor, a collective over its mesh; an ordinary tensor is unchanged."""
     return Mapper((TensorGroup((name,), (name,), _gather_tensors),))
 

@@ -110,7 +110,7 @@ def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
             raise ValueError(f"it has more than {MAX_JSON_SIZE} bytes")
         record = parse_strictly(text, most=MAX_PARTS)
         if record.pop("digest") != hash_canonical(record):
-            raise ValueError("checksum mismatch")
+            raise ValueError("its digest does not match its content")
         if (record["format"], record["rank"]) != (FORMAT, rank):
             raise ValueError(
                 f"it is rank {record['rank']}'s in format {record['format']}, not rank {rank}'s in format {FORMAT}"

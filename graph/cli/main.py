@@ -72,7 +72,7 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
         raise UserError("the current folder has been removed; change to another one")
     rest, words = split_off_overrides(arguments)
     parser = _make_parser(project, rest)
-    _refuse_mistyped_arguments(parser, rest)
+    _refuse_unknown_command_and_spaced_equals(parser, rest)
     options = parser.parse_args(rest)
     options.words, options.console = words, console
     options.read_result_schema = partial(read_result_schema, project)
@@ -121,7 +121,7 @@ def read_result_schema(project: Project, command: str) -> Schema:
     return make_result_schema(command, classes)
 
 
-def _refuse_mistyped_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+def _refuse_unknown_command_and_spaced_equals(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
     """Refuse two typing errors for which argparse prints no useful hint."""
     commands = next(action.choices for action in parser._actions if action.dest == "command")
     if arguments and arguments[0][:1] != "-" and commands and arguments[0] not in commands:

@@ -83,7 +83,9 @@ class ValueConverter:
         converter.register_structure_hook_func(lambda kind: union_members(kind) != [kind], self._structure_union)
         converter.register_structure_hook_func(lambda kind: _type_origin(kind) is tuple, self._structure_tuple)
         converter.register_structure_hook_factory(_is_array, _make_array_hook)
-        converter.register_structure_hook_factory(lambda kind: _type_origin(kind) in (dict, Mapping), _make_table_hook)
+        converter.register_structure_hook_factory(
+            lambda kind: _type_origin(kind) in (dict, Mapping), _make_mapping_hook
+        )
         converter.register_structure_hook_factory(_is_class, self._make_class_hook)
         for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and their subclasses
             converter.register_structure_hook(kind, _structure_scalar)
@@ -229,7 +231,7 @@ def _make_array_hook(kind: Any, converter: Converter) -> Hook:
     )
 
 
-def _make_table_hook(kind: Any, converter: Converter) -> Hook:
+def _make_mapping_hook(kind: Any, converter: Converter) -> Hook:
     return _make_container_hook(dict, mapping_structure_factory(kind if typing.get_args(kind) else dict, converter))
 
 

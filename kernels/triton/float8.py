@@ -474,7 +474,7 @@ def _round_block(values, inverse, at, inside):
 
 
 @triton.jit
-def _raise_maxima(most, rounded, shift):
+def _update_column_maxima(most, rounded, shift):
     """Return column maxima in bfloat16, which takes half the registers: float8 times powers of two are exact."""
     return tl.maximum(most, tl.abs(rounded.to(tl.float32)) * shift).to(tl.bfloat16)
 
@@ -526,9 +526,9 @@ def _quantize_kernel(
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            most = _raise_maxima(most, rounded, shift)
+            most = _update_column_maxima(most, rounded, shift)
             if REST:
-                rest_most = _raise_maxima(rest_most, rest_rounded, shift)
+                rest_most = _update_column_maxima(rest_most, rest_rounded, shift)
     if parts is not None:
         tl.store(parts + program * width + column, tl.maximum(most.to(tl.float32), not_finite), mask=inside)
         if REST:
@@ -592,11 +592,11 @@ def _swiglu_gradient_kernel(
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            gate_most = _raise_maxima(gate_most, gate_rounded, shift)
-            up_most = _raise_maxima(up_most, up_rounded, shift)
+            gate_most = _update_column_maxima(gate_most, gate_rounded, shift)
+            up_most = _update_column_maxima(up_most, up_rounded, shift)
             if REST:
-                rest_gate_most = _raise_maxima(rest_gate_most, rest_gate_rounded, shift)
-                rest_up_most = _raise_maxima(rest_up_most, rest_up_rounded, shift)
+                rest_gate_most = _update_column_maxima(rest_gate_most, rest_gate_rounded, shift)
+                rest_up_most = _update_column_maxima(rest_up_most, rest_up_rounded, shift)
     if parts is not None:
         at = parts + program * (2 * width)
         tl.store(at + column, tl.maximum(gate_most.to(tl.float32), not_finite), mask=inside)

@@ -12,7 +12,7 @@ from drawloom.graph import UserError
 
 @attrs.frozen
 class TextPart:
-    """A few text files. Invalid UTF-8 raises UserError, or is replaced by U+FFFD if `replace`."""
+    """A few text files; each is a document. Invalid UTF-8 raises UserError, or is replaced by U+FFFD if `replace`."""
 
     files: tuple[File, ...]
     replace: bool = False

@@ -73,7 +73,7 @@ def build_architecture_from_settings(
         raise UserError(f"{key}: {why}; write {instead}, or another tokenizer")
     if tokens is not None and new_tokens >= tokens:
         raise UserError(
-            f"new_tokens: {new_tokens} is not less than the tokenizer's {tokens} ids; write a smaller number"
+            f"new_tokens: {new_tokens} of the tokenizer's {tokens} ids can't all be added ones; write a smaller number"
         )
     return architecture
 

@@ -170,13 +170,15 @@ class Auto:
         layers_per_slice, rest = divmod(layers, self._slice_count) if self._slice_count else (1, 0)
         if layers_per_slice > 1 and "blocks" in self.recompute:  # blocks are layers, so slices must be layers
             text = f"recompute.blocks takes a slice for each layer, and {layers} layers have {self._slice_count} slices"
-            raise UserError(f"{text}; write {layers} slices")
+            raise UserError(f"{text}; write {layers} costs in slices, one for each layer")
         sizes = self._find_planned_program(ranks).sizes
         if not self._slice_count:
             return partition_evenly(layers, len(sizes))
         if rest or not layers_per_slice:
             slices = f"{self._slice_count} slices"
-            raise UserError(f"{layers} layers are not divisible into {slices}; write {layers} slices")
+            raise UserError(
+                f"{layers} layers are not divisible into {slices}; write {layers} costs in slices, one for each layer"
+            )
         return tuple(layers_per_slice * size for size in sizes)
 
     def program(self, ranks: int, microbatches: int) -> Program:

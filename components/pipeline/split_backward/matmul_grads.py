@@ -190,7 +190,7 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
     if position not in edges.factors or children.count(factor) > 1 or getattr(node, "_saved_alpha", 1) != 1:
         return None
     side = edges.factors.index(position)
-    if not _needs_backward(children[edges.factors[1 - side]], users):
+    if not _is_visited_by_backward_anyway(children[edges.factors[1 - side]], users):
         return None
     weight = leaf if type(factor) is LEAF else _get_weight_with_graph(node, edges, side)
     other = _find_other_factor(node, edges, 1 - side)
@@ -301,7 +301,7 @@ def _find_other_factor(node: Node, edges: Edges, side: int) -> Saved | None:
     return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else get_recompute_wrapper(variable)
 
 
-def _needs_backward(node: Node | None, users: Users) -> bool:
+def _is_visited_by_backward_anyway(node: Node | None, users: Users) -> bool:
     """Return whether autograd visits a product anyway, because gradients flow on through its other factor."""
     while node is not None and type(node) in _PASSED and node in users:
         node = node.next_functions[0][0]

@@ -15,7 +15,7 @@ from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.weights.load import compute_group_output_specs, convert_tensors, fill_module_from_folder
 from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import distribute, distribute_like, gather, identity, stack
+from drawloom.components.weights.mapper_ops import distribute, distribute_like, gather_dtensor, identity, stack
 from support.processes import run_ranks
 
 WHOLE = torch.arange(15.0).view(5, 3)
@@ -27,7 +27,7 @@ def _spread(mesh: Any) -> dict[str, Any]:
     return {
         "part": part.to_local().tolist(),  # type: ignore[attr-defined]
         "kept": part.to_local().untyped_storage().nbytes(),  # type: ignore[attr-defined]
-        "gathered": convert_tensors(gather("a"), {"a": part})["a"].tolist(),
+        "gathered": convert_tensors(gather_dtensor("a"), {"a": part})["a"].tolist(),
         "back": convert_tensors(mapper.inverse(), {"a": part})["a"].tolist(),
     }
 
@@ -35,7 +35,7 @@ def _spread(mesh: Any) -> dict[str, Any]:
 def _stack_tensors(mesh: Any) -> dict[str, Any]:
     spread = parallel(distribute("a", mesh, [Shard(1)]), distribute("b", mesh, [Shard(1)]))
     tensors = convert_tensors(spread, {"a": WHOLE, "b": WHOLE + 1})
-    mapper = sequential(parallel(gather("a"), gather("b")), stack(["b", "a"], "ba"))
+    mapper = sequential(parallel(gather_dtensor("a"), gather_dtensor("b")), stack(["b", "a"], "ba"))
     kind = compute_group_output_specs(mapper.groups[0], InMemory(tensors).specs())["ba"]
     return {"kind": (kind.shape, str(kind.dtype)), "made": convert_tensors(mapper, tensors)["ba"].tolist()}
 
@@ -95,5 +95,5 @@ def test_sharded_parameters_are_loaded(ranks: list[dict[str, Any]], device: str)
 
 def test_whole_tensors_stay_whole() -> None:
     """Ordinary tensors are unchanged by gather and like, without a process group."""
-    assert convert_tensors(gather("a"), {"a": WHOLE})["a"] is WHOLE
+    assert convert_tensors(gather_dtensor("a"), {"a": WHOLE})["a"] is WHOLE
     assert convert_tensors(distribute_like("a", WHOLE), {"a": WHOLE})["a"] is WHOLE

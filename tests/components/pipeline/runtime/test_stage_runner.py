@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Fourier(Block):
-    """A block from and to complex numbers, real at both ends."""
+    """A stage with complex activations; only the first input and the last output are real."""
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__("residual", ours=number % 2 == 0)

@@ -307,7 +307,7 @@ def test_impossible_settings_are_refused() -> None:
         Auto(slices=[1.0] * 3).stage_to_rank(4)
     with pytest.raises(UserError, match=r"slices has 4 values, and activations has 5; write as many values in both"):
         Auto(slices=[1.0] * 4, activations=[1.0] * 5).stage_to_rank(4)
-    with pytest.raises(UserError, match=r"6 layers are not divisible into 4 slices; write 6 slices"):
+    with pytest.raises(UserError, match=r"6 layers are not divisible into 4 slices; write 6 costs in slices"):
         Auto(slices=[1.0] * 4).layers_by_stage(2, 6)
     with pytest.raises(ValueError, match=r"slices: \[1, 2, 3\] has 3 times; write one number, or 4, for F, B, I, W"):
         Auto(slices=[[1, 2, 3]])
@@ -321,7 +321,7 @@ def test_recomputation_by_block_needs_slices_of_one_layer() -> None:
     """One of several slices is not one of several layers: memory would be counted wrong."""
     made = Auto(slices=[1.0] * 6, trials=5, recompute={"blocks": Recomputation(again=0.9, kept=0.15)})
     assert sum(made.layers_by_stage(2, 6)) == 6
-    with pytest.raises(UserError, match="write 12 slices"):
+    with pytest.raises(UserError, match="write 12 costs in slices"):
         made.layers_by_stage(2, 12)
 
 

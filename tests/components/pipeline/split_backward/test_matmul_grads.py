@@ -250,7 +250,7 @@ def test_gradients_of_tensors_computed_from_a_weight_are_complete(
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_convolution_has_the_bits_of_a_full_pass(bias: bool) -> None:
-    """In float32, whose convolutions sum the bias's gradient in an order of their own, also over microbatches."""
+    """Split passes have the bits of a full pass in float32, though its bias's gradient has its own order."""
     layers = {name: nn.Conv2d(8, 8, 3, padding=1, bias=bias).float() for name in "ab"}
     stage = Stage(lambda s, x: s.b(s.a(x).relu()), **layers)
     inputs = [torch.randn(3, 8, 9, 9, dtype=torch.float32, requires_grad=True)]
