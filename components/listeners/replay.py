@@ -28,7 +28,7 @@ from drawloom.graph.wiring.node import NodeView
 log = logging.getLogger("drawloom.run")
 
 Digests = dict[str, str]
-"""Hashes of a microbatch's activations and their gradients by name, in the order in which they were computed."""
+"""Hashes of a microbatch's activations and their gradients by name, in the order of computation."""
 
 BACKWARD = "the gradient"
 """Start of the names from the backward pass."""
@@ -252,7 +252,7 @@ def _choose_suspects(tensor: str, values: Sequence[tuple[int, str | None]]) -> R
 
 def describe_difference(step: int, verified_step: int, by_stage: Sequence[tuple[int, ReplayDifference]]) -> str:
     """
-    Return a message about the earliest of the differences, which are given with their pipeline ranks.
+    Return a message about the earliest difference; `by_stage` has all with their pipeline ranks.
 
     `verified_step` is the last step whose replay had no difference, 0 without any.
     """
