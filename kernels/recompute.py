@@ -249,8 +249,8 @@ class _Rerun(_Repeatable):
         finally:
             now.restore()
         raise RuntimeError(
-            f"the forward pass saved {len(self.parts)} tensors, and its recomputation {number + 1}; a recomputed "
-            "function must do the same in both passes"
+            f"recomputation saved only {number + 1} of the {len(self.parts)} tensors that the forward pass saved; a "
+            "recomputed function must do the same in both passes"
         )
 
 

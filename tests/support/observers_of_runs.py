@@ -89,6 +89,14 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
         return parameters
 
 
+def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:
+    """Return a frozen model's weights, all of them added up."""
+    teacher = {"use": use, "model": {"use": "model.auto", "path": str(Path("exported").absolute())}, **values}
+    with _recipe(folder, teacher=teacher, loss={"use": "loss.distill"}).open(only="teacher") as objects:
+        (stage,) = objects["teacher"].forward_stages.local
+        return sum(float(parameter.double().sum()) for parameter in stage.module.parameters())
+
+
 def count_recomputations(use: str, values: Values, folder: Path) -> Any:
     """Count how often each layer's first norm runs in a step of one microbatch."""
     runs = Counter[int]()
@@ -474,6 +482,14 @@ def plan_refuses(use: str, values: Values, folder: Path) -> Any:
         except UserError:
             return True
     return False
+
+
+def memory_choices(use: str, values: Values, folder: Path) -> Any:
+    """Return a plan's choice, or None if the run does not fit."""
+    optimizer = {"use": "optim.stochastic_adamw", "lr": 1e-3, "memory": "@memory", "slot_bytes": 4096}
+    tables = {"memory": {"use": use, **values}, "stages": {"memory": "@memory"}, "optimizer": optimizer}
+    planned = plan(_recipe(folder, **tables), find_device_model("cpu"))
+    return planned.choice if planned.fits else None
 
 
 def traces_of_run(use: str, values: Values, folder: Path) -> Any:
