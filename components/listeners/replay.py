@@ -28,7 +28,7 @@ from drawloom.graph.wiring.node import NodeView
 log = logging.getLogger("drawloom.run")
 
 Digests = dict[str, str]
-"""Hashes of a microbatch's activations and their gradients by name, in the order in which they were computed."""
+"""Hashes of a microbatch's activations and their gradients by name, in the order of computation."""
 
 BACKWARD = "the gradient"
 """Start of the names from the backward pass."""
@@ -39,14 +39,15 @@ class ReplayDifference:
     """
     Different results for one microbatch: the first tensor with a difference, and the ranks with results.
 
-    `suspects` are the ranks in the minority; empty if no majority decides. `repeats` is False if a suspect itself got
-    two results.
+    `position` counts the tensors computed before. `suspects` are the ranks in the minority; empty if no majority
+    decides. `repeats` is False if a suspect itself got two results.
     """
 
     tensor: str
     ranks: Sequence[int]
     suspects: Sequence[int]
     repeats: bool = True
+    position: int = 0
 
 
 @component(impact="safe")
@@ -231,12 +232,8 @@ def find_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) 
         name = next((name for name in names if len({digests.get(name) for digests in passes}) > 1), None)
         if name is not None:
             values = [(ranks[computer], digests.get(name)) for computer, digests in zip(computers, passes, strict=True)]
-            differences.append((names.index(name), _choose_suspects(name, values)))
-    if not differences:
-        return None
-    first = min(index for index, _ in differences)
-    decided = [difference for index, difference in differences if index == first and difference.suspects]
-    return decided[0] if decided else next(difference for index, difference in differences if index == first)
+            differences.append(attrs.evolve(_choose_suspects(name, values), position=names.index(name)))
+    return min(differences, key=lambda difference: (difference.position, not difference.suspects), default=None)
 
 
 def _choose_suspects(tensor: str, values: Sequence[tuple[int, str | None]]) -> ReplayDifference:
@@ -252,14 +249,14 @@ def _choose_suspects(tensor: str, values: Sequence[tuple[int, str | None]]) -> R
 
 def describe_difference(step: int, verified_step: int, by_stage: Sequence[tuple[int, ReplayDifference]]) -> str:
     """
-    Return a message about the earliest of the differences, which are given with their pipeline ranks.
+    Return a message about the earliest difference; `by_stage` has all with their pipeline ranks.
 
     `verified_step` is the last step whose replay had no difference, 0 without any.
     """
 
-    def order(item: tuple[int, ReplayDifference]) -> tuple[bool, int]:
+    def order(item: tuple[int, ReplayDifference]) -> tuple[bool, int, int]:
         is_backward = item[1].tensor.startswith(BACKWARD)
-        return is_backward, -item[0] if is_backward else item[0]
+        return is_backward, -item[0] if is_backward else item[0], item[1].position
 
     first = min(map(order, by_stage))
     earliest = [difference for item in by_stage for difference in item[1:] if order(item) == first]

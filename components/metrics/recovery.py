@@ -39,8 +39,8 @@ class Recovery:
     `recovery/repeat`, `detect`, `agree`, `rebuild` and `transfer`: seconds lost when ranks leave or join a run.
 
     If `processes.on_failure` is "continue", the first step afterwards has these values; other steps have none. They are
-    the interrupted step's finished phases, which are computed again; the time until this rank notices the loss; the
-    agreement on the remaining ranks; the reopened graph with new groups; and the state, which is restored or
+    the interrupted step's finished phases, computed again; the time until this rank notices the loss; the
+    agreement on the remaining ranks; the reopened graph with new groups; and the state, restored or
     received. Losses in a row before the repeated step count together. Times are measured on rank 0.
     """
 

@@ -122,12 +122,12 @@ def test_the_rank_without_a_majority_is_a_suspect(
 ) -> None:
     """Three ranks outvote one; with two, only one with two different results is a suspect."""
     difference = find_difference([10, 11, 12][: len(results)], results)
-    assert difference == ReplayDifference("b", difference.ranks, suspects, repeats) if difference else False
+    assert difference == ReplayDifference("b", difference.ranks, suspects, repeats, position=1) if difference else False
     assert find_difference([10, 11, 12], [[OWN] * 3] * 3) is None
 
 
 def test_the_earliest_difference_of_a_pipeline_is_reported() -> None:
-    """A forward pass begins at the first stage, and a backward pass at the last one."""
+    """A forward pass begins at the first stage, and a backward pass at the last one; other ranks see a fault later."""
     forward, backward = "the output of layers.0", "the gradient of the input of layers.0"
     by_stage = [
         (1, ReplayDifference(forward, [2, 3], [3])),
@@ -139,3 +139,6 @@ def test_the_earliest_difference_of_a_pipeline_is_reported() -> None:
     )
     by_stage = [(stage, ReplayDifference(backward, [stage], [stage])) for stage in (0, 1)]
     assert "rank 1 computes a microbatch" in describe_difference(7, 5, by_stage)
+    later = ReplayDifference("the output of layers.3", [0, 2], [0], position=3)
+    text = describe_difference(7, 5, [(0, later), (0, ReplayDifference(forward, [1, 3], [1], position=0))])
+    assert "rank 1 computes a microbatch" in text and forward in text
