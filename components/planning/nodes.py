@@ -18,7 +18,7 @@ from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows
 from drawloom.components.ports.run import Batching, Phase, Restorer, defers_scaling
-from drawloom.components.ports.stages import TrainableStages
+from drawloom.components.ports.stages import FrozenModel, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -117,6 +117,17 @@ class Nodes:
         return self._find_used_nodes(MemoryUser)
 
     @cached_property
+    def frozen(self) -> list[str]:
+        """The nodes with a frozen second model."""
+        return self._find_used_nodes(FrozenModel)
+
+    @property
+    def frozen_models_with_flops(self) -> list[str]:
+        """The frozen second models' nodes, if these models count their FLOPs."""
+        names = [name for frozen in self.frozen for name in self.graph.nodes[frozen].edges["model"].targets]
+        return [name for name in names if name in self.graph.implementers(CountsFlops)]
+
+    @cached_property
     def memory_policy_nodes(self) -> list[str]:
         """The memory policies' nodes; none if settings decide."""
         return self._find_used_nodes(MemoryPolicy)
@@ -140,8 +151,9 @@ class Nodes:
 
     @property
     def nodes_needed_by_stages(self) -> list[str]:
-        """The nodes to which the stages refer."""
-        return [name for edge in self.graph.nodes[self.stages_node].edges.values() for name in edge.targets]
+        """The nodes to which the stages and a frozen second model refer."""
+        stages = [self.graph.nodes[name] for name in (self.stages_node, *self.frozen)]
+        return [*dict.fromkeys(name for node in stages for edge in node.edges.values() for name in edge.targets)]
 
     @property
     def tokenizer_nodes_to_omit(self) -> list[str]:

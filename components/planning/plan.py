@@ -229,6 +229,7 @@ class Planner:
     objects: Mapping[str, Any]
     cache: PlanCache = attrs.field(factory=PlanCache)
     memory_limit: int = 0
+    frozen_bytes: int = attrs.field(init=False, default=0)  # of one microbatch, on the last stage's rank
 
     def plan(self) -> Plan:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
@@ -337,7 +338,7 @@ class Planner:
             costs=costs,
             table=table,
             memory=memory,
-            time=estimate_step_time(program, table, costs, exchanges, self._loss_needs_reference_passes),
+            time=estimate_step_time(program, table, costs, exchanges, self._reference_passes),
             tokens=tokens,
             flops=_count_training_flops(self._model_forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(get_product_key(precision.compute), math.nan),
@@ -345,10 +346,16 @@ class Planner:
         )
 
     @property
-    def _loss_needs_reference_passes(self) -> bool:
-        """Return whether the loss compares the model with forward passes without adapters."""
+    def _reference_passes(self) -> float:
+        """Return a reference model's forward passes per microbatch, in passes of the trained model."""
         loss = self.objects[self.nodes.loss_node]
-        return isinstance(loss, Referenced) and loss.reference == "adapters"
+        if not isinstance(loss, Referenced) or loss.reference not in ("adapters", "model"):
+            return 0.0
+        if loss.reference == "adapters" or self._model_forward_flops is None:
+            return 1.0
+        models = [self.objects[name] for name in self.nodes.frozen_models_with_flops]
+        counts = [sum(model.forward_flops().by_parameter.values()) for model in models]
+        return sum(counts) / sum(self._model_forward_flops.by_parameter.values()) if counts else 1.0
 
     @property
     def _layer_count(self) -> int:
@@ -406,12 +413,15 @@ class Planner:
         container.build()
         stages = container[self.nodes.stages_node]
         stages.outline()
+        frozen = [container[name] for name in self.nodes.frozen]
+        for model in frozen:
+            model.outline()
         users = [container[name] for name in self.nodes.memory_user_nodes]
         sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
         update_flops = sum(user.update_flops() for user in users if isinstance(user, UpdateFlops))
         host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
         passes = 2 if self.device.is_gpu and self.nodes.defers_scaling else 4
-        return RankView(mesh, stages, sizes, passes, update_flops, host_bytes)
+        return RankView(mesh, stages, sizes, passes, update_flops, host_bytes, next(iter(frozen), None))
 
     def _record_stage_costs(
         self, views: Sequence["RankView"], program: Program, rows: int, policies: Sequence[Recompute]
@@ -432,12 +442,15 @@ class Planner:
             fractions=self._estimate_attention(self._describe_microbatch_rows(rows)),
             cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             recordings=self.cache.recordings,
+            frozen_model=views[-1].frozen_model,
         )
         split_stages = {int(stage) for stage in set(program.stage[program.op >= 2].tolist())}
         all_stages = sorted((stage for view in views for stage in view.stages.local), key=lambda stage: stage.index)
         # A cached view may have been made with other policies.
         recomputing = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in all_stages]
-        return {stage.index: meter.costs(stage, stage.index in split_stages) for stage in recomputing}
+        costs = {stage.index: meter.costs(stage, stage.index in split_stages) for stage in recomputing}
+        self.frozen_bytes = meter.frozen_bytes
+        return costs
 
     def _estimate_rank_memory(
         self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]
@@ -447,13 +460,16 @@ class Planner:
             stage.index: view.gradient_bytes_in_backward(stage, program.microbatches) for stage in view.stages.local
         }
         peak = peak_of(program, index, costs, gradients)
+        buffers = view.buffer_bytes_by_kind(costs, self.device, self._count_step_batch_bytes(program.microbatches))
+        if self.frozen_bytes and view.stages.local[-1].span.head:
+            buffers["reference"] = program.microbatches * self.frozen_bytes
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
             persistent=_persistent_bytes_by_kind(view),
             gradients=view.bytes_by_kind.get("gradients", 0),
             whole_gradients=sum(gradients.values()),
             step=peak,
-            buffers=view.buffer_bytes_by_kind(costs, self.device, self._count_step_batch_bytes(program.microbatches)),
+            buffers=buffers,
             final_peak=view.bytes_by_kind.get("gradients", 0) + view.reduction_buffer_bytes(),
             host=view.host_bytes + peak_host_bytes_of(program, index, costs),
         )

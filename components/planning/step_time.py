@@ -21,7 +21,7 @@ class StepTime:
 
     `compute` is the busiest rank's time in forward and backward passes, including `sending`, the collectives inside
     layers; `bubble` is this rank's waiting time, and `offload` the waiting time for activations on the link to host
-    memory. `reference` is the time for forward passes without adapters, if the loss compares the model with them.
+    memory. `reference` is the time for forward passes of a reference model, if the loss compares with one.
     `gather` is the time for gathering parameters and `sync` for reducing gradients, as far as no pass hides them.
     `update` is the time for changing weights; a host slower than the device uses it to issue the next step's passes,
     and this overlap is subtracted.
@@ -96,9 +96,9 @@ def estimate_step_time(
     table: CostTable,
     costs: Mapping[int, StageCosts],
     exchanges: Sequence[ReplicaTimes],
-    reference: bool = False,
+    reference: float = 0.0,
 ) -> StepTime:
-    """Return a step's parts for the busiest rank, with a reference's forward passes if `reference` is set."""
+    """Return a step's parts for the busiest rank, with `reference` more forward passes per microbatch."""
     lengths = table.get_durations(program)
     busy_seconds = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
     compute = max(busy_seconds)
@@ -111,7 +111,7 @@ def estimate_step_time(
         sending=_sum_field(program, costs, busiest, "comm_seconds"),
         bubble=max(0.0, makespan - compute),
         offload=simulate(program, table).makespan - makespan if program.offloaded else 0.0,
-        reference=_forward_seconds(program, table) if reference else 0.0,
+        reference=reference * _forward_seconds(program, table) if reference else 0.0,
         gather=max(times.gathered_once for times in exchanges),
         sync=max(max(0.0, times.reduced_once - last) for times, last in zip(exchanges, last_backwards, strict=True)),
         update=max(0.0, max(times.update for times in exchanges) - max(0.0, host - device)),

@@ -211,7 +211,7 @@ class MaterializedStages:
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         parallel = self._parallelize()
         self._activations = ActivationSpecs(
-            parallel.spans, self._builder.build_for_activations, self._do_layers_keep_shapes
+            parallel.spans, self.builder.build_for_activations, self._do_layers_keep_shapes
         )
         self._set_stages(parallel, self._materialize(parallel))
         for module in parallel.modules.values():
@@ -239,7 +239,7 @@ class MaterializedStages:
         return combine_precision(self.precision, self.model)
 
     @cached_property
-    def _builder(self) -> StageBuilder:
+    def builder(self) -> StageBuilder:
         return StageBuilder(
             model=self.model,
             loss=self.loss,
@@ -256,7 +256,7 @@ class MaterializedStages:
 
     def _parallelize(self) -> ParallelModules:
         """Build this rank's modules on the meta device, split over ranks."""
-        return self._builder.build_local_modules()
+        return self.builder.build_local_modules()
 
     def _create_data_parallel(self, parallel: ParallelModules) -> DataParallel:
         """Return the data parallelism (DDP, FSDP, HSDP) for the modules, as the settings define it."""

@@ -98,7 +98,7 @@ class Simulation:
 
     @property
     def span_bubble_fraction(self) -> float:
-        """Return the idle fraction of the span."""
+        """Return the idle fraction of `longest_rank_span`."""
         return _compute_idle_fraction(self.ideal_makespan, self.longest_rank_span)
 
     @property
