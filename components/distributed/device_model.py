@@ -51,7 +51,7 @@ class DeviceModel:
     Kind of device: peak FLOP/s of products by dtype, memory in bytes, bandwidths in bytes/s, and fractions reached.
 
     `link` connects the `per_host` devices of a host, and `network` connects hosts, both in bytes/s of a device in one
-    direction. `host_link` connects a device and host memory, of which each device may use `host_memory` bytes.
+    direction. `host_link` connects a device and host memory; each device may use `host_memory` bytes there.
     `workspace` is its libraries' memory in bytes. A memory of 0 bytes is unknown.
     """
 

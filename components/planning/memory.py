@@ -1,4 +1,4 @@
-"""Memory policy that plans the run: what is kept, recomputed and offloaded within limits."""
+"""Memory policy from plans: keep, recompute or offload, within limits."""
 
 import logging
 import tomllib
@@ -28,7 +28,7 @@ class PlannedMemory:
 
     For each stage it chooses among keeping activations, recomputing them (activation checkpointing), and offloading
     them to host memory; and where the optimizer's state is, if the optimizer can stream it. Rates are those of the
-    device's model, as in `drawloom plan`, which shows the choice and its cost.
+    device's model. `drawloom plan` shows the choice and its cost.
     """
 
     recipe: ResolvedRecipe

@@ -3,7 +3,7 @@ Choice among keeping, recomputing and offloading activations, by stage: the fast
 
 Recomputation and offloading must be chosen together, because recomputation shrinks transfers too. Both leave other
 ranks' memory unchanged, so the choice is made rank by rank, as in `pipeline/program/recomputation.py`: among all
-choices within the limits of device and host, the one with which the rank alone takes the least time. Waits for the link
+choices within the limits of device and host, the fastest for the rank alone. Waits for the link
 are simulated. Planners that choose both: Mist (Zhu et al. 2025, arXiv 2503.19050) and OptPipe (arXiv 2510.05186).
 """
 
@@ -56,7 +56,7 @@ class StagePolicies:
         """
         Return the recompute policies by stage, and the offloaded stages.
 
-        A rank that does not fit has the choice with the least device memory.
+        If nothing fits on a rank, it has the choice with the least device memory.
         """
         chosen = [self._choose_for_rank(rank) for rank in range(self.program.ranks)]
         recompute = {stage: policy for policies, _ in chosen for stage, policy in policies.items()}
@@ -64,7 +64,7 @@ class StagePolicies:
         return tuple(recompute[stage] for stage in range(self.program.stages)), offloaded
 
     def _choose_for_rank(self, rank: int) -> tuple[Mapping[int, Recompute], frozenset[int]]:
-        """Return the fastest choice that fits on a rank, or the smallest."""
+        """Return the fastest fitting choice for a rank, or the smallest."""
         alone = self.program.select_actions(self.program.rank_by_action == rank)
         stages = np.unique(alone.stage).tolist()
         best: tuple[Mapping[int, Recompute], frozenset[int]] | None = None

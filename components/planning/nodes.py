@@ -129,18 +129,18 @@ class Nodes:
 
     @cached_property
     def memory_policy_nodes(self) -> list[str]:
-        """The nodes that choose what a run keeps on the device; none if settings decide."""
+        """The memory policies' nodes; none if settings decide."""
         return self._find_used_nodes(MemoryPolicy)
 
     @property
     def state_locations(self) -> tuple[StateLocation, ...]:
-        """Return the memories for optimizer state among which a policy chooses."""
+        """Return a policy's options for the memory of optimizer state."""
         users = {user for name in self.memory_policy_nodes for user, _ in self.graph.list_incoming_edges(name)}
         return ("device", "host") if users & {*self.streaming_optimizer_nodes} else ("device",)
 
     @property
     def streaming_optimizer_nodes(self) -> list[str]:
-        """Return the nodes that can stream their state from host memory."""
+        """Return the nodes able to stream their state from host memory."""
         return [name for name in self.memory_user_nodes if issubclass(self.graph.nodes[name].spec.cls, HostMemoryUser)]
 
     @property

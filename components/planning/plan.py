@@ -252,7 +252,7 @@ class Planner:
         return self._plan_stages(views, attrs.evolve(merge_split_backwards(program), offloaded=offloaded), rows, costs)
 
     def _plan_within_limits(self, program: Program, rows: int) -> Plan:
-        """Plan all memories for optimizer state, and return the fastest plan that fits, or the smallest."""
+        """Plan all memories for optimizer state, and return the fastest fitting plan, or the smallest."""
         limits = self.nodes.settings_of_node(self.nodes.find_only_node(MemoryPolicy))
         memory = min(filter(None, (limits["limit"], self.device.memory)), default=0)
         device = self.device
@@ -316,7 +316,7 @@ class Planner:
     def _plan_stages(
         self, views: Sequence["RankView"], program: Program, microbatch_rows: int, costs: Mapping[int, StageCosts]
     ) -> Plan:
-        """Plan a program without split backward passes that can be merged, with these costs by stage."""
+        """Plan a program with merged backward passes, with these costs by stage."""
         persistent = max(sum(_persistent_bytes_by_kind(view).values()) for view in views)
         if self.memory_limit and persistent > self.memory_limit:
             raise TooLargeError(persistent)

@@ -66,7 +66,7 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
 
 
 def describe_excess(recipe: Recipe, planned: Plan) -> str:
-    """Return the error message for a run that can't fit, with settings for runs that fit, the nearest first."""
+    """Return the error message for a run too large for its devices, with fitting settings, the nearest first."""
     fitting = [
         remedy for remedy in find_remedies(recipe, planned) if remedy.plan.fits and remedy.plan.ranks == planned.ranks
     ]

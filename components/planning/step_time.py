@@ -20,11 +20,11 @@ class StepTime:
     Step time by part, in seconds.
 
     `compute` is the busiest rank's time in forward and backward passes, including `sending`, the collectives inside
-    layers; `bubble` is this rank's waiting time, and `offload` the time by which waiting for activations on the link to
-    host memory lengthens the passes of all ranks. `reference` is the time for forward passes of a reference model, if
-    the loss compares with one. `gather` is the time for gathering parameters and `sync` for reducing gradients,
-    as far as no pass hides them. `update` is the time for changing weights; a host slower than the device uses it to
-    issue the next step's passes, and this overlap is subtracted.
+    layers; `bubble` is this rank's waiting time, and `offload` the waiting time for activations on the link to host
+    memory. `reference` is the time for forward passes of a reference model, if the loss compares with one.
+    `gather` is the time for gathering parameters and `sync` for reducing gradients, as far as no pass hides them.
+    `update` is the time for changing weights; a host slower than the device uses it to issue the next step's passes,
+    and this overlap is subtracted.
     """
 
     compute: float

@@ -78,7 +78,7 @@ def check_offload(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
 
 
 def check_memory_policy(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
-    """Yield problems for settings of stages and schedule that a memory policy chooses."""
+    """Yield problems for settings of stages and schedule in a memory policy's domain."""
     if (policy := stages.neighbour("memory")) is None:
         return
     for key, default in (("recompute", "none"), ("offload", False)):

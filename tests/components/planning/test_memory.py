@@ -38,7 +38,7 @@ def plan_small(*words: str, limit: float | None = None, host_limit: float | None
 
 
 def settings_of(planned: Plan) -> list[str]:
-    """Return the words of the settings that make a plan's choice, which is alike for all its stages."""
+    """Return a plan's choice as words; all its stages have the same."""
     choice = planned.choice
     assert choice is not None
     [policy] = {*choice.recompute}
@@ -48,7 +48,7 @@ def settings_of(planned: Plan) -> list[str]:
 
 
 def test_a_choice_is_the_fastest_of_all_settings_that_fit() -> None:
-    """Its plan equals the plan with these settings, and no settings that fit are faster, at every limit."""
+    """Its plan equals the plan with these settings, and no fitting settings are faster, at every limit."""
     every = [
         plan_small(f"stages.recompute={policy}", *states)
         for policy in ("none", "2", "blocks")

@@ -71,7 +71,7 @@ def test_transfers_share_a_direction_of_the_link_and_delay_passes() -> None:
     fast, slow = (simulate_events([rank_program], Costs(offload=seconds)) for seconds in (0.5, 1.5))
     assert [fast[0, "F", number].start for number in range(4)] == [0, 1, 2, 3]
     assert (fast[0, "RELOAD", 0].start, fast[0, "B", 0].start, fast[0, "B", 3].end) == (3, 4, 12)
-    # F2 waits until microbatch 0 has left at 2.5, and F3 for microbatch 1, which leaves after it.
+    # F2 waits until microbatch 0 has left at 2.5, and F3 for microbatch 1, until 4.
     assert [slow[0, "OFFLOAD", number].start for number in (0, 1, 2)] == [1, 2.5, 4]
     assert [slow[0, "F", number].start for number in range(4)] == [0, 1, 2.5, 4]
     assert (slow[0, "RELOAD", 0].start, slow[0, "B", 0].start) == (3.5, 5.5)
