@@ -1,51 +1,59 @@
 """
-scale a recipe's width by muP, check that activations keep their size, and compare learning rates over widths
+scale a recipe's width or depth by muP or CompleteP, check that activations keep their size, and fit loss to compute
 
-The coordinate check trains every width for some steps: in muP the root mean square of each layer's outputs does not
-grow with the width, in the standard parametrization it does.
+The coordinate check trains every size for some steps. In muP, the root mean square of each layer's outputs does not
+grow with the width; in CompleteP, not with the depth either; in the standard parametrization it does.
 """
 
 import argparse
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from drawloom.components.commands._mup import Values, format_overlay, scale_width
+from drawloom.components.commands._ladder_plot import Panel, draw_panels
+from drawloom.components.commands._ladder_sizes import Dimension, Values, format_overlay, scale_sizes
 from drawloom.components.commands._options import (
     integer_parser,
     parse_positive_integers,
     parse_positive_number,
     report_write_errors,
 )
+from drawloom.components.commands._power_law import PowerLaw, fit_power_law
+from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.report.metrics import Column, read_metrics
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.result import JSON, Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 
 MEASURE = "coordinates_of_ladder"
 RMS = "activation_rms/"
+LAST_LAYER = "last layer"
 FLAT = 0.15
 """Largest slope of a flat coordinate check: growth by 11% when the width doubles."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="the narrowest model, of model.granite, with optim.adamw")
+    parser.add_argument("recipe", metavar="RECIPE", help="the smallest model, of model.granite, with optim.adamw")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    help = "widths as multiples of the recipe's (default 1,2,4,8)"
+    help = "sizes as multiples of the recipe's (default 1,2,4,8)"
     parser.add_argument("--multiples", type=parse_positive_integers, default=[1, 2, 4, 8], metavar="N,N", help=help)
-    parser.add_argument("--parametrization", choices=("mup", "standard"), default="mup", help="default: mup")
+    help = "size to multiply: width (heads) or depth (layers); default: width"
+    parser.add_argument("--dimension", choices=("width", "depth"), default="width", help=help)
     parser.add_argument(
-        "--steps", type=integer_parser(), default=8, metavar="N", help="steps of every width (default 8)"
+        "--parametrization", choices=("mup", "completep", "standard"), default="mup", help="default: mup"
+    )
+    parser.add_argument(
+        "--steps", type=integer_parser(), default=8, metavar="N", help="steps of every size (default 8)"
     )
     parser.add_argument("--lr", type=_parse_rates, default=[], metavar="X,X", help="also compare these learning rates")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="write an overlay per width, such as x4.toml")
-    parser.epilog = "Set single values with node.key=value."
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="write an overlay per size, such as x4.toml")
+    parser.epilog = "Set single values with node.key=value. --format svg draws the coordinate check and the fit."
 
 
 def _parse_rates(text: str) -> list[float]:
@@ -55,45 +63,86 @@ def _parse_rates(text: str) -> list[float]:
 
 @output_class
 class LadderRung:
-    """Overlay for a multiple of the recipe's width, and the RMS of its layers' outputs."""
+    """Overlay for a multiple of the recipe's size, and measurements of its training."""
 
-    multiple: int = output("width as a multiple of the recipe's")
+    multiple: int = output("size as a multiple of the recipe's")
     rms: Mapping[str, float] = output("root mean square of a layer's outputs in the last step, by layer")
+    loss: float = output("mean loss of the last quarter of the steps, at the best learning rate")
+    flops: float = output("floating-point operations of products with parameters, in all steps")
     losses: Mapping[str, float] = output("mean loss of the last quarter of the steps, by learning rate; with --lr only")
-    overlay: str = output("settings of the width in TOML")
+    best_lr: float | None = output("learning rate with the smallest loss; null without --lr")
+    overlay: str = output("settings of the size in TOML")
 
 
 @output_class
 class LadderResult(Result):
-    """A coordinate check over widths, and learning rates with --lr."""
+    """A coordinate check over sizes, a fit of loss against compute, and learning rates with --lr."""
 
-    parametrization: str = output("mup or standard")
-    steps: int = output("steps of every width")
-    rungs: Sequence[LadderRung] = output("widths, the narrowest first")
-    slopes: Mapping[str, float] = output("slope of log rms over log width, by layer; 0 is flat")
+    formats: ClassVar[tuple[str, ...]] = ("text", "svg", JSON)
+
+    parametrization: str = output("mup, completep or standard")
+    dimension: str = output("width or depth")
+    steps: int = output("steps of every size")
+    rungs: Sequence[LadderRung] = output("sizes, the smallest first")
+    slopes: Mapping[str, float] = output("slope of log rms over log size, by layer; 0 is flat")
     flat: bool = output("whether no slope is larger than 0.15 either way")
+    fit: PowerLaw | None = output("power law of the loss over flops; null for fewer than three sizes")
 
     @property
     def exit_code(self) -> int:
-        """1 if muP's coordinate check is not flat."""
+        """1 if the coordinate check of muP or CompleteP is not flat."""
         return OK if self.flat or self.parametrization == "standard" else FAILED
 
     def render(self, format: str) -> str:
-        """Return a table of the layers' outputs by width, and of losses by learning rate."""
-        widths = [f"x{rung.multiple}" for rung in self.rungs]
-        rows = [["layer", *widths, "slope"]]
+        """Return tables of outputs, losses and learning rates by size, or a picture."""
+        return self._draw() if format == "svg" else "\n".join(self._format_tables())
+
+    def _format_tables(self) -> Iterator[str]:
+        """Yield the tables with their titles."""
+        sizes = [f"x{rung.multiple}" for rung in self.rungs]
+        rows = [["layer", *sizes, "slope"]]
         rows += [
             [layer, *(f"{rung.rms[layer]:.4g}" for rung in self.rungs), f"{slope:+.3f}"]
             for layer, slope in self.slopes.items()
         ]
-        verdict = "flat" if self.flat else "not flat"
-        parts = [f"rms of outputs after {self.steps} steps ({self.parametrization}): {verdict}", _format_table(rows)]
+        yield f"{self._title}: {'flat' if self.flat else 'not flat'}"
+        yield _format_table(rows)
         if self.rungs[0].losses:
             rates = list(self.rungs[0].losses)
-            rows = [["lr", *widths]]
+            rows = [["lr", *sizes]]
             rows += [[rate, *(_format_and_mark_loss(rung.losses, rate) for rung in self.rungs)] for rate in rates]
-            parts += ["", "loss by learning rate, * is the lowest of its width", _format_table(rows)]
-        return "\n".join(parts)
+            yield f"\nloss by learning rate, * is the lowest of its {self.dimension}"
+            yield _format_table(rows)
+        yield "\nloss by compute"
+        yield _format_table(
+            [
+                ["", *sizes],
+                ["flops", *(f"{rung.flops:.3g}" for rung in self.rungs)],
+                ["loss", *(f"{rung.loss:.4f}" for rung in self.rungs)],
+            ]
+        )
+        if (fit := self.fit) is not None:
+            interval = f"95% interval {fit.exponent_low:+.4f} to {fit.exponent_high:+.4f}"
+            yield f"loss = {fit.coefficient:.4g} * flops ** {fit.exponent:+.4f}, {interval}"
+
+    def _draw(self) -> str:
+        """Return an SVG document with the coordinate check and the losses by compute."""
+        outputs = {layer: [(rung.multiple, rung.rms[layer]) for rung in self.rungs] for layer in self.slopes}
+        panels = [Panel("root mean square of outputs, by layer", f"{self.dimension}, multiple", outputs)]
+        losses = {"loss": [(rung.flops, rung.loss) for rung in self.rungs]}
+        if self.fit is None:
+            panels.append(Panel("loss", "flops", losses))
+        else:
+            ends = [self.rungs[0].flops, self.rungs[-1].flops]
+            losses["fit"] = [(flops, self.fit.value_at(flops)) for flops in ends]
+            interval = f"{self.fit.exponent_low:+.3f} to {self.fit.exponent_high:+.3f}"
+            title = f"loss, exponent {self.fit.exponent:+.3f} (95%: {interval})"
+            panels.append(Panel(title, "flops", losses, frozenset({"fit"})))
+        return draw_panels(self._title, panels)
+
+    @property
+    def _title(self) -> str:
+        return f"rms of outputs after {self.steps} steps ({self.parametrization})"
 
 
 def _format_and_mark_loss(losses: Mapping[str, float], rate: str) -> str:
@@ -108,30 +157,54 @@ def _format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(options: argparse.Namespace, project: Project) -> LadderResult:
-    """Train all widths, and fit the slopes."""
+    """Train all sizes, and fit slopes and losses."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     multiples = sorted(set(options.multiples))
     if len(multiples) < 2:
-        raise UserError("--multiples: one width has no slope; write two or more, such as 1,2,4", 2)
-    ladder = {multiple: scale_width(recipe.graph, multiple, options.parametrization) for multiple in multiples}
+        raise UserError("--multiples: one size has no slope; write two or more, such as 1,2,4", 2)
+    dimension, parametrization = options.dimension, options.parametrization
+    sizes = {multiple: scale_sizes(recipe.graph, multiple, dimension, parametrization) for multiple in multiples}
     rungs = []
-    for multiple, values in ladder.items():
-        wide = recipe.with_values(values)
-        columns = _train_and_read_metrics(wide, options.steps)
-        losses = {f"{rate:g}": _measure_final_loss(wide, options.steps, rate) for rate in options.lr}
-        text = format_overlay(values, f"{multiple} times the width of {options.recipe}, {options.parametrization}.")
-        measured = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
-        rungs.append(LadderRung(multiple, measured, losses, text))
+    for multiple, values in sizes.items():
+        scaled = recipe.with_values(values)
+        scaled.check()
+        text = format_overlay(values, f"{multiple} times the {dimension} of {options.recipe}, {parametrization}.")
+        rungs.append(_measure_rung(scaled, multiple, options.steps, options.lr, dimension, text))
     if options.to is not None:
         _write_overlays(options.to, rungs)
     slopes = {layer: _fit_log_log_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms}
     flat = all(abs(slope) <= FLAT for slope in slopes.values())
-    return LadderResult(options.parametrization, options.steps, rungs, slopes, flat)
+    fit = fit_power_law([(rung.flops, rung.loss) for rung in rungs])
+    return LadderResult(parametrization, dimension, options.steps, rungs, slopes, flat, fit)
 
 
-def _train_and_read_metrics(recipe: Recipe, steps: int, values: Values | None = None) -> dict[str, Column]:
-    """Train for some steps in this process, and return the metrics."""
+def _measure_rung(
+    recipe: Recipe, multiple: int, steps: int, rates: Sequence[float], dimension: Dimension, overlay: str
+) -> LadderRung:
+    """Train a size at the recipe's learning rate, and at `rates`."""
+    columns, flops = _train_and_read_metrics(recipe, steps)
+    rms = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
+    if dimension == "depth":  # sizes have no other layer in common
+        rms = {LAST_LAYER: rms[max(rms, key=int)]}
+    losses = {rate: _measure_final_loss(recipe, steps, rate) for rate in rates}
+    best = min(losses, key=lambda rate: losses[rate]) if losses else None
+    loss = _average_last_quarter(columns) if best is None else losses[best]
+    return LadderRung(
+        multiple=multiple,
+        rms=rms,
+        loss=loss,
+        flops=flops,
+        losses={f"{rate:g}": value for rate, value in losses.items()},
+        best_lr=best,
+        overlay=overlay,
+    )
+
+
+def _train_and_read_metrics(
+    recipe: Recipe, steps: int, values: Values | None = None
+) -> tuple[dict[str, Column], float]:
+    """Train for some steps in this process, and return the metrics and the operations."""
     root = recipe.project.root
     with tempfile.TemporaryDirectory(prefix="ladder-") as folder:
         own: dict[str, Any] = {
@@ -139,17 +212,28 @@ def _train_and_read_metrics(recipe: Recipe, steps: int, values: Values | None = 
             "run": {"folder": str(Path(folder) / "run")},
             "metrics": {MEASURE: {"use": "metrics.activation_rms"}},
         }
-        with recipe.with_values({**own, **(values or {})}, "ladder").open() as run:
-            for _ in run.steps():
-                pass
-        return read_metrics(Path(folder) / "run").columns
+        changed = recipe.with_values({**own, **(values or {})}, "ladder")
+        [model] = changed.graph.implementers(CountsFlops)
+        with changed.open() as run:
+            tokens = sum(step.tokens for step in run.steps())
+            forward = run[model].forward_flops()
+        # Products with parameters only, as in Kaplan et al. 2020, "Scaling laws", section 2.1.
+        flops = forward.count_training_flops(tokens, dict.fromkeys(forward.per_pair, 0.0))
+        return read_metrics(Path(folder) / "run").columns, flops
 
 
 def _measure_final_loss(recipe: Recipe, steps: int, rate: float) -> float:
     """Train with a learning rate, and return the mean loss over the last quarter of the steps."""
-    [name] = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
-    losses = _train_and_read_metrics(recipe, steps, {name: {"lr": rate}})["loss"].values
-    return statistics.fmean(losses[-max(1, steps // 4) :])
+    names = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
+    if len(names) != 1:
+        raise UserError(f"--lr: the recipe has {len(names)} optimizers like optim.adamw; write one", 2)
+    return _average_last_quarter(_train_and_read_metrics(recipe, steps, {names[0]: {"lr": rate}})[0])
+
+
+def _average_last_quarter(columns: Mapping[str, Column]) -> float:
+    """Return the mean loss over the last quarter of the steps."""
+    losses = columns["loss"].values
+    return statistics.fmean(losses[-max(1, len(losses) // 4) :])
 
 
 def _fit_log_log_slope(points: Sequence[tuple[int, float]]) -> float:
@@ -158,7 +242,7 @@ def _fit_log_log_slope(points: Sequence[tuple[int, float]]) -> float:
 
 
 def _write_overlays(folder: Path, rungs: Sequence[LadderRung]) -> None:
-    """Write the overlay for every width, x<multiple>.toml."""
+    """Write the overlay for every size, x<multiple>.toml."""
     folder.mkdir(parents=True, exist_ok=True)
     for rung in rungs:
         with report_write_errors(folder / f"x{rung.multiple}.toml"):

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from drawloom.components.optim.adam_settings import AdamSettings
 from drawloom.components.optim.adamw_step import create_fastest_adamw
-from drawloom.components.optim.parameter_groups import find_betas_fault
+from drawloom.components.optim.parameter_groups import create_param_groups, find_betas_fault
 from drawloom.graph import at_least, component, setting
 
 
@@ -13,6 +13,7 @@ class AdamW(AdamSettings):
     """AdamW with decoupled weight decay; norms and biases do not decay."""
 
     defers_scaling: ClassVar[bool] = True
+    scales_by_role: ClassVar[bool] = True
 
     betas: tuple[float, float] = setting(
         default=(0.9, 0.95),
@@ -23,4 +24,5 @@ class AdamW(AdamSettings):
 
     def open(self) -> None:
         """Create the parameters' optimizer."""
-        self._optimizers = [create_fastest_adamw(self._create_torch_param_groups(), **self._options())]
+        groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
+        self._optimizers = [create_fastest_adamw(groups, **self._options())]

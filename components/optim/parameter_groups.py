@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import build_known_module
-from drawloom.components.ports.parameter_roles import Role, parameter_roles
+from drawloom.components.ports.parameter_roles import UNSCALED, Role, Scaling, parameter_roles
 from drawloom.components.ports.pipeline import TrainableLoss
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, UserError, at_least, between, setting
@@ -59,15 +59,17 @@ class AdamGroup(ParameterGroup):
 
 
 def create_param_groups(
-    parameters: Parameters, groups: Sequence[ParameterGroup], weight_decay: float, mesh: Mesh
+    parameters: Parameters, groups: Sequence[ParameterGroup], weight_decay: float, mesh: Mesh, eps: float = 1.0
 ) -> list[dict[str, Any]]:
     """
     Return torch's parameter groups: `params`, `weight_decay`, `lr_multiplier`, and a group's explicit options.
 
+    Roles' scaling multiplies these options, and `eps`, which then is an option, too.
+
     Every trained parameter is in one group. Parameters without a group, and then every group's parameters, form two
-    torch groups: matrices, and parameters of other roles, without weight decay. Groups may be empty: torch rejects an
-    empty group list, but all parameters on a pipeline rank may be frozen. Raises UserError, on all ranks, for a pattern
-    without a matching parameter.
+    torch groups, or more if roles are scaled: matrices, and parameters of other roles, without weight decay. Groups may
+    be empty: torch rejects an empty group list, but all parameters on a pipeline rank may be frozen. Raises UserError,
+    on all ranks, for a pattern without a matching parameter.
     """
     named, roles = parameters.named_parameters(), parameters.roles()
     indices = find_group_indices([name for name, _ in named], _list_patterns_by_group(groups), mesh)
@@ -75,12 +77,32 @@ def create_param_groups(
     for number, group in enumerate([None, *groups]):
         members = [pair for pair, index in zip(named, indices, strict=True) if index == number]
         options = {"lr_multiplier": 1.0} if group is None else group.options()
-        matrices, vectors = (
-            [part for name, part in members if roles[name].is_matrix == wanted] for wanted in (True, False)
-        )
-        torch_groups.append({"params": matrices, "weight_decay": weight_decay} | options)
-        torch_groups.append({"params": vectors, "weight_decay": 0.0} | options)
+        for is_matrix, decay in ((True, weight_decay), (False, 0.0)):
+            chosen = [(part, roles[name].scaling) for name, part in members if roles[name].is_matrix == is_matrix]
+            for scaling in dict.fromkeys(scaling for _, scaling in chosen) or (UNSCALED,):
+                params = [part for part, own in chosen if own == scaling]
+                scaled = _scale_options({"weight_decay": decay} | options, scaling, eps)
+                torch_groups.append({"params": params} | scaled)
     return torch_groups
+
+
+def _scale_options(options: dict[str, Any], scaling: Scaling, eps: float) -> dict[str, Any]:
+    """Multiply a parameter group's options by a role's scaling, and add `eps` if it is scaled."""
+    return {
+        **options,
+        "lr_multiplier": options["lr_multiplier"] * scaling.lr,
+        "weight_decay": options["weight_decay"] * scaling.weight_decay,
+        **({"eps": eps * scaling.eps} if scaling.eps != 1 else {}),
+    }
+
+
+def find_parametrization_faults(node: NodeView) -> Iterator[Problem]:
+    """Yield a problem for an optimizer without a parametrization's scaling whose model has a parametrization."""
+    stages = node.neighbour("parameters")
+    model = stages and stages.neighbour("model")
+    if model and model.neighbours("parametrization"):
+        text = f"{node.use} has no learning rates for [{model.name}], whose parametrization scales those of AdamW"
+        yield node.problem("use", text, 'write use = "optim.adamw", or remove the parametrization')
 
 
 def warn_unmatched_patterns(node: NodeView) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from drawloom.components.optim.parameter_groups import (
     AdamGroup,
     create_param_groups,
     find_betas_fault,
+    find_parametrization_faults,
     warn_unmatched_patterns,
 )
 from drawloom.components.optim.streamed_states import (
@@ -124,8 +125,9 @@ class StochasticAdamW:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn about groups without a parameter, and require a GPU for Triton."""
+        """Refuse parametrizations, warn about groups without a parameter, and require a GPU for Triton."""
         yield from warn_unmatched_patterns(node)
+        yield from find_parametrization_faults(node)
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")

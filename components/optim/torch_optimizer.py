@@ -3,13 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AdamWTriton, WideGradientStep
-from drawloom.components.optim.parameter_groups import ParameterGroup, create_param_groups, warn_unmatched_patterns
+from drawloom.components.optim.parameter_groups import (
+    ParameterGroup,
+    create_param_groups,
+    find_parametrization_faults,
+    warn_unmatched_patterns,
+)
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
@@ -83,6 +88,8 @@ class TorchOptimizer:
     Every trained parameter belongs to one optimizer.
     """
 
+    scales_by_role: ClassVar[bool] = False
+
     parameters: Parameters
     mesh: Mesh
     lr: float
@@ -92,8 +99,10 @@ class TorchOptimizer:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn about groups without a parameter, and about weights that lose small updates by rounding."""
+        """Refuse parametrizations for others, and warn about unmatched groups and about updates lost by rounding."""
         yield from warn_unmatched_patterns(node)
+        if not cls.scales_by_role:
+            yield from find_parametrization_faults(node)
         stages = node.neighbour("parameters")
         precision = stages and stages.neighbour("precision")
         if precision and precision.settings.get("parameter") == "bfloat16":

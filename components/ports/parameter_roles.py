@@ -14,18 +14,32 @@ constant, or a function of uniform random numbers in [0, 1), of any shape.
 
 
 @attrs.frozen
+class Scaling:
+    """Factors of a parameter's initial standard deviation and of AdamW's options, by a model's parametrization."""
+
+    initial_std: float = 1.0
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    eps: float = 1.0
+
+
+UNSCALED = Scaling()
+
+
+@attrs.frozen
 class Role:
     """
     Role of a parameter.
 
     Weight decay and orthogonalization (Muon) apply to matrices only, whatever their number of dimensions. In a forward
     pass, a token is multiplied `products` times by the whole parameter: 0 times by an embedding table, and by stacked
-    experts the share of experts that it visits.
+    experts the share of experts that it visits. `scaling` applies to random initial values and to the optimizer.
     """
 
     is_matrix: bool
     initial: Initial
     products: float = 0.0
+    scaling: Scaling = UNSCALED
 
 
 MATRIX_ROLE = Role(True, "normal", 1.0)
@@ -44,6 +58,15 @@ class DeclaresRoles(Protocol):
         ...
 
 
+@runtime_checkable
+class ScalesRoles(Protocol):
+    """A module that scales the roles of its own and its submodules' parameters."""
+
+    def scale_role(self, name: str, role: Role) -> Role:
+        """Return the scaled role of a parameter by its name inside of the module."""
+        ...
+
+
 def default_role(name: str, parameter: Tensor) -> Role:
     """Return the role of a parameter (any shape) that no module declares, from its name and number of dimensions."""
     if name.endswith("bias"):
@@ -52,8 +75,10 @@ def default_role(name: str, parameter: Tensor) -> Role:
 
 
 def parameter_roles(module: nn.Module) -> Iterator[tuple[str, Role]]:
-    """Yield the name and role of every parameter of a module and its submodules."""
+    """Yield the name and role of every parameter of a module and its submodules, scaled by the module itself."""
     for path, owner in module.named_modules():
         declared = owner.parameter_roles() if isinstance(owner, DeclaresRoles) else {}
         for leaf, parameter in owner.named_parameters(recurse=False):
-            yield f"{path}.{leaf}" if path else leaf, declared.get(leaf) or default_role(leaf, parameter)
+            name = f"{path}.{leaf}" if path else leaf
+            role = declared.get(leaf) or default_role(leaf, parameter)
+            yield name, module.scale_role(name, role) if isinstance(module, ScalesRoles) else role

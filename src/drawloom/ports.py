@@ -144,11 +144,18 @@ from drawloom.components.ports.parameter_roles import (
     RESIDUAL_ROLE as RESIDUAL_ROLE,
     SCALE_ROLE as SCALE_ROLE,
     TABLE_ROLE as TABLE_ROLE,
+    UNSCALED as UNSCALED,
     DeclaresRoles as DeclaresRoles,
     Initial as Initial,
     Role as Role,
+    ScalesRoles as ScalesRoles,
+    Scaling as Scaling,
     default_role as default_role,
     parameter_roles as parameter_roles,
+)
+from drawloom.components.ports.parametrization import (
+    ModelScaling as ModelScaling,
+    Parametrization as Parametrization,
 )
 from drawloom.components.ports.pipeline import (
     Executor as Executor,

@@ -83,6 +83,12 @@ def with_experts(use: str) -> Mapping[str, Any]:
     return {"model": {**TINY["model"], "use": use, **EXPERTS}}
 
 
+def with_parametrization(name: str, **base: int) -> Mapping[str, Any]:
+    """Return a small model with a parametrization."""
+    model = {**TINY["model"], "use": "model.granite", "vocab_size": 257}
+    return {"model": model, "parametrization": {"use": f"model.parametrization.{name}", **base}}
+
+
 def with_delta_nets(use: str, **changes: Any) -> Mapping[str, Any]:
     """Return a small model with gated delta nets."""
     widths = {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
@@ -337,6 +343,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.granite": lambda folder: {
         "model": {**TINY["model"], "use": "model.granite", "vocab_size": 257, "residual_multiplier": 0.5}
     },
+    "model.parametrization.mup": lambda folder: with_parametrization("mup", base_hidden_size=8),
+    "model.parametrization.completep": lambda folder: with_parametrization(
+        "completep", base_hidden_size=8, base_num_hidden_layers=1
+    ),
     "model.olmo2": lambda folder: {"model": {**TINY["model"], "use": "model.olmo2", "vocab_size": 257}},
     "model.olmo3": lambda folder: {
         "model": {**TINY["model"], "use": "model.olmo3", "vocab_size": 257, "sliding_window": 4}

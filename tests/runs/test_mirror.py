@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_an_s3_server(folder: Path, s3: dict[str, str]) -> No
 
 
 def test_a_lost_mirror_stops_no_run(folder: Path) -> None:
-    """A store that fails during the run is one warning, and the run ends as without a mirror."""
+    """A failing store is one warning, and the run ends as without a mirror."""
     (folder / "store").mkdir()
     (folder / "store/checkpoints").write_text("a file, in which no folder can be made", "utf-8")
     words = ["run", "tiny.toml", MIRROR, f"listeners.mirror.url=file://{folder}/store", "trainer.steps=4"]

@@ -61,7 +61,7 @@ def test_a_failed_run_does_not_end_the_sweep(folder: Path) -> None:
 
 
 def test_runs_that_do_not_fit_are_refused_before_the_first(folder: Path) -> None:
-    """With a device all points are planned; those that need too much memory are named with their bytes."""
+    """With a device all points are planned; too large ones are named with their bytes."""
     device = "memory = 0.2\nbandwidth = 100.0\nlink = 10.0\nnetwork = 1.0\nfloat32 = 1.0\nbfloat16 = 1.0\n"
     (folder / "small.toml").write_text(device, "utf-8")
     words = ["sweep", "tiny.toml", "model.intermediate_size=32,262144", "--device", "small.toml"]

@@ -38,7 +38,7 @@ from drawloom.components.kernels.auto import AutoKernels
 
 @component
 class Kernels(AutoKernels):
-    """Kernels with a SwiGLU that rounds otherwise."""
+    """Kernels with another rounding in SwiGLU."""
 
     def swiglu(self, gate, up, scale=None):
         return torch.nn.functional.silu(gate) * up * (1 + 2**-20)

@@ -58,6 +58,11 @@ def program(use: str, values: Values, _place: Path) -> Any:
     return format_program_csv(actions), actions.recompute, schedule.layers_in_stages(4, 99) if outer else 99
 
 
+def scaling_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a model's factors."""
+    return build(use, **values).scale_model(64, 8)
+
+
 def model_of(use: str, values: Values, _place: Path) -> Any:
     """Return shapes of parameters, logits, and gradients, where the router's gradients show its auxiliary loss."""
     model = build(use, kernels=cpu_kernels(), **values)

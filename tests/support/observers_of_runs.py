@@ -251,8 +251,8 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     store.set("admitted/1", Generation(run, 1, [own]).to_json())
     node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
     with (
-        mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost")),
-        mock.patch.object(joining, "connect", lambda *_: store),
+        mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
+        mock.patch.object(joining, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(joining, "watch_parent"),
         mock.patch.dict("os.environ"),
         open_node(node),

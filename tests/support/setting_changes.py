@@ -620,6 +620,12 @@ ROWS: dict[str, Row] = {
         | {f"{name}_multiplier": 0.5 for name in ("embedding", "attention", "residual")}
         | {"logits_scaling": 2.0},
     ),
+    "model.parametrization.mup": Row(parts.scaling_of, {"base_hidden_size": 16}, {"base_hidden_size": 32}),
+    "model.parametrization.completep": Row(
+        parts.scaling_of,
+        {"base_hidden_size": 16, "base_num_hidden_layers": 2},
+        {"base_hidden_size": 32, "base_num_hidden_layers": 4},
+    ),
     "model.olmo2": Row(parts.model_of, SIZES, MODEL | {"config": config("olmo2"), "attention_bias": True}),
     "model.olmo3": Row(parts.model_of, TYPED_SIZES, MODEL | LAYER_TYPES | {"config": config("olmo3")}),
     "model.transformers": Row(

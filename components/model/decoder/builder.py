@@ -46,6 +46,7 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.parameter_roles import Role, default_role, parameter_roles
+from drawloom.components.ports.parametrization import ModelScaling
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import persistent_tensors
@@ -68,16 +69,17 @@ def fill_with_initial_weights(
     """
     Fill a parameter (any shape, any floating-point dtype), or its slice `tensor_slice`, in place by its role.
 
-    Normal random numbers have the standard deviation `std`. The outputs of 2 * layers matrices are added to the
-    residual stream; their standard deviation is divided by sqrt(2 * layers), so that the stream does not grow with
-    depth (Radford et al. 2019, GPT-2, section 2.3). Random numbers depend on the seed, the name and the element's index
-    only; they are drawn in float32 and rounded to the dtype.
+    Normal random numbers have the standard deviation `std`, times the role's scaling. The outputs of 2 * layers
+    matrices are added to the residual stream; their standard deviation is divided by sqrt(2 * layers), so that the
+    stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Random numbers depend on the seed, the
+    name and the element's index only; they are drawn in float32 and rounded to the dtype.
     """
     if isinstance(role.initial, float):
         with torch.no_grad():
             parameter.fill_(role.initial)
         return
     # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
+    std *= role.scaling.initial_std
     scale = {"normal": std, "residual": std / math.sqrt(2 * layers)}.get(str(role.initial), 1.0)
     part = tensor_slice or TensorSlice.whole(tuple(parameter.shape))
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
@@ -227,10 +229,19 @@ class DecoderBuilder:
     @cached_property
     def architecture(self) -> DecoderConfig:
         """The config, computed on first use, because the tokenizer reads a file."""
+        return self.build_architecture()
+
+    def build_architecture(self) -> DecoderConfig:
+        """Return the config for the settings and the tokenizer's size. Raises UserError for invalid settings."""
         cls: Any = type(self)
         settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
         tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
         return build_architecture_from_settings(self.family, settings, tokens, count_new_tokens(self.new_tokens))
+
+    @property
+    def scaling(self) -> ModelScaling:
+        """Factors of initial values and of the optimizer's options; all are 1 without a parametrization."""
+        return ModelScaling()
 
     @property
     def split(self) -> Split | None:
@@ -259,7 +270,7 @@ class DecoderBuilder:
         return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
-        module = CausalLM(self.architecture, span, self.kernels)
+        module = CausalLM(self.architecture, span, self.kernels, self.scaling)
         set_joined_layer_names(module, self.family.mapper, self.architecture)
         return module if self.split is None else replace_by_split_layers(module, self.split)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
+from drawloom.components.ports.parameter_roles import Role
+from drawloom.components.ports.parametrization import ModelScaling
 
 
 def check_hidden_states_request(shared: TokenContext, layers: int) -> None:
@@ -148,10 +151,17 @@ def find_attention_spec(branches: Sequence[Branch]) -> MixerSpec | None:
 class CausalLM(nn.Module):
     """Span of a model: `model`, the decoder, and `lm_head` if the span has the head and the head is not tied."""
 
-    def __init__(self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        architecture: DecoderConfig,
+        span: LayerRange,
+        kernels: Kernels,
+        scaling: ModelScaling = ModelScaling(),  # noqa: B008  it is frozen
+    ) -> None:
         super().__init__()
         self.span = span
         self.kernels = kernels
+        self.scaling = scaling
         self.model = Decoder(architecture, span, kernels)
         self.tied = architecture.tie_word_embeddings
         self.lm_head: Any
@@ -171,3 +181,12 @@ class CausalLM(nn.Module):
         # An adapter of a tied head adds a layer.
         layer: HeadLayer = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return layer.finish_with_head(hidden, finish)
+
+    def scale_role(self, name: str, role: Role) -> Role:
+        """Return a parameter's role with the scaling of its place in the model and of its kind."""
+        if ".layers." not in name:
+            return attrs.evolve(role, scaling=self.scaling.outer)
+        if not role.is_matrix:
+            return attrs.evolve(role, scaling=self.scaling.vector)
+        is_residual = role.initial == "residual"
+        return attrs.evolve(role, scaling=self.scaling.residual if is_residual else self.scaling.matrix)

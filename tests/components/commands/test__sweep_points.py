@@ -56,7 +56,7 @@ def test_axes_are_read_from_a_table(tmp_path: Path) -> None:
 
 
 def test_points_are_listed_in_a_table(tmp_path: Path) -> None:
-    """Every table is a point, named by the values that differ."""
+    """Every table is a point, named by the differing values."""
     file = tmp_path / "points.toml"
     file.write_text('[[points]]\na = {x = 1, y = "s"}\n[[points]]\na = {x = 2, y = "s"}\nb.z = true\n', "utf-8")
     assert [(point.name, point.words) for point in make_sweep_points(["c.d=1"], file)] == [

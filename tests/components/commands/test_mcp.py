@@ -45,7 +45,7 @@ def test_tools_are_commands(folder: Path) -> None:
 
 @pytest.mark.soak  # every call starts Python
 def test_an_agent_checks_and_runs_a_recipe(folder: Path) -> None:
-    """A run that the agent starts ends, and is in the list of runs."""
+    """A run started by the agent ends, and is in the list of runs."""
     calls = [
         ("check", ["tiny.toml", "optimizer.lrr=1"]),
         ("explain", ["tiny.toml", "optimizer.lr"]),

@@ -107,7 +107,7 @@ def test_a_recipe_can_simulate_a_table(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_a_file_is_drawn_like_its_schedule(capsys: Capture, tmp_path: Path) -> None:
-    """The command reads its own --format csv with the same figures; numbers that contradict the file fail."""
+    """The command reads its own --format csv with the same figures; contradicting numbers fail."""
     words = ("v_min", "--ranks", "2", "--microbatches", "6")
     path = tmp_path / "table.csv"
     path.write_text(run_schedule(capsys, *words, "--format", "csv"))

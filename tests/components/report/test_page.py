@@ -114,7 +114,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
 
 
 def test_seeds_of_a_recipe_share_a_curve(tmp_path: Path) -> None:
-    """The curve is their mean with a band, at the steps that all have; the table has mean and deviation."""
+    """The curve is their mean with a band, at common steps; the table has mean and deviation."""
     runs = []
     for seed, factor in enumerate((1.0, 3.0)):
         folder = tmp_path / str(seed)

@@ -46,7 +46,7 @@ def test_spreads_are_means_with_sample_deviations(tmp_path: Path) -> None:
 
 
 def test_runs_without_a_recipe_are_apart(tmp_path: Path) -> None:
-    """Nothing says that they are of one recipe."""
+    """Their recipe is unknown."""
     runs = read_runs(tmp_path, ("a", 1e-3, 0, (1.0,)), ("b", 1e-3, 0, (1.0,)))
     assert len(group_runs_by_settings(runs)) == 1
     for name in "ab":

@@ -1,0 +1,1 @@
+"""Parametrizations: initial values and learning rates that scale with a model's size."""

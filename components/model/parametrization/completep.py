@@ -1,0 +1,24 @@
+"""The component `model.parametrization.completep`: CompleteP (Dey et al. 2025)."""
+
+from drawloom.components.model.decoder.config import create_size_check
+from drawloom.components.model.parametrization.scaling import compute_model_scaling
+from drawloom.components.ports.parametrization import ModelScaling
+from drawloom.graph import component, setting
+
+
+@component(impact="incompatible")
+class CompleteP:
+    """CompleteP: muP with residual outputs divided by the depth; learning rates transfer over widths and depths."""
+
+    base_hidden_size: int = setting(
+        check=create_size_check("hidden_size"), doc="hidden_size of the model that the settings were tuned on"
+    )
+    base_num_hidden_layers: int = setting(
+        check=create_size_check("num_hidden_layers"),
+        doc="num_hidden_layers of the model that the settings were tuned on",
+    )
+
+    def scale_model(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
+        return compute_model_scaling(
+            hidden_size / self.base_hidden_size, num_hidden_layers / self.base_num_hidden_layers
+        )

@@ -1,0 +1,18 @@
+"""The component `model.parametrization.mup`: the maximal update parametrization (Yang et al. 2022)."""
+
+from drawloom.components.model.decoder.config import create_size_check
+from drawloom.components.model.parametrization.scaling import compute_model_scaling
+from drawloom.components.ports.parametrization import ModelScaling
+from drawloom.graph import component, setting
+
+
+@component(impact="incompatible")
+class MuP:
+    """Maximal update parametrization (muP): learning rates transfer over widths."""
+
+    base_hidden_size: int = setting(
+        check=create_size_check("hidden_size"), doc="hidden_size of the model that the settings were tuned on"
+    )
+
+    def scale_model(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
+        return compute_model_scaling(hidden_size / self.base_hidden_size)

@@ -1,0 +1,31 @@
+"""
+Factors of muP and CompleteP for AdamW.
+
+Yang et al. 2022, "Tensor Programs V" (arXiv 2203.03466), table 8 in the form of section B.1, which scales the head's
+output instead of its weight; Dey et al. 2025, "Don't be lazy: CompleteP enables compute-efficient deep transformers"
+(arXiv 2505.01618), table 1 with alpha = 1, which adds the factors of depth, weight decay and epsilon.
+"""
+
+import math
+
+from drawloom.components.ports.parameter_roles import Scaling
+from drawloom.components.ports.parametrization import ModelScaling
+
+
+def compute_model_scaling(width: float, depth: float = 1.0) -> ModelScaling:
+    """
+    Return the factors for a model `width` times as wide and `depth` times as deep as its base.
+
+    An initial standard deviation of residual outputs divided by sqrt(2 * layers), as in GPT-2, becomes the base
+    model's, because `residual_multiplier` scales these outputs already.
+    """
+    inner_eps = 1 / (width * depth)
+    std = 1 / math.sqrt(width)
+    return ModelScaling(
+        outer=Scaling(eps=1 / width),
+        matrix=Scaling(std, 1 / width, width, inner_eps),
+        residual=Scaling(std * math.sqrt(depth), 1 / width, width, inner_eps),
+        vector=Scaling(eps=inner_eps),
+        residual_multiplier=1 / depth,
+        logit_multiplier=1 / width,
+    )
