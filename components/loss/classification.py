@@ -18,7 +18,7 @@ from drawloom.graph.wiring.node import NodeView
 
 
 @component
-class Classification(DecoderInputs):
+class Classifier(DecoderInputs):
     """
     Classifier: the cross entropy of the labels of documents, such as those of `data.labelled_texts`.
 

@@ -35,7 +35,7 @@ PREFERENCES = 'extends = "dpo"\nloss.use = "loss.simpo"\ntrainer = { steps = 1, 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a run that has learnt to answer two messages."""
+    """Return a folder with a run trained to answer two messages."""
     lab = tmp_path_factory.mktemp("chat")
     tokenizer_folder(lab / "base")
     lines = [{"messages": say("hello", "good day é", "there", "hello user")}] * 20
@@ -76,7 +76,7 @@ def test_runs_and_exports_answer_several_messages(
 def test_impossible_chats_are_refused(
     lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A long conversation, a missing template, and options that have no effect have one message each."""
+    """A long conversation, a missing template, and options without effect have one message each."""
     (lab / "runs/plain").mkdir(exist_ok=True)
     for path in (lab / "runs/sft/export").iterdir():
         if path.name != "chat_template.jinja":

@@ -121,9 +121,9 @@ def encode_prompts(use: str, values: Values, place: Path) -> Any:
         collator.close()
 
 
-def encode_messages(use: str, values: Values, place: Path) -> Any:
-    """Return the ids for a user's message, and the ids that end an answer."""
-    tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(place / "tokenizer"))
+def encode_messages(use: str, values: Values, folder: Path) -> Any:
+    """Return the ids for a user's message, and the ids at the end of an answer."""
+    tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(folder / "tokenizer"))
     tokenizer.open()
     with closing(build(use, tokenizer=tokenizer, **values)) as prompts:
         return prompts.encode_messages(say("hello")).tolist(), prompts.answer_ends

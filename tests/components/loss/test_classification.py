@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.loss.classification import Classification
+from drawloom.components.loss.classification import Classifier
 from drawloom.components.ports.model import LanguageModel
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
@@ -14,9 +14,9 @@ from support.losses import sample
 
 
 def test_the_loss_is_the_weighted_cross_entropy_at_last_tokens(one_rank: Any) -> None:
-    """Documents without weight, such as padding, do not count; the gradient is that of the formula."""
+    """Documents without weight, such as padding, do not count; the gradient equals the formula's."""
     model: Any = fake(LanguageModel, hugging_face_config={"hidden_size": 8})
-    loss = Classification(model=model, mesh=one_rank, labels=["a", "b", "c"])
+    loss = Classifier(model=model, mesh=one_rank, labels=["a", "b", "c"])
     module: Any = loss.module
     module.to_empty(device="cpu")
     torch.manual_seed(0)
