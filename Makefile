@@ -83,7 +83,7 @@ bench-offload-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/offload.py $(ONLY)
 
 bench-loss-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/matched_loss.py
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/matched_loss.py $(ONLY)
 
 bench-plan: .venv/test
 	$(BIN)/python tests/benchmarks/plan.py $(ONLY)

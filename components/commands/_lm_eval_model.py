@@ -110,7 +110,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             model=self.predictor,
             pipeline=self.pipeline,
             generator=create_generator(self.seed, "sample"),
-            end=self.eot_token_id,
+            ends=frozenset({self.eot_token_id}),
             context=self.context,
             temperature=generation_options.get("temperature", 1.0) if generation_options.get("do_sample") else 0.0,
             top_k=generation_options.get("top_k"),

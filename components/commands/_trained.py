@@ -19,18 +19,21 @@ from drawloom.components.checkpoint.manifest import (
 from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
+from drawloom.components.export.hf_writer import read_exported_step
+from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import FILES
-from drawloom.components.ports.stages import AveragedWeights, Stages
+from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container
 
+RUN_HELP = "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run"
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_run_arguments(parser: argparse.ArgumentParser, help: str = RUN_HELP) -> None:
     """Add arguments for the run folder and its checkpoint."""
-    help = "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run"
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=parse_run_location, help=help)
     parser.add_argument("--average", action="store_true", help="use the averaged weights of phases.ema")
     which = parser.add_mutually_exclusive_group()
@@ -62,20 +65,50 @@ def fetch_run_if_remote(options: argparse.Namespace) -> Iterator[None]:
 
 @contextmanager
 def open_trained(
-    project: Project, options: argparse.Namespace, *ports: type, change: Callable[[Recipe], Recipe] | None = None
+    project: Project,
+    options: argparse.Namespace,
+    *ports: type,
+    every: type | None = None,
+    change: Callable[[Recipe], Recipe] | None = None,
 ) -> Iterator[tuple[Container, int]]:
     """
     Open a run with a checkpoint's weights in this process, and return the container and the checkpoint's step.
 
-    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe. The run folder
-    is only read, and the run may continue meanwhile.
+    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; of the port
+    `every`, open all nodes. The run folder is only read, and the run may continue meanwhile.
     """
     with fetch_run_if_remote(options):
         step, recipe, names, weights = _load_checkpoint_and_recipe(project, options, (Stages, *ports), change)
-        with recipe.open(names) as run:
+        others = [] if every is None else recipe.graph.implementers(every)
+        # A teacher or reference model is needed for a loss alone.
+        unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
+        with recipe.open([*names, *others], dict.fromkeys(unused)) as run:
             run[names[0]].load_state_dict(weights)
             del weights
             yield run, step
+
+
+@contextmanager
+def open_trained_or_folder(
+    project: Project, options: argparse.Namespace, *ports: type
+) -> Iterator[tuple[Container, int | None]]:
+    """
+    Open a run like `open_trained`, or a model folder with a `config.json`, such as an export.
+
+    A model folder's step is None unless the folder is an export. Raises UserError for a choice
+    of checkpoint.
+    """
+    folder = options.run_folder
+    if not isinstance(folder, Path) or not (folder / "config.json").is_file():
+        with open_trained(project, options, *ports) as (run, step):
+            yield run, step
+        return
+    if options.average or options.best or options.step is not None:
+        raise UserError(f"{folder} is a model folder without checkpoints; leave --step, --best and --average out", 2)
+    recipe = Recipe.load("finetune", project=project).with_values({"vars": {"base": str(folder)}}, "RUN_FOLDER")
+    names = [find_only_node(recipe.graph, port, str(folder)) for port in ports]
+    with recipe.open(names) as run:
+        yield run, read_exported_step(folder)
 
 
 def _load_checkpoint_and_recipe(
@@ -151,8 +184,10 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
     """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
     data: dict[str, Any] = tomli.loads(_read_text(lock))
     for name, node in data.items():
-        if isinstance(node, dict) and node.get("use") == "stages.materialized":
+        if isinstance(node, dict) and node.get("use") in ("stages.materialized", "stages.frozen"):
             _remove_initial_weights(data, node)
+        if isinstance(node, dict) and node.get("use") in ("loss.reward", "loss.classification"):
+            node.pop("head", None)  # the checkpoint has the head
         if isinstance(node, dict) and node.get("use") == "distributed.mesh":
             data[name] = {
                 "use": "distributed.mesh",
@@ -176,13 +211,14 @@ FOLDER_MODELS = ("model.auto", "model.transformers")
 
 
 def _remove_initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
-    """Remove the stages' initial weights, except with adapters, whose checkpoints lack the frozen weights."""
-    model = data.get(str(stages.get("model")).removeprefix("@"), {})
+    """Remove the stages' initial weights, except frozen ones, which checkpoints lack."""
+    model = stages.get("model")
+    model = model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
     if model.get("use") in FOLDER_MODELS:
         if model.get("weights", True):
             stages.setdefault("weights", model["path"])  # the run folder has copies of the other files only
         model["weights"] = False
-    if not stages.get("adapters"):
+    if not stages.get("adapters") and stages["use"] == "stages.materialized":
         stages.pop("weights", None)  # the initial weights are not needed, and may be gone
 
 

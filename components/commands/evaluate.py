@@ -1,12 +1,13 @@
-"""measure a run's loss on its validation split, or on other text"""
+"""measure a run's loss or rewards on its validation split, or its loss on other text"""
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from drawloom.components.commands._options import integer_parser
@@ -17,6 +18,7 @@ from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
 from drawloom.components.ports.data import PackedDataset, TokenBatch, count_target_bytes, has_pairs, token_batch
 from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, make_state_of_batches, sum_losses
+from drawloom.components.ports.rollouts import Reward, RewardEvaluation
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
@@ -35,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
     help = "with --corpus: tokens by which the window moves over documents longer than a row (default: half a row)"
     parser.add_argument("--stride", type=integer_parser(), metavar="N", help=help)
+    help = "complete the validation prompts, and measure the rewards of the completions"
+    parser.add_argument("--generate", action="store_true", help=help)
+    help = "with --generate: completions of each prompt (default: the recipe's)"
+    parser.add_argument("--samples", type=integer_parser(), metavar="N", help=help)
 
 
 @output_class
@@ -59,8 +65,31 @@ class EvaluateResult(Result):
         return f"{line}\n{self.documents}" if self.documents else line
 
 
-def main(options: argparse.Namespace, project: Project) -> EvaluateResult:
-    """Return the mean loss per token, with conversions to other units."""
+@output_class
+class EvaluateRewardsResult(Result):
+    """Mean rewards of completions by a run's weights."""
+
+    run_folder: Path | str = output("run folder, or the URL of its mirror")
+    step: int = output("step of the checkpoint")
+    completions: int = output("number of completions")
+    reward: float | None = output("mean sum of the weighted rewards; null if no completion has a score")
+    rewards: Mapping[str, float | None] = output("mean by reward, without its weight")
+    length: float | None = output("mean number of tokens")
+    truncated: float | None = output("fraction of completions that reached the maximum length without an end")
+
+    def render(self, format: str) -> str:
+        """Return a line with all means."""
+        values = {"reward": self.reward, **self.rewards, "truncated": self.truncated}
+        shown = ", ".join(f"{name} {'none' if value is None else f'{value:.4f}'}" for name, value in values.items())
+        return f"{self.run_folder}, step {self.step}: {shown}, {self.length:.1f} tokens, {self.completions} completions"
+
+
+def main(options: argparse.Namespace, project: Project) -> EvaluateResult | EvaluateRewardsResult:
+    """Return the mean loss per token, with conversions to other units, or the mean rewards."""
+    if options.samples and not options.generate:
+        raise UserError("--samples counts completions of prompts; add --generate, or leave --samples out", 2)
+    if options.generate:
+        return _measure_rewards(options, project)
     if options.stride and not options.corpus:
         raise UserError("--stride moves windows over the documents in --corpus; add --corpus, or leave --stride out", 2)
     split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
@@ -74,6 +103,32 @@ def main(options: argparse.Namespace, project: Project) -> EvaluateResult:
         if not rows.count(split):
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
         return _measure_loss(run, split, options.run_folder, step)
+
+
+def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateRewardsResult:
+    """Complete all validation prompts, and return the mean rewards."""
+    if options.corpus:
+        raise UserError("--generate completes the prompts of the run; leave --corpus out", 2)
+    change = partial(_prepare_generation, samples=options.samples)
+    ports = (RewardEvaluation, PackedDataset, Batching)
+    with open_trained(project, options, *ports, every=Reward, change=change) as (run, step):
+        rows, size = run.get(PackedDataset), run.get(Batching).micro_size
+        count = rows.count("validation")
+        if not count:
+            raise UserError(f"{options.run_folder}: the validation split has no prompts to complete", 2)
+        starts = range(0, count, size)
+        batches = (rows.batch("validation", range(start, min(start + size, count))) for start in starts)
+        means = run.get(RewardEvaluation).measure_rewards(batches)
+    return EvaluateRewardsResult(options.run_folder, step, **attrs.asdict(means))
+
+
+def _prepare_generation(recipe: Recipe, samples: int | None) -> Recipe:
+    """Set the completions of each prompt. Raises UserError for a recipe without prompts and rewards."""
+    names = recipe.graph.implementers(RewardEvaluation)
+    if not names:
+        text = "the run's recipe measures no rewards"
+        raise UserError(f"--generate: {text}; use a run with phases.evaluate_rewards, such as of the recipe grpo", 2)
+    return recipe.with_values(nest_values(names[0], {"samples": samples}), "--samples") if samples else recipe
 
 
 def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> EvaluateResult:

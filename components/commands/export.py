@@ -7,6 +7,7 @@ from drawloom.components.commands._trained import add_run_arguments, open_traine
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.pipeline import Loss, SequenceHead
 from drawloom.components.ports.stages import Stages
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
@@ -32,6 +33,9 @@ class ExportResult(Result):
 
 def main(options: argparse.Namespace, project: Project) -> ExportResult:
     """Export the weights."""
-    with open_trained(project, options, LanguageModel, Stages, Tokenizer) as (run, step):
-        write_hugging_face_folder(options.to, run.get(LanguageModel), run.get(Stages), run.get(Tokenizer), step=step)
+    with open_trained(project, options, LanguageModel, Stages, Tokenizer, Loss) as (run, step):
+        loss = run.get(Loss)
+        head = loss if isinstance(loss, SequenceHead) else None
+        stages, tokenizer = run.get(Stages), run.get(Tokenizer)
+        write_hugging_face_folder(options.to, run.get(LanguageModel), stages, tokenizer, head=head, step=step)
     return ExportResult(options.to, step)

@@ -2,6 +2,7 @@
 
 FRAMEWORK_ONLY = {
     "HybridKernels": "it adds nothing to RecurrentKernels and ExpertKernels, whose contracts its kernels keep",
+    "RewardEvaluation": "its completions and rewards are those of a run's other components, so runs test it",
     "TeacherPredictions": "it belongs to the rows of one packing, so runs test it",
     "Scorer": "its hidden states have a width that only the run's model knows, so runs test it",
     "Timed": "it changes the timeouts of process groups and ends processes, so only the owner of both can implement it",

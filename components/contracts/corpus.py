@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drawloom.components.ports.corpus import ChatTokenizer, Corpus, Split, TokenCorpus, Tokenizer
+from drawloom.components.ports.corpus import ChatPrompts, ChatTokenizer, Corpus, Split, TokenCorpus, Tokenizer
 from drawloom.graph.testing import expect
 
 
@@ -146,3 +146,16 @@ def only_templates_encode_control_tokens(tokenizer: ChatTokenizer) -> None:
         expect(number not in tokenizer.encode(f"a {token} b").tolist(), f"a text can forge {token}")
         expect(number in tokenizer.encode_control(f"a {token} b").tolist(), f"a template can't write {token}")
         expect(token in tokenizer.decode_control([number]), f"{token} is not written out")
+
+
+def prompts_depend_on_every_message(prompts: ChatPrompts) -> None:
+    """Prompts are int32 ids, the same for the same messages, and differ for another message at any position."""
+    turns = [("user", "one"), ("assistant", "two"), ("user", "three")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    ids = prompts.encode_messages(messages)
+    expect(ids.dtype == np.int32 and ids.ndim == 1 and len(ids), f"a prompt is {ids.dtype} of shape {ids.shape}")
+    expect(np.array_equal(ids, prompts.encode_messages(messages)), "the same messages have another prompt")
+    for index, message in enumerate(messages):
+        others = [*messages[:index], {**message, "content": "four"}, *messages[index + 1 :]]
+        expect(not np.array_equal(ids, prompts.encode_messages(others)), f"message {index} is not in the prompt")
+    expect(prompts.answer_ends, "no id ends an answer")

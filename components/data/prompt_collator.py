@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from drawloom.components.data.chat.corpus import check_messages
-from drawloom.components.data.chat.encode import encode_rendered
+from drawloom.components.data.chat.prompt import encode_prompt_messages
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import Rendered, render_turns
 from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer
 from drawloom.components.ports.data import Example
 from drawloom.components.ports.rollouts import PromptBatch
@@ -80,12 +79,7 @@ class PromptCollator:
         if self._renderer is None:
             text = self.tokenizer.chat_template if self.template is None else self.template.read_text("utf-8")
             self._renderer = ChatTemplate(text, self.tokenizer.template_tokens, self.date)
-        rendered = render_turns(self._renderer, messages, [0.0] * len(messages), tools)
-        request = {"messages": messages, "tools": tools, "add_generation_prompt": True}
-        (whole,) = self._renderer.render([request])
-        if not whole.startswith(rendered.text):
-            raise ValueError("the template renders the messages differently before an answer; use another template")
-        return encode_rendered(self.tokenizer, Rendered(whole, (), rendered.contents), messages, tools).ids
+        return encode_prompt_messages(self.tokenizer, self._renderer, messages, tools)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what worker processes need; each starts a renderer of its own."""

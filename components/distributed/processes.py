@@ -52,6 +52,7 @@ NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # Timeout for ranks that have met to connect by gloo, whose wait for a lost rank nothing can break; gloo waits five
 # times as long (measured: 15.0 s for 3 s, torch 2.13).
 CONNECT_SECONDS = 0.5
+SURVIVING_BACKENDS = ("gloo",)  # docs/faults.md says what NCCL can't do
 MEETING_TICK = 0.002  # seconds between two looks for other ranks
 RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
 RUNS: set[str] = set()  # names of this process's runs
@@ -63,13 +64,15 @@ class Membership:
     """
     A generation, and this process's monitor and connections in it, which exist before its groups.
 
-    `attempts` counts the generations before it, one after another, that could not connect without any loss.
+    `attempts` counts the generations before it, one after another, that could not connect without any loss. `hosted`
+    keeps the launch's store alive if this process hosts it.
     """
 
     generation: Generation
     monitor: RankMonitor
     connections: Connections
     attempts: int = 0
+    hosted: Any = None
 
 
 @component(impact="safe")
@@ -79,7 +82,7 @@ class TorchProcesses:
 
     With `on_failure` "continue", the ranks left after a loss agree on the next generation of processes, and raise a
     ReopenError: the graph is opened again with these processes, renumbered. A process that starts later waits in `open`
-    until a generation admits it.
+    until a generation admits it. This works with gloo.
     """
 
     device: Device
@@ -90,7 +93,7 @@ class TorchProcesses:
     _on_failure: Literal["stop", "continue"] = setting(
         default="stop",
         alias="on_failure",
-        doc="after the loss of a process: end the run, or continue it in memory with the replicas that are left",
+        doc="after the loss of a process: end the run, or continue it in memory with the replicas that are left (gloo)",
     )
     heartbeat_timeout: float = setting(
         default=15.0,
@@ -114,6 +117,7 @@ class TorchProcesses:
     _next: Membership | Literal["spare"] | None = attrs.field(init=False, default=None)
     _exit_code: int = attrs.field(init=False, default=0)
     _attempts: int = attrs.field(init=False, default=0)
+    _hosted: Any = attrs.field(init=False, default=None)
     _meetings: Counter[str] = attrs.field(init=False, factory=Counter)
 
     @property
@@ -144,6 +148,7 @@ class TorchProcesses:
         """Join the process group, if there are other processes. Raises UserError if they do not join in time."""
         self._launch = read_launch()
         if self.survives_losses:
+            self._check_backend()
             os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         if self._launch.address:
             watch_parent(os.getppid())
@@ -274,6 +279,16 @@ class TorchProcesses:
         self._monitor.report_failure(text)
         return True
 
+    def _check_backend(self) -> None:
+        """Raise UserError if the backend's groups can't be made again after a loss."""
+        backend = self.device.backend
+        if backend not in SURVIVING_BACKENDS and not self._launch.is_single_process:
+            raise UserError(
+                f"on_failure: 'continue' needs device.backend = 'gloo', and the backend is {backend!r}; write "
+                "on_failure = 'stop'",
+                exit_code=2,
+            )
+
     def _get_torch_timeout(self, seconds: float) -> timedelta:
         """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
         # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
@@ -294,6 +309,8 @@ class TorchProcesses:
             self._generation = Generation(processes[0][0], 0, members)
             monitor = self._make_membership(self._generation, self._connections).monitor
             self._connect_stores(self._generation)
+            if self.survives_losses and not launch.agent_store:
+                self._hosted = dist.distributed_c10d._get_default_store()
             if self.survives_losses and launch.agent_store:
                 connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(CONTINUES, b"1")
         return monitor
@@ -337,6 +354,7 @@ class TorchProcesses:
         """Join the groups of a generation after the first one."""
         self._generation, self._monitor = membership.generation, membership.monitor
         self._connections, self._attempts = membership.connections, membership.attempts
+        self._hosted = membership.hosted
         self._generation.set_rank_variables(self._monitor.rank)
         self._launch = read_launch()
         self._connect_stores(self._generation)
@@ -351,7 +369,8 @@ class TorchProcesses:
         ReportedError when the run ends, and UserError if its processes are gone.
         """
         launch = self._launch
-        if not (self.survives_losses and launch.address):
+        hosts_store = launch.rank == 0 and not launch.agent_store  # it starts with the process group
+        if not (self.survives_losses and launch.address) or (hosts_store and not is_member):
             return None
         store = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
         if not store.check([CURRENT]):
@@ -415,7 +434,8 @@ class TorchProcesses:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
             membership = self._make_membership(following, Connections(self._launch.port))
-            self._next = attrs.evolve(membership, attempts=0 if monitor.losses else self._attempts + 1)
+            attempts = 0 if monitor.losses else self._attempts + 1
+            self._next = attrs.evolve(membership, attempts=attempts, hosted=self._hosted)
         except RuntimeError:  # the store was in a lost process
             return None
         if self._next.monitor.rank == 0:

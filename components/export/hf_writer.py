@@ -10,11 +10,17 @@ import torch
 
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.export.origin import find_origin_folder
-from drawloom.components.export.shard_writer import make_own_share, model_parameters_by_name, write_shares
+from drawloom.components.export.shard_writer import (
+    loss_parameters_by_name,
+    make_own_share,
+    model_parameters_by_name,
+    write_shares,
+)
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.stages import Stages
+from drawloom.components.ports.pipeline import SCORE, SequenceHead
+from drawloom.components.ports.stages import LOSS, Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.tensor_source import TensorSpec
@@ -25,7 +31,8 @@ from drawloom.components.weights.adapted import (
     make_merge_mapper,
     measure_merge_loss,
 )
-from drawloom.components.weights.mapper import sequential
+from drawloom.components.weights.mapper import parallel, select_outputs, sequential
+from drawloom.components.weights.mapper_ops import rename
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile
 
 log = logging.getLogger("drawloom.run")
@@ -54,6 +61,7 @@ def write_hugging_face_folder(
     stages: Stages,
     tokenizer: Tokenizer | None = None,
     *,
+    head: SequenceHead | None = None,
     group: Group | None = None,
     workspace: Path | None = None,
     max_shard: int = MAX_SHARD,
@@ -66,7 +74,8 @@ def write_hugging_face_folder(
     The group's stages together form the model. All ranks call this, and exchange their parameters through `workspace`,
     a folder visible to all ranks, or through their machine's shared memory. `max_shard` is in bytes; without `dtype`
     tensors keep their dtypes; `step` is the weights' step, if known. Adapters are merged into the
-    weights. Raises UserError if the stages are not the whole model or the target exists.
+    weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces that of the
+    language model. Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
     config = model.hugging_face_config()
@@ -75,7 +84,11 @@ def write_hugging_face_folder(
     if adapters:
         merged = make_merge_mapper(build_meta_model_with_adapters(model, adapters), tied)
     mapper = sequential(merged, model.hugging_face_mapper())
-    origin = find_origin_folder(model, stages, group)
+    if head is not None:
+        config = make_sequence_config(config, head)
+        body = select_outputs(mapper, {*mapper.outputs} - {HEAD})
+        mapper = parallel(body, rename({f"{LOSS}.weight": SCORE}))
+    origin = find_origin_folder(model, stages, group) if head is None else None  # other parts have no such class
     if origin is not None:
         config = origin.config
     if tied and HEAD in mapper.outputs:
@@ -97,10 +110,21 @@ def write_hugging_face_folder(
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 
-    own = make_own_share(stages, mapper, group, workspace, dtype)
+    others = None if head is None else loss_parameters_by_name(stages)
+    own = make_own_share(stages, mapper, group, workspace, dtype, only_inputs=head is not None, others=others)
     if origin is not None and group.rank == 0:
         own = origin.add_to(own)
     write_shares(target, own, group, max_shard, finish)
+
+
+def make_sequence_config(config: dict[str, Any], head: SequenceHead) -> dict[str, Any]:
+    """Return the `config.json` of a language model with another head."""
+    classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+    names = {str(number): label for number, label in enumerate(head.output_names)}
+    numbers = {label: number for number, label in enumerate(head.output_names)}
+    # There is no lm_head: a language model of this folder would use its embedding.
+    others = {"architectures": classes, "tie_word_embeddings": True}
+    return {**config, **others, "num_labels": len(names), "id2label": names, "label2id": numbers}
 
 
 def _log_merge_loss(loss: MergeLoss, group: Group) -> None:

@@ -12,6 +12,7 @@ from drawloom.components.export.hf_writer import read_exported_step, write_huggi
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.pipeline import Loss, SequenceHead
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
 from drawloom.components.storage.durable_files import remove_folder_at_once
@@ -29,7 +30,8 @@ class HuggingFaceExport:
     Writer for `<run folder>/export/`: config.json, safetensors, the tokenizer files and trainer_state.json.
 
     trainer_state.json has the weights' step as `global_step`, as in checkpoints from Hugging Face's Trainer. With an
-    `average`, the averaged weights are exported.
+    `average`, the averaged weights are exported. A loss with a head, such as a reward model's, makes it a folder for
+    AutoModelForSequenceClassification.
     """
 
     model: LanguageModel
@@ -37,6 +39,7 @@ class HuggingFaceExport:
     folder: RunFolder
     mesh: Mesh
     tokenizer: Tokenizer | None = wired(default=None)
+    loss: Loss | None = wired(default=None)
     average: AveragedWeights | None = None
     max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="maximum tensor bytes per file")
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
@@ -62,6 +65,7 @@ class HuggingFaceExport:
                 self.model,
                 self.stages,
                 self.tokenizer,
+                head=self.loss if isinstance(self.loss, SequenceHead) else None,
                 group=self.mesh.world,
                 workspace=workspace,
                 max_shard=self.max_shard,

@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import ModelParameter
-from drawloom.components.ports.stages import Stages
+from drawloom.components.ports.stages import LOSS, Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.durable_files import TempFolder, create_temp_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
@@ -34,6 +34,17 @@ from drawloom.graph import UserError
 def model_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
     """Return the model parameters on this rank, by name."""
     return {name: param for stage in stages.local for name, param in stage.model_parameters().items()}
+
+
+def loss_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
+    """Return the loss's parameters on this rank, by name with the prefix `loss.`; empty without the last stage."""
+    named: dict[str, ModelParameter] = {}
+    for stage in stages.local:
+        if stage.shards is not None:
+            stage.shards.reshard()
+        parameters = stage.named_parameters() if stage.shards is None else stage.module.named_parameters()
+        named |= {name: ModelParameter(param) for name, param in parameters if name.startswith(f"{LOSS}.")}
+    return named
 
 
 def persistent_buffers_by_name(stages: Stages) -> dict[str, ModelParameter]:
@@ -146,17 +157,20 @@ def make_own_share(
     workspace: Path | None = None,
     dtype: torch.dtype | None = None,
     only_inputs: bool = False,
+    others: Mapping[str, ModelParameter] | None = None,
 ) -> Share:
     """
     Return this rank's share of a mapper's outputs. A collective over the group.
 
     Ranks exchange parameter specs through `workspace`, or through their machine's shared memory. Raises UserError
-    like `choose_owner_by_group`, for parameters unknown to the mapper too, unless `only_inputs`.
+    like `choose_owner_by_group`, for parameters unknown to the mapper too, unless `only_inputs`. `others` are this
+    rank's parameters beside the model's.
     """
     inputs = set(mapper.inputs)
     parameters = {
         name: param for name, param in model_parameters_by_name(stages).items() if not only_inputs or name in inputs
     }
+    parameters |= others or {}
     parameters |= {name: buffer for name, buffer in persistent_buffers_by_name(stages).items() if name in inputs}
     with get_configs_parallel(describe_parameters_as_json(parameters), range(group.size), group, workspace) as holdings:
         owners = run_on_rank0(group, lambda: choose_owner_by_group(mapper, holdings))

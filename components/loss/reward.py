@@ -8,6 +8,7 @@ arXiv 2312.09244, equation 2.
 
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -19,26 +20,70 @@ from drawloom.components.loss.pairwise import sum_by_answer
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Head, LanguageModel
+from drawloom.components.ports.pipeline import SCORE
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.mapper_ops import distribute_like
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
 
 
 class ScoreHead(nn.Module):
-    """A linear layer from the last hidden state of a document to its score, in float32."""
+    """
+    A linear layer without bias from hidden states to the outputs `labels`, in float32.
 
-    def __init__(self, width: int) -> None:
+    Its weight, (labels, width), comes from a `folder` with such a head, or is random.
+    """
+
+    def __init__(self, width: int, labels: int = 1, folder: Path | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(labels, width))
+        self.folder = folder
 
     def reset_parameters(self) -> None:
-        """Fill the weights with normal random numbers, with the standard deviation 1 / sqrt(width + 1)."""
+        """
+        Read the weight, or fill it with normal random numbers of standard deviation 1 / sqrt(width + 1).
+
+        Raises UserError if the folder has no head of this shape.
+        """
         with torch.no_grad():
-            self.weight.normal_(std=(len(self.weight) + 1) ** -0.5)
+            if self.folder is None:
+                self.weight.normal_(std=(self.weight.shape[1] + 1) ** -0.5)
+            else:
+                weight = read_head(self.folder, tuple(self.weight.shape)).to(self.weight.device, self.weight.dtype)
+                self.weight.copy_(convert_tensors(distribute_like(SCORE, self.weight), {SCORE: weight})[SCORE])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return scores (..., ), at least float32, of hidden states (..., width)."""
+        """Return outputs (..., labels), at least float32, of hidden states (..., width)."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return hidden.to(dtype) @ self.weight.to(dtype)
+        return hidden.to(dtype) @ self.weight.to(dtype).T
+
+
+def read_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
+    """Return the weight of the head in a folder. Raises UserError if the folder has no head of this shape."""
+    source = open_safetensors_folder(folder)
+    spec = source.specs().get(SCORE)
+    if spec is None or spec.shape != shape:
+        found = "no" if spec is None else f"{spec.shape[0]} x {spec.shape[1]} numbers in"
+        text = f"head: {folder} has {found} {SCORE}, and the loss has {shape[0]} x {shape[1]}"
+        raise UserError(f"{text}; name the export of such a model, or leave head out", 2)
+    return source.tensor(SCORE)
+
+
+def make_score_head(model: LanguageModel, labels: int, folder: Path | None) -> ScoreHead:
+    """Return a head for a model, on the meta device. Raises UserError if the model has no hidden_size."""
+    width = model.hugging_face_config().get("hidden_size")
+    if not isinstance(width, int):
+        raise UserError("a score needs hidden_size, but the model's config.json has no such key", 2)
+    with torch.device("meta"):
+        return ScoreHead(width, labels, folder)
+
+
+def find_whole_hidden_faults(node: NodeView) -> Iterator[Problem]:
+    """Report tensor parallelism: every rank would add the whole head's gradient, so the sum would be too large."""
+    if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
+        text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
+        yield mesh.problem("tensor", text, "write tensor = 1")
 
 
 @component
@@ -52,32 +97,30 @@ class RewardModel(DecoderInputs):
     """
 
     pairs: ClassVar[bool] = True
+    output_names: ClassVar[tuple[str, ...]] = ("reward",)
 
     model: LanguageModel
     mesh: Mesh
     centring: float = setting(
         default=0.0, check=at_least(0), doc="coefficient of the squared sum of both scores, which keeps them around 0"
     )
+    head: Path | None = setting(
+        default=None, doc="model folder with the initial head, such as a reward model's export; default: random"
+    )
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report tensor parallelism: every rank would add the whole score's gradient, so the sum would be too large."""
-        if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
-            text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
-            yield mesh.problem("tensor", text, "write tensor = 1")
+        """Report tensor parallelism."""
+        yield from find_whole_hidden_faults(node)
 
     @cached_property
     def module(self) -> nn.Module | None:
         """The head's parameters, on the meta device until the stages are materialized."""
-        width = self.model.hugging_face_config().get("hidden_size")
-        if not isinstance(width, int):
-            raise UserError("loss.reward needs hidden_size, but the model's config.json has no such key", 2)
-        with torch.device("meta"):
-            return ScoreHead(width)
+        return make_score_head(self.model, len(self.output_names), self.head)
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         assert self.module is not None
-        scores: Tensor = self.module(hidden)
+        scores: Tensor = self.module(hidden)[..., 0]
         return scores
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

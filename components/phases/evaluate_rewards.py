@@ -1,17 +1,25 @@
 """Evaluation by rewards: the policy completes held-out prompts."""
 
 import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import attrs
+import torch
+from torch import Tensor
 
-from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions, sum_and_count_totals
+from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.rollouts import Reward, Rollouts
+from drawloom.components.ports.rollouts import PromptBatch, Reward, RewardMeans, Rollouts
 from drawloom.components.ports.run import Batching, Cadence, Step, check_cadence, is_due
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
+from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, between, component, setting
+
+MAX_SAMPLED = 16
+"""Number of microbatches in one call of the sampler."""
 
 
 @component(reads=("weights",), writes=("validation_reward", "initial_validation_reward"), impact="safe")
@@ -57,22 +65,50 @@ class EvaluateRewards:
         step.excluded_seconds += time.monotonic() - began
 
     def _measure_mean_reward(self) -> float | None:
-        """Return the mean reward; None if no completion has one. A collective."""
-        batches = [require_prompts(batch) for batch in self.data.batches()]
-        prompts, row = [], 0
+        """Return the mean reward of the validation prompts; None if no completion has one. A collective."""
+        return self.measure_rewards(self.data.batches()).reward
+
+    def measure_rewards(self, batches: Iterable[Batch]) -> RewardMeans:
+        prompts, row = map(require_prompts, batches), 0
+        sums = torch.zeros(5 + 2 * len(self.rewards), dtype=torch.float64)
+        with use_averages_if_any(self.average):
+            while loaded := [*islice(prompts, MAX_SAMPLED)]:
+                sums += self._sum_scores(loaded, row)
+                row += sum(batch.row_count for batch in loaded)
+        self.mesh.data_group.sum(sums)
+        (completions, tokens, truncated, total, scored), by_reward = sums[:5].tolist(), sums[5:].view(-1, 2).tolist()
+        return RewardMeans(
+            completions=int(completions),
+            reward=total / scored if scored else None,
+            rewards={
+                name: score / count if count else None
+                for name, (score, count) in zip(self.rewards, by_reward, strict=True)
+            },
+            length=tokens / completions if completions else None,
+            truncated=truncated / completions if completions else None,
+        )
+
+    def _sum_scores(self, batches: Sequence[PromptBatch], first_row: int) -> Tensor:
+        """
+        Complete and score batches whose first prompt is this rank's `first_row`-th; return sums, float64.
+
+        Sums are the completions, their tokens, the truncated ones, the rewards, and the completions with one; then for
+        each reward its sum and number. Prompts without weight are left out.
+        """
+        prompts, row = [], first_row
         for batch in batches:
             numbers = [self.batching.dp_rank + self.batching.dp_size * (row + n) for n in range(batch.row_count)]
             prompts.append(repeat_prompts(batch, numbers, self.samples))
             row += batch.row_count
-        if not batches:
-            return None
-        with use_averages_if_any(self.average):
-            completions = self.rollouts.sample(prompts, "validation", 0)
-        scored = [
-            score_completions(self.rewards, self.tokenizer, self._copy, batch, sampled, self.samples)
-            for batch, sampled in zip(batches, completions, strict=True)
-        ]
-        sums = sum_and_count_totals(scored)
-        self.mesh.data_group.sum(sums)
-        total, count = sums.tolist()
-        return total / count if count else None
+        sums = torch.zeros(5 + 2 * len(self.rewards), dtype=torch.float64)
+        for batch, sampled in zip(batches, self.rollouts.sample(prompts, "validation", 0), strict=True):
+            scored = score_completions(self.rewards, self.tokenizer, self._copy, batch, sampled, self.samples)
+            is_counted = batch.weights.repeat_interleave(self.samples) > 0
+            scores = scored.scores[is_counted]
+            sums[0] += is_counted.sum()
+            sums[1] += sampled.sampled_counts[is_counted].sum()
+            sums[2] += (~sampled.is_ended[is_counted]).sum()
+            sums[3] += scored.totals.nansum()
+            sums[4] += (~scored.totals.isnan()).sum()
+            sums[5:] += torch.stack([scores.nansum(0), (~scores.isnan()).sum(0)], 1).flatten()
+        return sums

@@ -6,7 +6,7 @@ This module does not import torch, to keep processes for tokenization small.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -98,6 +98,24 @@ class ChatTokenizer(Tokenizer, Protocol):
 
     def decode_control(self, ids: Sequence[int]) -> str:
         """Decode ids as text with control tokens written out; `decode` omits them."""
+        ...
+
+
+@port
+class ChatPrompts(Protocol):
+    """An encoder from conversations to prompts for an answer."""
+
+    @property
+    def answer_ends(self) -> frozenset[int]:
+        """Ids at the end of an answer. Raises UserError if the tokenizer has no chat template."""
+        ...
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """
+        Encode messages, each with `role` and `content`, up to the beginning of the next answer: int32 (tokens,).
+
+        Raises UserError if there is no chat template, or if it rejects the messages.
+        """
         ...
 
 

@@ -1,12 +1,13 @@
 """Autoregressive sampling (text generation)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from drawloom.components.ports.cache import KeyValueCache
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.pipeline import Predictor
@@ -26,27 +27,27 @@ class Sampler:
 
     The model sees the last `context` ids. Up to this length every id passes the model once, because keys and values
     are cached; a longer text needs a pass over `context` ids per token. `temperature` 0 is greedy, `top_k` restricts
-    sampling to the k most likely tokens, and the id `end` ends a text.
+    sampling to the k most likely tokens, and every id in `ends` ends a text.
     """
 
     model: Predictor
     pipeline: Group
     generator: torch.Generator
-    end: int
+    ends: frozenset[int]
     context: int = 256
     temperature: float = 0.8
     top_k: int | None = None
 
     def sample_continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
         """
-        Yield up to `tokens` ids after a prompt of at least one id, without the id `end`.
+        Yield up to `tokens` ids after a prompt of at least one id, without the end id.
 
         Raises UserError on all ranks if the logits are not finite.
         """
         ids, cache = list(prompt), KeyValueCache(self.context)
         for _ in range(tokens):
             token = self._sample_next_id(ids, cache)
-            if token == self.end:
+            if token in self.ends:
                 return
             ids.append(token)
             yield token
@@ -76,6 +77,25 @@ class Sampler:
         window = torch.tensor([ids])
         positions = torch.arange(first, first + len(ids)).unsqueeze(0)
         return self.model.infer(window, TokenContext(positions, torch.zeros_like(window), cache=cache))
+
+
+def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """
+    Yield the text of ids as they come; the pieces add up to the text of all ids.
+
+    A piece waits until its characters are complete, because a token may end inside a character's bytes.
+    """
+    # A piece is decoded after the ids of the previous one, since decoders may strip a space from the first token.
+    window: list[int] = []
+    shown_count = 0
+    for token in ids:
+        window.append(token)
+        shown, text = tokenizer.decode(window[:shown_count]), tokenizer.decode(window)
+        if len(text) > len(shown) and not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            window, shown_count = window[shown_count:], len(window) - shown_count
+    if rest := tokenizer.decode(window)[len(tokenizer.decode(window[:shown_count])) :]:
+        yield rest
 
 
 def draw_id(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

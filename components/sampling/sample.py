@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import ChatPrompts, Tokenizer
 from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
@@ -26,7 +26,8 @@ class Sample:
     """
     Final task that continues a prompt, and writes `<run folder>/sample.txt`: a line with the step, then the text.
 
-    The beginning of the text is logged.
+    With `chat`, the prompt is a user's message, and the text is the conversation with the model's answer. The beginning
+    of the text is logged.
     """
 
     model: Predictor
@@ -35,7 +36,8 @@ class Sample:
     randomness: Randomness
     mesh: Mesh
     average: AveragedWeights | None = None
-    prompt: str = setting(default="", doc="beginning of the text")
+    chat: ChatPrompts | None = None
+    prompt: str = setting(default="", doc="beginning of the text, or the user's message")
     tokens: int = setting(default=200, check=between(1, MAX_LENGTH + 1), doc="maximum tokens to sample")
     context: int = setting(
         default=256, check=between(1, MAX_LENGTH + 1), doc="number of last tokens that the model sees"
@@ -59,12 +61,22 @@ class Sample:
 
     def _sample_text_or_error(self) -> str:
         """Sample the text, or return an error as text, so that a diverged run still writes its report."""
-        prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
         try:
-            ids = list(self._make_sampler().sample_continuation(prompt, self.tokens))
+            return self._sample_text() if self.chat is None else self._sample_conversation(self.chat)
         except UserError as error:
             return f"({error})"
-        return self.prompt + self.tokenizer.decode(ids)
+
+    def _sample_text(self) -> str:
+        """Return the prompt with its continuation. An empty prompt starts after the end of a document."""
+        prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
+        sampler = self._make_sampler(frozenset({self.tokenizer.eos_id}))
+        return self.prompt + self.tokenizer.decode([*sampler.sample_continuation(prompt, self.tokens)])
+
+    def _sample_conversation(self, chat: ChatPrompts) -> str:
+        """Return the user's message with the model's answer."""
+        prompt = chat.encode_messages([{"role": "user", "content": self.prompt}]).tolist()
+        answer = self._make_sampler(chat.answer_ends).sample_continuation(prompt, self.tokens)
+        return f"user: {self.prompt}\nassistant: {self.tokenizer.decode([*answer])}"
 
     def _log_and_write_text(self, step: int, text: str) -> None:
         """Log the text's beginning, and replace the file."""
@@ -72,13 +84,13 @@ class Sample:
         log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
         replace_file(self._sample_path, f"{_format_step_heading(step)}{text}\n".encode())
 
-    def _make_sampler(self) -> Sampler:
-        """Return a sampler with this task's settings."""
+    def _make_sampler(self, ends: frozenset[int]) -> Sampler:
+        """Return a sampler with this task's settings, which stops at the ids `ends`."""
         return Sampler(
             model=self.model,
             pipeline=self.mesh.pipeline_group,
             generator=self.randomness.stream("sample"),
-            end=self.tokenizer.eos_id,
+            ends=ends,
             context=self.context,
             temperature=self.temperature,
             top_k=self.top_k,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.model import stored_formats
+from drawloom.components.ports.pipeline import SCORE
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper, TensorGroup
@@ -242,7 +243,8 @@ def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, 
         yield f"parameters without a tensor in the folder: {format_names(nameless)}"
     if missing := [name for name in mapper.inputs if name not in specs]:
         yield f"missing {format_names(missing)}"
-    extra = [name for name in specs if name not in used and not any(fnmatchcase(name, p) for p in mapper.ignored)]
+    ignored = (*mapper.ignored, SCORE)  # the head is the loss's
+    extra = [name for name in specs if name not in used and not any(fnmatchcase(name, p) for p in ignored)]
     if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"
     yield from _find_wrong_shapes(select_outputs(mapper, shapes), specs, shapes)

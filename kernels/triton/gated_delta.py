@@ -45,7 +45,7 @@ def delta_rule_triton(
     Compute delta_rule_eager for float32, bfloat16 and float16, and keys with at most MAX_WIDTH channels.
 
     q and k (rows, length, key_heads, K), v (rows, length, value_heads, V), g and beta (rows, length, value_heads); the
-    state is float32 (rows, value_heads, K, V).
+    state is float32 (rows, value_heads, K, V). In 16 bits, systems are inverted in float16: keys should have unit norm.
     """
     check_floats("delta_rule_triton", q, k, v, g, beta)
     if k.shape[-1] > MAX_WIDTH:
@@ -188,6 +188,11 @@ class _Sizes(NamedTuple):
         has_small_tiles = self.itemsize == 2 and self.fits_several_chunks
         return MIN_BLOCK if has_small_tiles and programs >= self.multiprocessors else MIN_BLOCK // 2
 
+    @property
+    def wide_block(self) -> int:
+        """Return the columns in a tile where nothing else needs shared memory."""
+        return 2 * MIN_BLOCK if self.v_width > MIN_BLOCK and self.fits_several_chunks else MIN_BLOCK
+
     def limit_registers(self, count: int) -> dict[str, int]:
         """Return the launch option for at most `count` registers, unless tiles are large and would be spilled."""
         return limit_registers(count) if self.itemsize == 2 and self.fits_several_chunks else {}
@@ -235,9 +240,8 @@ def _solve_chunks(
     """Write all tensors of `chunks`, or its products alone if the systems are solved."""
     kernels.solve_chunks[(sizes.chunks * sizes.rows, sizes.heads)](
         *(k, v, g, beta, ids, before, *chunks, sizes.length, sizes.chunks),
-        **sizes.constants,
+        **{**sizes.constants, "BV": sizes.wide_block},
         PRECISION=_float32_product_precision(),
-        INVERSE_PRECISION=_float32_product_precision() if v.dtype == torch.float32 else "tf32",
         IS_SOLVED=is_solved,
         num_warps=4,
         **sizes.limit_registers(128 if is_solved else 168),
@@ -321,7 +325,7 @@ def _backward(
     grad_q, grad_k = (v.new_empty(*v.shape[:3], sizes.width) for _ in "qk")
     grad_written, grad_states = v.new_empty(v.shape), torch.empty_like(states)
     by_chunk, constants = (sizes.chunks * sizes.rows, sizes.heads), sizes.constants
-    wide = 128 if sizes.v_width > MIN_BLOCK and sizes.fits_several_chunks else MIN_BLOCK
+    wide = sizes.wide_block
     blocks = cdiv(sizes.v_width, wide)
     kernels.compute_grad_written[(sizes.chunks * sizes.rows * blocks, sizes.heads)](
         *(grad, q, k, chunks.decays, ids, grad_written, sizes.length, sizes.chunks),
@@ -329,13 +333,13 @@ def _backward(
         PRECISION=precision,
         num_warps=4,
     )
-    block = MIN_BLOCK // 2
+    block = sizes.carry_block
     kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(grad, grad_state.contiguous(), q, k, chunks.keys, chunks.decays, ids, before, grad_written, grad_states),
         *(grads[5] if state is not None else None, sizes.length, sizes.chunks),
         **{**constants, "BV": block},
         PRECISION=precision,
-        num_warps=4,
+        num_warps=4 if block < MIN_BLOCK else 8,
         num_stages=3 if sizes.fits_several_chunks else 1,
     )
     # Four warps read 32 columns in bounds; eight need 64, whose float32 tiles exceed shared memory for wide keys.
@@ -345,7 +349,7 @@ def _backward(
     kernels.compute_product_gradients[by_chunk](
         *(grad, q, k, chunks.written, states, grad_states, chunks.decays, ids, before),
         *(grad_q, partial_k, grad_decays, sizes.length, sizes.chunks),
-        **{**constants, "BV": block if is_large else MIN_BLOCK},
+        **{**constants, "BV": MIN_BLOCK // 2 if is_large else MIN_BLOCK},
         PRECISION=precision,
         num_warps=8,
     )
@@ -362,7 +366,7 @@ def _backward(
             sizes.length,
             sizes.chunks,
         ),
-        **{**constants, "BV": block if is_large else MIN_BLOCK},
+        **{**constants, "BV": MIN_BLOCK // 2 if is_large else MIN_BLOCK},
         PRECISION=precision,
         num_warps=4,
     )

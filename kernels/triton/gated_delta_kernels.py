@@ -72,9 +72,9 @@ def mask_document_pairs(own, inside, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """
-    Invert I + system, for a strictly lower triangular (64, 64).
+    Invert I + system, for a strictly lower triangular (64, 64), with products in a dtype.
 
     Blocks with 16 rows on the diagonal are inverted by forward substitution. With D their inverse and B = D times the
     blocks below, the result is (I - B)(I + B^2) D, since B^4 is 0.
@@ -91,11 +91,12 @@ def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, PRECISION: tl.cons
         solved -= below[:, :, None] * done[:, None, :]
     inverse = tl.reshape(tl.where(block == other, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
     token = tl.arange(0, CHUNK)
-    below = tl.where((token // SIZE)[:, None] > (token // SIZE)[None, :], system, 0.0)
-    below = tl.dot(inverse, below, input_precision=PRECISION)
-    squared = tl.dot(below, below, input_precision=PRECISION)
-    inverse += tl.dot(squared, inverse, input_precision=PRECISION)
-    return inverse - tl.dot(below, inverse, input_precision=PRECISION)
+    below = tl.where((token // SIZE)[:, None] > (token // SIZE)[None, :], system, 0.0).to(DTYPE)
+    blocks = inverse.to(DTYPE)
+    below = tl.dot(blocks, below, input_precision=PRECISION).to(DTYPE)
+    squared = tl.dot(below, below, input_precision=PRECISION).to(DTYPE)
+    inverse += tl.dot(squared, blocks, input_precision=PRECISION)
+    return inverse - tl.dot(below, inverse.to(DTYPE), input_precision=PRECISION)
 
 
 # fmt: off
@@ -104,7 +105,7 @@ def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, PRECISION: tl.cons
 def solve_chunks(
     k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr, IS_SOLVED: tl.constexpr,
+    PRECISION: tl.constexpr, IS_SOLVED: tl.constexpr,
 ):
     # fmt: on
     """Store, by chunk and head, the sums of decays, the inverse system, and its products with keys and values."""
@@ -126,7 +127,9 @@ def solve_chunks(
         pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
         products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
-        solved = invert_unit_lower_triangular(system, CHUNK, INVERSE_PRECISION)
+        # With unit keys all numbers are small: float16 has the precision of TF32, and shorter products.
+        DTYPE: tl.constexpr = tl.float16 if key.dtype.primitive_bitwidth == 16 else tl.float32
+        solved = invert_unit_lower_triangular(system, CHUNK, DTYPE, PRECISION)
         store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, solved)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)

@@ -16,6 +16,7 @@ from drawloom.components.ports.cache import (
     KeyValueCache as KeyValueCache,
 )
 from drawloom.components.ports.corpus import (
+    ChatPrompts as ChatPrompts,
     ChatTokenizer as ChatTokenizer,
     Corpus as Corpus,
     DocumentPart as DocumentPart,
@@ -105,6 +106,11 @@ from drawloom.components.ports.memory import (
     Transfers as Transfers,
     memory_by_kind as memory_by_kind,
 )
+from drawloom.components.ports.memory_policy import (
+    MemoryChoice as MemoryChoice,
+    MemoryPolicy as MemoryPolicy,
+    StateLocation as StateLocation,
+)
 from drawloom.components.ports.model import (
     HasCostKey as HasCostKey,
     KeepsConfig as KeepsConfig,
@@ -114,7 +120,9 @@ from drawloom.components.ports.model import (
     stored_formats as stored_formats,
     build_known_module as build_known_module,
     BatchContext as BatchContext,
+    BatchInvariantKernels as BatchInvariantKernels,
     BufferOwner as BufferOwner,
+    is_batch_invariant as is_batch_invariant,
     ContextParallelModel as ContextParallelModel,
     ExpertModel as ExpertModel,
     Finish as Finish,
@@ -159,7 +167,10 @@ from drawloom.components.ports.parametrization import (
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
     MeasuresStep as MeasuresStep,
+    SCORE as SCORE,
+    RepeatingExecutor as RepeatingExecutor,
     Scorer as Scorer,
+    SequenceHead as SequenceHead,
     ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,
@@ -169,6 +180,7 @@ from drawloom.components.ports.pipeline import (
     PartitioningSchedule as PartitioningSchedule,
     Predictor as Predictor,
     RecomputingSchedule as RecomputingSchedule,
+    Reference as Reference,
     Referenced as Referenced,
     STEP_SPECS as STEP_SPECS,
     Schedule as Schedule,
@@ -205,8 +217,11 @@ from drawloom.components.ports.rollouts import (
     Prompts as Prompts,
     ROLLOUTS as ROLLOUTS,
     Reward as Reward,
+    RewardEvaluation as RewardEvaluation,
+    RewardMeans as RewardMeans,
     Rollouts as Rollouts,
     Scored as Scored,
+    policy_logps as policy_logps,
 )
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,
@@ -263,6 +278,8 @@ from drawloom.components.ports.slices import (
 from drawloom.components.ports.stages import (
     LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
+    ForwardStages as ForwardStages,
+    FrozenModel as FrozenModel,
     FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,
     ReadFrozen as ReadFrozen,

@@ -32,8 +32,8 @@ def losses_of_run(folder: Path, name: str, *words: str, processes: int = 1) -> l
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_rounded_once_a_step_change_no_bit(folder: Path, model: str) -> None:
     """
-    Weights that keep their float8 elements give the bits of weights rounded in every pass, also after AdamW's launch,
-    and CUDA graphs read the elements of the last update.
+    Kept float8 weights change no bit compared with rounding in every pass, also after AdamW's launch, and CUDA graphs
+    read the last update's elements.
     """
     words = MODELS[model]
     plain = losses_of_run(folder, "pass", *words)
@@ -48,7 +48,7 @@ def test_weights_rounded_once_a_step_change_no_bit(folder: Path, model: str) -> 
 
 
 def test_weights_gathered_in_float8_give_the_same_losses(folder: Path) -> None:
-    """Two ranks that gather elements and exponents compute the same as ranks that gather bfloat16, and one process."""
+    """Two ranks compute the same whether they gather float8 or bfloat16, and agree with one process."""
     one = losses_of_run(folder, "one")
     shards = {
         gather: losses_of_run(folder, gather, "mesh.data_shard=2", f"precision.gather={gather}", processes=2)
@@ -60,7 +60,7 @@ def test_weights_gathered_in_float8_give_the_same_losses(folder: Path) -> None:
 
 
 def test_experts_on_two_ranks_have_the_losses_of_one_process(folder: Path) -> None:
-    """Ranks that partition experts in float8, through rows that a dispatcher copied, agree up to rounding."""
+    """Two ranks with float8 experts, which a dispatcher sends rows, agree with one process up to rounding."""
     one = losses_of_run(folder, "one", *EXPERTS)
     words = (*EXPERTS, "mesh.data_shard=2", "mesh.expert=2", 'stages.dispatcher={use="experts.all_to_all"}')
     two = losses_of_run(folder, "two", *words, processes=2)

@@ -66,6 +66,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.pairs").write_text("\n".join(pairs), "utf-8")
         judged = [{"prompt": say("a"), "completion": say("a", f"{name} {n}")[1:], "label": n > 4} for n in range(9)]
         (folder / f"{name}.judged").write_text("\n".join(map(json.dumps, judged)), "utf-8")
+        labelled = [{"messages": say(f"{name} {n}"), "label": ("yes", "no")[n % 2]} for n in range(9)]
+        (folder / f"{name}.labelled").write_text("\n".join(map(json.dumps, labelled)), "utf-8")
         (folder / f"{name}.jinja").write_text(("{{ strftime_now('%Y') }}" if name == "other" else "") + CHATML, "utf-8")
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")

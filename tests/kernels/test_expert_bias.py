@@ -1,4 +1,4 @@
-"""Biases of experts against a loop over experts, in float64."""
+"""Expert biases against a loop over experts, in float64."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_every_row_gets_its_experts_bias() -> None:
 
 @pytest.mark.usefixtures("float64")
 def test_unused_rows_reach_no_gradient_of_a_bias() -> None:
-    """NaN in unused rows and in their gradients leaves the gradients of biases and scales finite."""
+    """NaN in unused rows and their gradients leaves bias and scale gradients finite."""
     rows, bias, scale = draw()
     grad = torch.ones(6, 4)
     grad[5] = torch.nan

@@ -102,7 +102,7 @@ def test_empty_rows_give_empty_results() -> None:
 
 
 def test_runs_of_ids_are_numbered() -> None:
-    """An id that comes again after another one begins a new document."""
+    """A repeated id begins a new document after another one."""
     documents = number_recurrent_documents(torch.tensor([[4, 4, 9, 4, 4], [0, 1, 1, 1, 7]]))
     assert documents.ids.tolist() == [[0, 0, 1, 2, 2], [0, 1, 1, 1, 2]]
     assert documents.before.tolist() == [-1, -1]

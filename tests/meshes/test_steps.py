@@ -91,6 +91,11 @@ MESHES = [
             *(("zero_bubble_v", 4, True, False, family) for family in pipelines.FAMILIES if family not in ONCE),
         ],
     ),
+    MeshCases(
+        "experts of shards",
+        {"data_shard": 4, "expert": 2},
+        [("gpipe", 4, True, False, family) for family in ("gpt_oss", "qwen3_next", "deepseek_v3")],
+    ),
     MeshCases("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
     MeshCases(
         "pipelines of contexts",

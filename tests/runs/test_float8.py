@@ -107,8 +107,7 @@ dispatcher.use = "experts.all_to_all"
 
 def test_experts_train_in_float8(folder: Path) -> None:
     """
-    Weights rounded once a step change no bit of experts' metrics; two ranks that partition experts, and bfloat16, agree
-    up to rounding.
+    Experts' weights rounded once a step change no bit; expert-parallel ranks, and bfloat16, agree up to rounding.
     """
     (folder / "sparse.toml").write_text(SPARSE, "utf-8")
     texts = {}

@@ -1,11 +1,16 @@
 """Reward models on one process and on meshes, and `drawloom score`."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
-from support.chat import tokenizer_folder
+from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.feedback import encode_answer
+from support.chat import open_tokenizer, tokenizer_folder
 from support.runs import drawloom, series
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +22,7 @@ batch = { global_size = 4, micro_size = 4 }
 evaluate.every = 12
 optimizer.lr = 1e-2
 trainer.steps = 12
-trainer.on_finish = []
+trainer.on_finish = ["@export"]
 
 [model]
 use = "model.qwen3.dense"
@@ -41,6 +46,7 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
     The checkpoint has the head: a score does not depend on the answers that are computed together.
     """
     (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
+    (tmp_path / "again.toml").write_text(RECIPE.partition("[model]")[0], "utf-8")
     pairs = ROOT / "docs/examples/preferences.jsonl"
     data = (f'tokens.paths=["{pairs}"]', f"vars.base={tokenizer_folder(tmp_path / 'base')}")
     learned = {}
@@ -70,5 +76,43 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
     assert scores["1"] == pytest.approx(scores["5"], rel=1e-4, abs=1e-5)
     is_right = [chosen > rejected for chosen, rejected in zip(scores["1"][::2], scores["1"][1::2], strict=True)]
     assert sum(is_right) > 0.7 * len(is_right)
+    export = tmp_path / "runs/one/export"
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
+    with closing(ChatTemplate(tokenizer.chat_template, tokenizer.template_tokens)) as template:
+        encoded = [encode_answer(tokenizer, answer, template).ids.tolist() for answer in answers[:4]]
+    for ids, score in zip(encoded, scores["1"], strict=False):
+        assert model(torch.tensor([ids])).logits.tolist() == [[pytest.approx(score, rel=1e-4, abs=1e-5)]]
+    assert model.config.id2label == {0: "reward"}
+    again = ("run.name=again", "optimizer.lr=1e-30", "trainer.steps=1", "stages.adapters=[]")
+    based = ("vars.base=runs/one/export", "loss.head=runs/one/export")
+    (outcome,) = drawloom(tmp_path, "run", "again.toml", *again, data[0], *based)
+    assert outcome.code == 0, outcome.text
+    (outcome,) = drawloom(tmp_path, "score", "runs/again", "answers.jsonl", "--to", "again.jsonl")
+    written = (tmp_path / "again.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["score"] for line in written] == pytest.approx(scores["1"], rel=1e-4, abs=1e-5)
     (refused,) = drawloom(tmp_path, "score", "runs/one", "answers.jsonl", "--to", "scores1.jsonl")
     assert refused.code == 2 and "scores1.jsonl exists" in refused.text
+
+
+def test_a_classifier_learns_its_labels_and_is_read_by_transformers(tmp_path: Path) -> None:
+    """Losses and accuracies equal one process's on every mesh, and the export's logits find the labels."""
+    (tmp_path / "tiny.toml").write_text(RECIPE.replace('"reward"', '"classify"'), "utf-8")
+    base = tokenizer_folder(tmp_path / "base")
+    lines = [{"text": f"{'good' if n % 2 else 'day'} {n}", "label": ("negative", "positive")[n % 2]} for n in range(40)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    learned = {}
+    for name, (ranks, words) in {"one": (1, ()), **LAYOUTS}.items():
+        data = (f"vars.base={base}", 'tokens.paths=["mine.jsonl"]', "vars.length=32", f"run.name={name}")
+        outcomes = drawloom(tmp_path, "run", "tiny.toml", *data, *words, ranks=ranks)
+        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+        learned[name] = series(tmp_path / "runs" / name, "loss", "grad_norm", "accuracy")
+    for name in LAYOUTS:
+        for ours, theirs in zip(learned[name], learned["one"], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4), name
+    assert learned["one"][-1][0] < 0.1 and learned["one"][-1][2] == 1
+    export = tmp_path / "runs/stages/export"
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
+    assert model.config.label2id == {"negative": 0, "positive": 1}
+    for line in lines[:6]:
+        logits = model(torch.tensor([[*tokenizer.encode(line["text"]).tolist(), tokenizer.eos_id]])).logits
+        assert model.config.id2label[int(logits.argmax())] == line["label"]

@@ -1,6 +1,7 @@
 """Observers for reinforcement learning settings; used by test_settings."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,13 @@ def policy_loss_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def distill_loss_of(use: str, values: Values, _place: Path) -> Any:
-    """Return a distillation loss on two likely tokens and the rest."""
+    """Return a distillation loss from two likely tokens and the rest, or from a teacher's other hidden states."""
     inputs = sample()
     logps = torch.tensor([0.5, 0.3, 0.2]).log().expand(3, 5, 3)
     batch = inputs.batch.evolve(teacher_ids=torch.tensor([1, 4]).expand(3, 5, 2), teacher_logps=logps)
-    return build(use, **values).loss(inputs.hidden, inputs.head(), batch)[0].item()
+    loss = build(use, **values)
+    batch = loss.with_reference(batch, loss.reference_values(inputs.hidden.detach().flip(2), inputs.head(), batch))
+    return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
 
 
 def teacher_of(use: str, values: Values, place: Path) -> Any:
@@ -66,7 +69,21 @@ def reward_loss_of(use: str, values: Values, _place: Path) -> Any:
     loss = build(use, model=model, mesh=SingleRankMesh(), **values)
     loss.module.to_empty(device="cpu")
     torch.nn.init.ones_(loss.module.weight)
+    if "head" in values:
+        loss.module.reset_parameters()
     batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1))
+    return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
+
+
+def classification_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a classifier's loss on three documents of label 0."""
+    inputs = sample()
+    model = fake(LanguageModel, hugging_face_config={"hidden_size": 8})
+    loss = build(use, model=model, mesh=SingleRankMesh(), **values)
+    loss.module.to_empty(device="cpu")
+    loss.module.reset_parameters()
+    torch.nn.init.ones_(loss.module.weight)
+    batch = inputs.batch.evolve(document_ids=torch.zeros(3, 5, dtype=torch.int64), labels=torch.zeros(3, 5))
     return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
 
 
@@ -104,6 +121,14 @@ def encode_prompts(use: str, values: Values, place: Path) -> Any:
         collator.close()
 
 
+def encode_messages(use: str, values: Values, place: Path) -> Any:
+    """Return the ids for a user's message, and the ids that end an answer."""
+    tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(place / "tokenizer"))
+    tokenizer.open()
+    with closing(build(use, tokenizer=tokenizer, **values)) as prompts:
+        return prompts.encode_messages(say("hello")).tolist(), prompts.answer_ends
+
+
 def digits_of(use: str, values: Values, _place: Path) -> Any:
     """Return both splits' examples."""
     task = build(use, tokenizer=Bytes(), job=_job(), **values)
@@ -126,6 +151,8 @@ def advantages_of(use: str, values: Values, _place: Path) -> Any:
 
 class Ends:
     """A sampler that returns only end tokens; `rows` counts them."""
+
+    temperature = 1.0
 
     def __init__(self) -> None:
         self.rows = 0
@@ -157,7 +184,8 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
     is_training = use == "phases.rollout"
     data = fake_data(batch, is_training)
     rewards = Ordered([Fixed()], ["fixed"]) if is_training else {"fixed": Fixed()}
-    batching = fake(Batching, dp_size=1, microbatch_positions=lambda step: [[0]])
+    positions = {"first_position": lambda step: step - 1, "microbatch_positions": lambda step: [[step - 1]]}
+    batching = fake(Batching, dp_size=1, **positions)
     edges: Values = {"events": fake(Events)} if is_training else {}
     edges |= {"rollouts": sampler, "tokenizer": Bytes(), "mesh": SingleRankMesh(), "rewards": rewards}
     phase = build(use, data=data, batching=batching, **edges, **values)

@@ -93,7 +93,7 @@ def run_ranks(
 
 class Crew:
     """
-    Processes of one launch, each with its own fate: any of them can be started again, as by a launcher of clusters.
+    One launch's processes; any of them can be started again, as by a cluster.
 
     `function(*arguments)` is a plain function of a module. Leaving the context kills all processes.
     """
@@ -121,7 +121,7 @@ class Crew:
             os.killpg(group, signal.SIGKILL)
 
     def groups_left(self) -> list[int]:
-        """Return the process groups, of all processes so far, that have a live process."""
+        """Return the process groups with a live process."""
         groups = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Runs that continue after the loss of processes: faults on single ranks, and comparison with an undisturbed run."""
+"""Runs after the loss of processes: faults on single ranks, and comparison with an undisturbed run."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.phases.report import Report
@@ -60,8 +61,12 @@ def write_recipe(folder: Path) -> Path:
     return folder
 
 
-def _run(folder: Path, words: tuple[str, ...], deaths: Deaths) -> Outcome:
+def _run(folder: Path, words: tuple[str, ...], deaths: Deaths, port: int) -> Outcome:
     """Run a process, which gets a fault at the nth call of a place if `deaths` has its first rank; kills are usual."""
+    put(joining, "SURVIVING_BACKENDS", ("gloo", "nccl"))
+    if port:
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+        os.environ["MASTER_PORT"] = str(port)
     if (rank := int(os.environ["RANK"])) in deaths:
         place, step, *faults = deaths[rank]
         kind, name = PLACES[place]
@@ -77,11 +82,13 @@ def _run(folder: Path, words: tuple[str, ...], deaths: Deaths) -> Outcome:
     return command(folder, ("run", "recipe.toml", *words), None)
 
 
-def survive(folder: Path, ranks: int, deaths: Deaths, *words: str) -> tuple[dict[int, str], dict[int, Outcome]]:
-    """Return how ranks died, and how the others ended."""
+def survive(
+    folder: Path, ranks: int, deaths: Deaths, *words: str, port: int = 0
+) -> tuple[dict[int, str], dict[int, Outcome]]:
+    """Return how ranks died, and how the others ended. With a `port`, rank 0 hosts the store there."""
     words = ("processes.on_failure=continue", *words)
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(_run, ranks, folder, words, deaths, timeout=90, grace=60)
+        run_ranks(_run, ranks, folder, words, deaths, port, timeout=90, grace=60)
     return caught.value.failures, caught.value.values
 
 
@@ -106,7 +113,7 @@ from drawloom import component
 
 @component(impact="safe")
 class Waiting:
-    """A phase that takes long from step 6 on, until the file `go` exists."""
+    """A phase with long steps from step 6 on, until the file `go` exists."""
 
     def run_phase(self, step):
         time.sleep(1.5 * (step.index > 5 and not Path("go").exists()))
@@ -122,7 +129,7 @@ before."@report" = ["@waiting"]
 
 def replace_worker(folder: Path, count: int, words: tuple[str, ...]) -> tuple[int, str]:
     """
-    Run `drawloom launch`, kill rank 1's process and, when another one has joined, that of rank 0.
+    Run `drawloom launch`, kill rank 1's process and, when another one has joined, rank 0's.
 
     Return the exit code and the output.
     """
@@ -130,7 +137,8 @@ def replace_worker(folder: Path, count: int, words: tuple[str, ...]) -> tuple[in
     (folder / "waiting.py").write_text(code, "utf-8")
     (folder / "recipe.toml").write_text(f"{RECIPE}\n[waiting]{recipe}", "utf-8")
     start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(count), "--max-restarts", "1", "run"]
-    environment = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    libraries = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])  # which may have the libraries
+    environment = {"PYTHONPATH": libraries, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     with (folder / "errors").open("wb") as file:
         command = [*start, "recipe.toml", "processes.on_failure=continue", *words]
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file) as launcher:

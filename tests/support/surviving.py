@@ -1,5 +1,5 @@
 """
-A run that survives kills at random moments, for as long as the soak test takes.
+A run under kills and stops at random moments, for the soak test.
 
 The processes are started again one by one, as a launcher does, and join the run.
 """
@@ -60,7 +60,7 @@ def _quantiles(values: list[float]) -> str:
 
 
 def run_slowly(folder: Path, words: tuple[str, ...]) -> Outcome:
-    """Run a process whose steps take a tenth of a second longer, so that faults meet every part of a step."""
+    """Run a process whose steps take a tenth of a second longer, so faults meet every part of a step."""
     method = ForwardBackward.run_phase
 
     def slow(self: Any, step: Any) -> None:
@@ -113,7 +113,7 @@ class Soak:
 
     def _strike(self) -> None:
         """
-        Kill or stop a member, perhaps another one while the others recover, or kill a process that is to join.
+        Kill or stop a member, perhaps another one while the others recover, or kill a joining process.
 
         One complete replica is spared, because the run ends without any.
         """
@@ -137,6 +137,7 @@ class Soak:
             self._pause(self.random.uniform(0, 1))
             if self.step <= before + 1:  # the others still recover
                 self.findings.faults["killed while the others recover"] += 1
+                start = time.monotonic()
                 os.kill(members.pop(), signal.SIGKILL)
         self._await_step(before + 2)  # the one in progress may have been finished
         (self.findings.stops if stops else self.findings.kills).append(time.monotonic() - start)
@@ -149,7 +150,7 @@ class Soak:
                 self.findings.stuck = f"no step {step} in {STUCK:g} s"
 
     def _pause(self, seconds: float) -> None:
-        """Wait, and start processes again that have ended."""
+        """Wait, and restart ended processes."""
         end = time.monotonic() + seconds
         while True:
             for rank, process in self.crew.processes.items():

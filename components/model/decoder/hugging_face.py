@@ -132,7 +132,13 @@ def read_config(family: Family, path: Path) -> DecoderConfig:
 
 
 def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a multimodal model's text config, or any other config unchanged."""
+    """
+    Return a multimodal model's text config, or any other config unchanged.
+
+    A sequence classifier has no lm_head, so its language model uses the embedding.
+    """
+    if any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ()):
+        return {**config, "tie_word_embeddings": True}
     text = config.get("text_config")
     if config.get("model_type") not in family.nested_types or not isinstance(text, Mapping):
         return config

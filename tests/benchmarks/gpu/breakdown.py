@@ -39,7 +39,7 @@ TRACED = 3
 
 KINDS = {
     "NCCL": ("nccl",),
-    "casts": ("_quantize_kernel", "_transpose_kernel", "_scale_kernel", "_swiglu", "_cast_experts", "_largest_kernel"),
+    "casts": ("_quantize_kernel", "_transpose_kernel", "_column_scale", "_largest", "_swiglu", "_cast_experts"),
     "attention": ("sdpa", "attention", "fmha", "flash", "cudnn::fusion"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "_rows_kernel", "_matrices_kernel", "_groups_kernel"),
     "optimizer, norm": ("multi_tensor_apply",),

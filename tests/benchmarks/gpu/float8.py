@@ -30,6 +30,7 @@ FORMATS: tuple[LinearFormat, ...] = ("compute", "float8")
 
 def main() -> None:
     """Measure the models whose names contain a word of the command line, or all."""
+    gc.disable()  # as in runs, where `phases.garbage_collection` decides when to collect
     device = ComputeDevice(kind="cpu" if TINY else "cuda")
     device.open()
     processes = TorchProcesses(device=device)

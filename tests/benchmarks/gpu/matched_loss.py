@@ -4,7 +4,8 @@ Training losses in float8 compared with bfloat16, on one GPU in a few minutes: `
 One recipe, a decoder with 14 million parameters over the bytes in the sources for Python and torch, runs with three
 seeds in both formats; runs with one seed have the same initial weights and row order. Every tenth of the steps gets a
 line with the mean losses in bfloat16, their spread over the seeds, and float8's difference for each seed. The last line
-compares validation losses. After LIMIT seconds the runs are stopped, and their common steps are compared.
+compares validation losses. After LIMIT seconds the runs are stopped, and their common steps are compared. With the word
+`experts` every layer has 16 experts, and a token visits 4.
 """
 
 import json
@@ -30,7 +31,14 @@ SIZES = (
     *("vars.length=512", "batch.global_size=32", "batch.micro_size=32", "optimizer.lr=1e-3"),
     "validation.rows_used=512",
 )
-TINY_SIZES = ("model.num_hidden_layers=1", "model.intermediate_size=64", "vars.length=32", "validation.rows_used=8")
+EXPERTS = (
+    *("model.use=model.qwen3.moe", "model.num_experts=16", "model.num_experts_per_tok=4"),
+    "model.moe_intermediate_size=384",
+)
+TINY_SIZES = (
+    *("model.num_hidden_layers=1", "model.hidden_size=64", "model.head_dim=16", "model.num_attention_heads=4"),
+    *("model.num_key_value_heads=2", "model.intermediate_size=64", "vars.length=32", "validation.rows_used=8"),
+)
 BFLOAT16 = ("precision.compute=bfloat16", "precision.gradient=float32")
 FORMATS = {"bfloat16": (), "float8": ("precision.linear=float8",)}
 SEEDS = range(3)
@@ -70,7 +78,8 @@ def _start(folder: Path, name: str, words: Sequence[str]) -> subprocess.Popen[by
     """Start a run; all runs print into one file."""
     common = (f"run.name={name}", f"trainer.steps={STEPS}", "trainer.on_finish=[]", f"evaluate.every={STEPS}")
     few = ("evaluate.at_start=false", f"checkpoint.every={STEPS}")
-    command = [sys.executable, "-m", "drawloom", "run", "first_run", *(TINY_SIZES if TINY else SIZES), *common, *few]
+    sizes = [*SIZES, *(EXPERTS if "experts" in sys.argv else ()), *(TINY_SIZES if TINY else ())]
+    command = [sys.executable, "-m", "drawloom", "run", "first_run", *sizes, *common, *few]
     with (folder / "log").open("a") as log:
         return subprocess.Popen([*command, *words], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
 

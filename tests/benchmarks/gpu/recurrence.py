@@ -1,10 +1,10 @@
 """
 The gated delta rule compared with flash-linear-attention 0.6.0, in one run: `make bench-recurrence-gpu`.
 
-Every shape gets the forward and backward milliseconds of both on the same packed documents, their ratios, the ratio of
-our backward pass to our forward pass, and the errors of results against float32. With Triton 3.4 to 3.7.0 on Hopper,
-fla's gradients are wrong, and only their time counts. `--kernels` prints our kernels' times instead. `PEERS` is the
-path to the site-packages with fla-core.
+Every shape gets the forward milliseconds of both on the same packed documents, their ratio, our backward milliseconds
+and the ratio to our forward pass, and the errors against float32. `--backward` measures fla's backward pass, too, which
+it tunes for minutes; with Triton 3.4 to 3.7.0 on Hopper, its gradients are wrong, and only their time counts.
+`--kernels` prints our kernels' times instead. `PEERS` is the path to the site-packages with fla-core.
 """
 
 import statistics
@@ -83,7 +83,7 @@ def _show(shape: Shape) -> None:
         print(f"  ratio forwards {forward['ours'] / forward['fla']:.3f}", flush=True)
     learned = inputs.map(Tensor.requires_grad_)
     calls = {"ours": lambda: delta_rule_triton(*learned, documents)[0]}
-    if find_spec("fla"):
+    if "--backward" in sys.argv:
         calls["fla"] = _peer(learned, ids)
     backward = {name: _measure_both_passes(call, learned) - forward[name] for name, call in calls.items()}
     print("  " + ", ".join(f"{name} backwards {milliseconds:.3f} ms" for name, milliseconds in backward.items()))

@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def contenders(config: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, Any], Tensor, Tensor], Step]]]:
-    """Yield the installed contenders: a name, and a function that returns a training step."""
+    """Yield the installed contenders: name and training step factory."""
     yield "drawloom", _make_our_step
     yield "drawloom, stochastic rounding", partial(_make_our_step, rounded=True)
     yield "transformers", _make_transformers_step

@@ -3,9 +3,10 @@
 from typing import Any
 
 import attrs
+import pytest
 import torch
 
-from drawloom.components.checkpoint.memory import StateMemory
+from drawloom.components.checkpoint.memory import StateMemory, newest_common_step
 from drawloom.components.ports.slices import TensorSlice
 
 
@@ -59,3 +60,21 @@ def test_a_state_of_other_nodes_or_slices_does_not_fit() -> None:
     other = Node(slices={"weight": TensorSlice((6,), (3,), (3,))})
     assert state.fits({"node": whole}) and state.fits({"node": Node()})
     assert not state.fits({"node": other}) and not state.fits({"other": whole})
+
+
+@pytest.mark.parametrize(
+    ("steps", "positions", "step"),
+    [
+        ([[3, 4], [4]], [[0], [0]], 4),
+        ([[3, 4], [3]], [[0], [0]], 4),  # the second rank receives it from its replica
+        ([[3, 4], [3]], [[0], [1]], 3),  # the second rank has another part of the model
+        ([[3, 4], [3], [], [4]], [[0], [1], [0], [1]], 4),
+        ([[3], []], [[0], [1]], 0),
+        ([[], []], [[0], [0]], 0),
+    ],
+)
+def test_the_newest_step_in_some_replica_of_each_position_is_found(
+    steps: list[list[int]], positions: list[list[int]], step: int
+) -> None:
+    """It is 0 if a part of the model is in nobody's memory."""
+    assert newest_common_step(steps, positions) == step

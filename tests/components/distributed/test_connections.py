@@ -1,11 +1,14 @@
 """Breaking gloo's connections from another thread."""
 
 import os
+import socket
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -44,3 +47,23 @@ def test_a_waiting_collective_raises_and_new_groups_can_be_made() -> None:
     """Rank 0 stops waiting for a busy rank at once, and both make another group over the same store."""
     (seconds, broken, total), (_, _, other) = run_ranks(_broken, 2)
     assert 0.2 <= seconds < 5 and broken >= 1 and total == other == 2
+
+
+def test_connections_being_made_are_broken_and_no_more_are_made() -> None:
+    """A connection opened while others are recorded is shut down, one to the store's port is not; aborts run once."""
+    aborted: list[str] = []
+    aborts = [partial(aborted.append, name) for name in ("first", "last")]
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as store:
+        connections = Connections(store.getsockname()[1], aborts=[*aborts])
+        with (
+            connections.record_sockets(),
+            socket.create_connection(server.getsockname()) as made,
+            socket.create_connection(store.getsockname()),
+        ):
+            accepted, _ = store.accept()
+            assert connections.shut_down_all() == 2 and made.recv(1) == b""
+            with accepted:
+                assert accepted.recv(1) == b"" and accepted.send(b"the store's end is open") > 0
+    assert connections.shut_down_all() == 0 and aborted == ["last", "first"]
+    with pytest.raises(RuntimeError, match="a rank is lost"), connections.record_sockets():
+        pass

@@ -1,4 +1,4 @@
-"""Agreement on the ranks that continue after a loss, and on the spares that join them."""
+"""Agreement on the next generation: remaining ranks, and spares."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def test_complete_replicas_continue_and_spares_fill_new_ones(
 
 
 def test_replica_shapes_number_ranks_like_the_mesh() -> None:
-    """The ranks of a replica are those that differ in all dimensions but data_replicate."""
+    """A replica's ranks differ in all dimensions but data_replicate."""
     sizes = {"pipeline": 2, "data_replicate": 3, "data_shard": 2, "context": 1, "tensor": 2}
     ranks = Layout(sizes).list_rank_sets("pipeline", "data_shard", "context", "tensor")
     assert ReplicaShape(2, 4, [3]).ranks(3) == ranks

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.distributed.torchrun import Launch
 from drawloom.graph import UserError
 from support.processes import run_ranks
 
@@ -123,3 +125,12 @@ def _slow_partner(limit: float) -> str:
 def test_a_changed_timeout_holds_for_groups_that_exist() -> None:
     """After set_timeout a collective of an existing group gives up after the new time."""
     assert run_ranks(_slow_partner, 2, 0.5) == ["gave up", "late"]
+
+
+def test_nccl_is_refused_in_a_run_that_survives_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the setting and the backend, and no process group is made."""
+    monkeypatch.setattr(joining, "read_launch", lambda: Launch(world_size=2))
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu", backend="nccl"), on_failure="continue")
+    with pytest.raises(UserError, match=r"on_failure: 'continue' needs device.backend = 'gloo'.*'nccl'"):
+        processes.open()
+    assert not dist.is_initialized()

@@ -183,3 +183,57 @@ def test_a_lost_rank_is_published_and_ends_no_other_rank(store: Any, capsys: pyt
     assert zero.failure is two.failure is None and capsys.readouterr().err == ""
     assert zero.diagnose().startswith(f"rank 1 (process {process.pid}) is gone") and "rank 1 is gone" in two.diagnose()
     zero.close()
+
+
+def test_a_rank_without_heartbeats_is_lost(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is lost after the timeout, but not because the other one was suspended, and not if it has ended normally."""
+    clock, calls = [100.0], list[int]()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    zero = RankMonitor(0, 3, store, on_loss=lambda: calls.append(0), heartbeat_timeout=5)
+    one, two = (RankMonitor(rank, 3, store, on_loss=lambda: None, heartbeat_timeout=5) for rank in (1, 2))
+
+    def pass_seconds(*seconds: float, beating: tuple[RankMonitor, ...]) -> None:
+        for step in seconds:
+            clock[0] += step
+            for monitor in beating:
+                monitor.check_for_failures()
+
+    pass_seconds(*[1] * 10, beating=(zero, one, two))
+    two.announce_exit()
+    pass_seconds(1, 600, 1, beating=(zero, one))
+    assert not zero.losses
+    pass_seconds(1, 1, 1, 1, beating=(zero,))
+    assert not zero.losses and not calls
+    pass_seconds(1, 1, 1, beating=(zero,))
+    assert zero.losses == {1: "has sent no heartbeat for 5 s"} and calls
+
+
+def test_a_lost_rank_ends_when_it_wakes_up(store: Any) -> None:
+    """A rank declared lost by others exits at its next poll, and can't come back with stale state."""
+    codes: list[int] = []
+    zero, one = both(store, on_loss=lambda: None, exit=codes.append)
+    zero.declare_lost({1: "hangs"})
+    zero.check_for_failures()
+    assert zero.is_broken and codes == []
+    one.check_for_failures()
+    assert codes == [1]
+
+
+def test_the_rank_for_which_all_others_wait_is_declared_lost(store: Any) -> None:
+    """Nobody is, if no rank waits, or if all do."""
+    monitors = [RankMonitor(rank, 3, store, on_loss=lambda: None, location=f"step {rank}") for rank in range(3)]
+    for monitor in monitors[1:]:
+        monitor.start()
+    zero, one, two = monitors
+    assert zero.declare_hanging() == frozenset()
+    with zero.mark_blocked("an all-reduce", "world"):
+        one.is_recovering = two.is_recovering = True
+        time.sleep(2 * rank_monitor.TICK)
+        assert zero.declare_hanging() == frozenset()
+        two.is_recovering, two.exit = False, lambda _: None
+        time.sleep(2 * rank_monitor.TICK)
+        assert zero.declare_hanging() == {2}
+    zero.check_for_failures()
+    assert zero.describe_lost_ranks() == "rank 2 hangs in step 2"
+    for monitor in monitors:
+        monitor.close()

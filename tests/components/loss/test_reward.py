@@ -51,7 +51,7 @@ def test_loss_and_gradients_are_those_of_bradley_and_terry(margins: bool, centri
     total, weight, sums = loss.loss(hidden, None, batch)  # type: ignore[arg-type]
     assert loss.module is not None
     parameter = loss.module.get_parameter("weight")
-    scores = (hidden @ parameter.double()).gather(1, ends)
+    scores = (hidden @ parameter[0].double()).gather(1, ends)
     margin = scores[:, 0] - scores[:, 1]
     expected = -F.logsigmoid(margin - (MARGINS if margins else 0.0)) + centring * scores.sum(1).square()
     torch.testing.assert_close(total / weight, expected.mean(), rtol=1e-6, atol=1e-8)
@@ -84,7 +84,10 @@ def test_a_score_is_float32_however_narrow_the_hidden_states_are() -> None:
     assert loss.module is not None
     narrow = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = loss.module.get_parameter("weight")
-    assert loss.score_tokens(narrow).equal(narrow.float() @ weight) and loss.score_tokens(narrow).dtype == torch.float32
+    assert (
+        loss.score_tokens(narrow).equal((narrow.float() @ weight.T)[..., 0])
+        and loss.score_tokens(narrow).dtype == torch.float32
+    )
     assert abs(float(weight.detach().std()) * 3 - 1) < 0.7
 
 

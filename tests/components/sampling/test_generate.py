@@ -1,6 +1,7 @@
 """Autoregressive sampling."""
 
 import math
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.data.bytes import Bytes
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import TokenContext
-from drawloom.components.sampling.generate import Sampler, draw_id
+from drawloom.components.sampling.generate import Sampler, draw_id, stream_text
 from drawloom.graph import UserError
+from support.chat import open_tokenizer, tokenizer_folder
 from support.qwen3 import dense, logits_of, sparse, whole
 
 
@@ -29,7 +32,7 @@ class Successor:
 
 def draw_continuation(model: Any, mesh: Any, **changes: Any) -> list[int]:
     """Return the continuation of 0."""
-    options: dict[str, Any] = {"context": 3, "end": 4, "temperature": 0.0, **changes}
+    options: dict[str, Any] = {"context": 3, "ends": frozenset({4}), "temperature": 0.0, **changes}
     tokens = options.pop("tokens", 6)
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler(model=model, pipeline=mesh.pipeline_group, generator=generator, **options)
@@ -44,7 +47,7 @@ def test_greedy_sampling_stops_at_the_end(one_rank: Any) -> None:
 def test_the_model_sees_no_more_than_the_context(one_rank: Any) -> None:
     """A long text is truncated to its last tokens."""
     model = Successor()
-    assert len(draw_continuation(model, one_rank, end=9)) == 6 and model.longest == 3
+    assert len(draw_continuation(model, one_rank, ends=frozenset({9}))) == 6 and model.longest == 3
 
 
 @attrs.define
@@ -106,3 +109,17 @@ def test_draws_follow_the_distribution() -> None:
     expected = torch.softmax(torch.tensor([2.0, 4.0]), 0)
     torch.testing.assert_close(counts[1:3] / 4000, expected, atol=0.02, rtol=0)
     assert counts[0] == counts[3] == 0
+
+
+def test_streamed_pieces_add_up_to_the_text(tmp_path: Path) -> None:
+    """Pieces come as soon as their characters are complete, also if a character has several tokens."""
+    texts = ["héllo 😀 wörld", "", "a"]
+    chat = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
+    for tokenizer in (Bytes(), chat):
+        for text in texts:
+            assert "".join(stream_text(tokenizer, tokenizer.encode(text).tolist())) == text
+    assert list(stream_text(Bytes(), [*"é".encode(), 97, 0xF0, 0x9F])) == ["é", "a", "\ufffd"]
+    numbers = torch.randint(0, chat.vocab_size, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert "".join(stream_text(chat, numbers)) == chat.decode(numbers)
+    unread = iter([97, 98])
+    assert next(stream_text(Bytes(), unread)) == "a" and [*unread] == [98]

@@ -191,8 +191,8 @@ def problems(data: dict[str, Any]) -> list[str]:
         ("data.concatenated", "did you mean 'data.packing.concatenated'?"),
         (
             "loss.focal",
-            "the components beside it are loss.cpo, loss.dft, loss.distill, loss.dpo, loss.grpo, loss.ipo, loss.kto, "
-            "loss.next_token, loss.orpo, loss.reward, loss.simpo",
+            "the components beside it are loss.classification, loss.cpo, loss.dft, loss.distill, loss.dpo, loss.grpo, "
+            "loss.ipo, loss.kto, loss.next_token, loss.orpo, loss.reward, loss.simpo",
         ),
         ("data.mmap", "`drawloom list data` lists the components"),
     ],

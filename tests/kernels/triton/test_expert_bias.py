@@ -1,4 +1,4 @@
-"""Biases of experts in Triton against the eager implementation in float64."""
+"""Expert biases in Triton against the eager implementation in float64."""
 
 import torch
 from hypothesis import given

@@ -81,7 +81,7 @@ def test_casts_of_gradients_equal_eager_casts(shape: tuple[int, int]) -> None:
             assert_same_bits(left, right)
 
 
-@pytest.mark.parametrize("widths", [(16, 48), (32, 16, 16), (1024, 16, 272)])
+@pytest.mark.parametrize("widths", [(16, 48), (32, 16, 16), (1024, 16, 272), (2016, 64, 976)])
 def test_casts_of_gradients_side_by_side_equal_casts_of_one_tensor(widths: tuple[int, ...]) -> None:
     """Two or three gradients, one of them strided, are cast like their concatenation."""
     grads = [spread(9, 2 * width, width)[:, width:] for width in widths]

@@ -28,7 +28,7 @@ WIDE = {
     "keys and values of 256": ([[100, 1, 199], [300]], (2, 2), (256, 256), True),
     "long rows": ([[1000, 24, 3072], [4096]], (2, 4), (64, 64), True),
 }
-"""Cases that take the interpreter too long."""
+"""Cases too long for the interpreter."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -102,7 +102,7 @@ def test_chunks_cover_all_tokens(tokens: int, at_once: int) -> None:
 
 @pytest.mark.usefixtures("_way")
 def test_ignored_targets_give_0_and_impossible_ones_nan() -> None:
-    """The loss of an ignored token is 0, also with an infinite gradient; a target that does not exist gives NaN."""
+    """An ignored token has loss 0, also with an infinite gradient; a missing target gives NaN."""
     hidden, weight = draw_tensor("contiguous", 3, 8), draw_tensor("contiguous", 10, 8)
     losses = losses_of(hidden, weight, torch.tensor([1, -100, 10], device=DEVICE))
     assert losses[1] == 0
@@ -130,7 +130,7 @@ def test_losses_alone_compute_no_gradients() -> None:
 
 
 def test_small_gradients_reach_the_weight_in_float16() -> None:
-    """Token factors that are almost too small for float16 are exact in a sum over tokens."""
+    """Token factors at the lower limit for float16 are exact in a sum over tokens."""
     hidden = draw_tensor("contiguous", 128, 8, dtype=torch.float16).detach().abs()
     weight = draw_tensor("contiguous", 10, 8, dtype=torch.float16)
     targets, grad = torch.zeros(128, dtype=torch.int64, device=DEVICE), torch.full((128,), 8e-8, device=DEVICE)

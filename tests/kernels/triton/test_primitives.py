@@ -88,7 +88,7 @@ def test_kernels_compile_without_breaks(compute: Callable[[Tensor, Tensor], Tens
 
 
 def test_a_copy_compiles() -> None:
-    """An operation that writes to its argument is traced, too."""
+    """An operation with an argument as output is traced, too."""
 
     def copy_rounded(source: Tensor) -> Tensor:
         target = torch.empty_like(source, dtype=torch.bfloat16)

@@ -83,7 +83,7 @@ def options_of(model: Granite) -> dict[str, tuple[float, float, float]]:
     [(MuP(base_hidden_size=16), 1), (CompleteP(base_hidden_size=16, base_num_hidden_layers=2), 2)],
 )
 def test_scales_are_those_of_the_papers(parametrization: Any, depth: int) -> None:
-    """With 4 times the width (and twice the depth), options, deviations and multipliers agree with table 1."""
+    """With 4 times the width (and twice the depth), options, deviations and multipliers agree with CompleteP."""
     model = granite(parametrization)
     assert options_of(model) == {
         "embedding": (0.5, 0.25, 1e-4 / 4),

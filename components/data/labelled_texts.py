@@ -1,0 +1,52 @@
+"""Texts and conversations with a label, for a classifier."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
+from drawloom.components.data.chat.encode import Encoded, encode_rendered
+from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.chat.turns import render_turns
+from drawloom.graph import component, setting
+
+FORMS = '{"text": ..., "label": ...}, or messages in place of the text'
+
+
+@component(needs={"jinja2": "drawloom[chat]"})
+class LabelledTexts(ChatCorpus):
+    """
+    Labelled texts in JSON-lines, Parquet and Arrow files.
+
+    A line has a `text`, encoded with an end token, or `messages`, rendered by the chat template, and a `label`, one of
+    `labels`. A document's weight of 1 is at its last token, where a classifier reads its hidden state: a document cut
+    into several rows is judged by the last one.
+    """
+
+    kind: ClassVar[str] = "text"
+
+    labels: list[str] = setting(
+        check=lambda labels: None if len(labels) == len(set(labels)) > 1 else "write two or more different labels",
+        doc="names of the classes",
+    )
+
+    def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
+        """Return a line's document, with its label's number. Raises ValueError for a malformed line."""
+        label, text, messages = row.get("label"), row.get("text"), row.get("messages")
+        if label not in self.labels:
+            raise ValueError(f"its label is {label!r}, and labels has {', '.join(self.labels)}; write {FORMS}")
+        if isinstance(text, str):
+            ids = np.append(self.tokenizer.encode(text), np.int32(self.tokenizer.eos_id))
+        elif isinstance(messages, list):
+            check_messages(messages)
+            rendered = render_turns(template, messages, [0.0] * len(messages), row.get("tools"))
+            ids = encode_rendered(self.tokenizer, rendered, messages, row.get("tools")).ids
+        else:
+            raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
+        weights = np.zeros(len(ids), np.float32)
+        weights[-1:] = 1.0
+        return [Encoded(ids, weights, label=float(self.labels.index(label)))]
+
+    def format_nothing_trained_error(self) -> str:
+        return f"no line has a text; write {FORMS}"

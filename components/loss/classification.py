@@ -1,0 +1,80 @@
+"""Classifier: cross entropy of a document's label, from the hidden state at its last token."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drawloom.components.loss.decoder_inputs import DecoderInputs
+from drawloom.components.loss.reward import find_whole_hidden_faults, make_score_head, mark_last_tokens
+from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.model import Head, LanguageModel
+from drawloom.graph import Problem, UserError, component, setting
+from drawloom.graph.wiring.node import NodeView
+
+
+@component
+class Classification(DecoderInputs):
+    """
+    Classifier: the cross entropy of the labels of documents, such as those of `data.labelled_texts`.
+
+    The logits are a linear function of the hidden state at a document's last token, in float32. A document's weight is
+    the sum of its token weights. The named sum `accuracy`, weighted like the loss, counts documents whose label has the
+    largest logit.
+    """
+
+    model: LanguageModel
+    mesh: Mesh
+    labels: list[str] = setting(
+        check=lambda labels: None if len(labels) == len(set(labels)) > 1 else "write two or more different labels",
+        doc="names of the classes",
+    )
+    head: Path | None = setting(
+        default=None, doc="model folder with the initial head, such as a classifier's export; default: random"
+    )
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report tensor parallelism, and data with other labels."""
+        yield from find_whole_hidden_faults(node)
+
+    @cached_property
+    def module(self) -> nn.Module | None:
+        """The head's parameters, on the meta device until the stages are materialized."""
+        return make_score_head(self.model, len(self.labels), self.head)
+
+    @property
+    def output_names(self) -> list[str]:
+        return self.labels
+
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """
+        Return the sum of losses, the sum of weights, and named sums; hidden is (rows, length, hidden_size).
+
+        Raises UserError for data without labels.
+        """
+        if batch.labels is None:
+            raise UserError("loss.classification needs a label for every document; use data.labelled_texts", 2)
+        assert self.module is not None
+        documents = batch.document_ids
+        weights = spread_sums(batch.weights, documents) * mark_last_tokens(documents)
+        labels = spread_sums(batch.labels, documents).long()
+        logits = self.module(hidden)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(weights)
+        with torch.no_grad():
+            accuracy = ((logits.argmax(-1) == labels) * weights).sum()
+        # Not a product with 0: a token without weight may have a loss that is not finite.
+        return torch.where(weights > 0, losses * weights, 0.0).sum(), weights.sum(), {"accuracy": accuracy}
+
+
+def spread_sums(values: Tensor, documents: Tensor) -> Tensor:
+    """
+    Return the sum over a token's document, at every token: (rows, length).
+
+    values: (rows, length); documents: document ids from 0 in every row, int64 (rows, length).
+    """
+    return torch.zeros_like(values).scatter_add_(1, documents, values).gather(1, documents)

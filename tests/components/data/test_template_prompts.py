@@ -1,0 +1,51 @@
+"""Prompts for answers by a chat template."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.data.template_prompts import TemplatePrompts
+from drawloom.graph import UserError
+from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, open_tokenizer, say, tokenizer_folder
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (TOOLS, "<|im_end|>"),
+        (THINKING, "<|im_end|>"),
+        (HEADERS, "<|eot|>"),
+        (BRACKETS, "</s>"),
+        ("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}", "</s>"),
+    ],
+)
+def test_an_answer_ends_with_the_end_of_its_turn(tmp_path: Path, template: str, end: str) -> None:
+    """The ids are the tokenizer's end and the control token behind an answer, if the template writes one."""
+    tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer", template))
+    with closing(TemplatePrompts(tokenizer=tokenizer)) as prompts:
+        assert prompts.answer_ends == {tokenizer.eos_id, *tokenizer.encode_control(end).tolist()}
+
+
+def test_the_system_prompt_is_the_first_message(tmp_path: Path) -> None:
+    """The prompt ends where the answer begins."""
+    tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
+    with closing(TemplatePrompts(tokenizer=tokenizer, system="day")) as prompts:
+        text = tokenizer.decode_control(prompts.encode_messages(say("hello")).tolist())
+    assert text == "<|im_start|>system\nday<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_refusals_name_the_template(tmp_path: Path) -> None:
+    """A template's refusal, a missing template, and a tokenizer without control tokens have an error each."""
+    refusing = tokenizer_folder(tmp_path / "refusing", "{{ raise_exception('no system') }}")
+    without = tokenizer_folder(tmp_path / "without", None)
+    for prompts, message in (
+        (TemplatePrompts(tokenizer=open_tokenizer(refusing)), "the chat template refuses the conversation: no system"),
+        (TemplatePrompts(tokenizer=open_tokenizer(without)), "the tokenizer has no chat template"),
+        (TemplatePrompts(tokenizer=Bytes()), "the tokenizer Bytes has no chat template and no control tokens"),
+        (TemplatePrompts(tokenizer=open_tokenizer(without), template=tmp_path / "none"), "none can't be read"),
+    ):
+        with closing(prompts), pytest.raises(UserError, match=message):
+            prompts.encode_messages(say("hello"))
