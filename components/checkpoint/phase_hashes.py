@@ -21,8 +21,8 @@ INITIAL = "the start of the step"
 """Phase of the first line: the values before any phase."""
 
 
-def hash_file_name(rank: int) -> str:
-    """Return the file of a rank, in the folder of hashes."""
+def hash_file_name(rank: int | str) -> str:
+    """Return the file of a rank, or a pattern for all with "*", in the folder of hashes."""
     return f"phases-{rank}.jsonl"
 
 

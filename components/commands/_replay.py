@@ -4,7 +4,10 @@ import copy
 import io
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -19,6 +22,8 @@ from drawloom.components.checkpoint.phase_hashes import INITIAL, hash_file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import read_mesh_sizes
 from drawloom.components.commands.verify_resume import MACHINE_METRICS
+from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Stateful
 from drawloom.components.report.metrics import METRICS, read_lines
 from drawloom.components.storage.step_log import CHECKSUM
@@ -27,6 +32,9 @@ from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
 
 TRACE = "trace_of_why"
+PROCESS = "drawloom.components.commands._replay_process"
+ERROR = "replay: "
+"""Start of a process's last line on stderr if it fails."""
 
 Nodes = dict[str, Any]
 """Tables of a resolved recipe, as tomllib reads them."""
@@ -65,15 +73,34 @@ def _raise_missing_recipe(run: Path) -> Nodes:
 
 
 def read_recorded_hashes(run: Path) -> list[PhaseDigests]:
-    """Return a run's recorded hashes in the order of steps and phases; for a repeated phase, the newest."""
-    rows: dict[tuple[int, str], PhaseDigests] = {}
-    for line in read_lines(run / DIGESTS / hash_file_name(0)):
-        try:
-            row = json.loads(line)
-            rows[row["step"], row["phase"]] = PhaseDigests(row["step"], row["phase"], row["digests"])
-        except (ValueError, KeyError, TypeError):  # a kill left the line incomplete
-            continue
-    return list(rows.values())
+    """
+    Return a run's recorded hashes in the order of rank 0's steps and phases; for a repeated phase, the newest.
+
+    Names on other ranks begin with the rank.
+    """
+    rows: dict[tuple[int, str], dict[str, str]] = {}
+    ranks = len(list((run / DIGESTS).glob(hash_file_name("*"))))
+    for rank in range(ranks):
+        own: dict[tuple[int, str], dict[str, str]] = {}
+        for line in read_lines(run / DIGESTS / hash_file_name(rank)):
+            try:
+                row = json.loads(line)
+                own[row["step"], row["phase"]] = {**row["digests"]}
+            except (ValueError, KeyError, TypeError):  # a kill left the line incomplete
+                continue
+        for key, digests in own.items():
+            names = {f"rank {rank}: {name}" if rank else name: digest for name, digest in digests.items()}
+            rows.setdefault(key, {}).update(names)
+    return [PhaseDigests(step, phase, digests) for (step, phase), digests in rows.items()]
+
+
+def count_ranks(run: Path, nodes: Nodes, project: Project) -> int:
+    """Return the number of ranks for a recipe: its mesh's, or with an "auto" dimension the number of logs in a run."""
+    graph = Recipe.of(nodes, "replay", project=project).graph
+    settings = [node.settings for name, node in graph.nodes.items() if name in graph.implementers(Mesh)]
+    if any(value == "auto" for table in settings for value in table.values()):
+        return max(1, len(list((run / "log").glob("rank-*.log"))))
+    return math.prod(read_mesh_sizes(graph).without_expert_dimensions().values())
 
 
 def find_differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -114,23 +141,32 @@ def find_first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDige
 
 @attrs.frozen
 class Replayer:
-    """Replayer for runs in this process; temporary run folders are made in `folder`."""
+    """
+    Replayer for runs, in this process or in one process per rank; temporary run folders are made in `folder`.
+
+    Other processes import the packages, folders or files `imports`.
+    """
 
     project: Project
     folder: Path
+    imports: Sequence[str] = ()
     _count: list[int] = attrs.field(init=False, factory=lambda: [0])
 
-    def replay_and_read_hashes(self, nodes: Nodes, checkpoint: Path | None, last_step: int) -> list[PhaseDigests]:
+    def replay_and_read_hashes(
+        self, nodes: Nodes, checkpoint: Path | None, last_step: int, ranks: int = 1
+    ) -> list[PhaseDigests]:
         """Repeat a run from a checkpoint, or from the start, to a step, and return the hashes."""
-        with self.replay_into_temporary_folder(nodes, checkpoint, last_step) as folder:
+        with self.replay_into_temporary_folder(nodes, checkpoint, last_step, ranks) as folder:
             return read_recorded_hashes(folder)
 
     @contextmanager
-    def replay_into_temporary_folder(self, nodes: Nodes, checkpoint: Path | None, last_step: int) -> Iterator[Path]:
+    def replay_into_temporary_folder(
+        self, nodes: Nodes, checkpoint: Path | None, last_step: int, ranks: int = 1
+    ) -> Iterator[Path]:
         """
         Repeat a run from a checkpoint, or from the start, to a step, and yield its folder, removed afterwards.
 
-        Raises UserError if the recipe can't run here, such as a recipe for several processes.
+        Raises UserError if the recipe can't run here.
         """
         self._count[0] += 1
         target = self.folder / str(self._count[0])
@@ -138,10 +174,11 @@ class Replayer:
             shutil.copytree(checkpoint, target / CHECKPOINTS / checkpoint.name)
         recipe = self._make_replay_recipe(nodes, target)
         recipe.check()
-        with redirect_stdout(io.StringIO()), recipe.open(accept_changes=True) as run:
-            for step in run.steps():
-                if step.index >= last_step:
-                    break
+        if ranks == 1:
+            with redirect_stdout(io.StringIO()):
+                replay_steps(recipe, last_step)
+        else:
+            self._replay_in_processes(recipe, last_step, ranks)
         if not read_recorded_hashes(target):
             raise UserError("the replay has no hashes; its log shows why the listener checkpoint.phase_hashes failed")
         yield target
@@ -158,11 +195,29 @@ class Replayer:
         listeners = [name for name in data[root].get("listeners", ()) if name.removeprefix("@") in stateful]
         data[root]["listeners"] = [*listeners, f"@{TRACE}"]
         data[TRACE] = {"use": "checkpoint.phase_hashes"}
-        recipe = Recipe.of(data, "replay", project=self.project)
-        if (ranks := math.prod(read_mesh_sizes(recipe.graph).without_expert_dimensions().values())) > 1:
-            hint = "record both runs with the listener checkpoint.phase_hashes"
-            raise UserError(f"a run on {ranks} ranks can't be replayed in one process; {hint}", 2)
-        return recipe
+        return Recipe.of(data, "replay", project=self.project)
+
+    def _replay_in_processes(self, recipe: Recipe, last_step: int, ranks: int) -> None:
+        """Repeat a run in one process per rank. Raises UserError with the end of their output if one fails."""
+        path = self.folder / f"{self._count[0]}.toml"
+        path.write_text(recipe.resolved(), "utf-8")
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", PROCESS]
+        command = [sys.executable, "-m", *launcher, str(path), str(last_step), *self.imports]
+        threads = {THREADS: str(count_threads_per_process(ranks))}
+        done = subprocess.run(
+            command, env={**threads, **os.environ}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.startswith(ERROR)] or [done.stderr]
+            raise UserError(f"the replay on {ranks} ranks failed: {lines[-1].removeprefix(ERROR)}")
+
+
+def replay_steps(recipe: Recipe, last_step: int) -> None:
+    """Train in this process to a step."""
+    with recipe.open(accept_changes=True) as run:
+        for step in run.steps():
+            if step.index >= last_step:
+                break
 
 
 def list_common_checkpoints(one: Path, other: Path, before_step: int) -> list[tuple[Path, Path]]:

@@ -14,6 +14,7 @@ from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, st
 from drawloom.components.commands._options import integer_parser
 from drawloom.components.commands._replay import (
     Replayer,
+    count_ranks,
     find_differing_metrics,
     find_first_difference,
     read_comparable_metrics,
@@ -88,8 +89,9 @@ def main(options: argparse.Namespace, project: Project) -> VerifyStepResult:
     }
     start = max(earlier, default=0)
     with tempfile.TemporaryDirectory(prefix="verify-step-") as folder:
-        replayer = Replayer(project, Path(folder))
-        with replayer.replay_into_temporary_folder(nodes, earlier.get(start), step) as replayed:
+        replayer = Replayer(project, Path(folder), options.imports)
+        ranks = count_ranks(run, nodes, project)
+        with replayer.replay_into_temporary_folder(nodes, earlier.get(start), step, ranks) as replayed:
             metrics, trace = read_comparable_metrics(replayed), read_recorded_hashes(replayed)
         steps = [index for index in range(start + 1, step + 1) if index in recorded and index in metrics]
         hashes = [entry for entry in hashes if start < entry.step <= step]
@@ -101,7 +103,7 @@ def main(options: argparse.Namespace, project: Project) -> VerifyStepResult:
         again = (
             None
             if first is None
-            else find_first_difference(trace, replayer.replay_and_read_hashes(nodes, earlier.get(start), step))
+            else find_first_difference(trace, replayer.replay_and_read_hashes(nodes, earlier.get(start), step, ranks))
         )
     return VerifyStepResult(
         step=step,

@@ -57,17 +57,17 @@ def runs(folder: Path) -> Path:
     return folder
 
 
-def train(folder: Path, name: str, *words: str) -> None:
+def train(folder: Path, name: str, *words: str, ranks: int = 1) -> None:
     """Run or resume a variant of the base run."""
-    outcome = drawloom(
-        folder, "run", "tiny.toml", *IMPORTS, f"run.name={name}", *WORDS, DROPPED, *words, "--accept-changes"
-    )[0]
-    assert outcome.code == 0, outcome.text
+    command = ("run", "tiny.toml", *IMPORTS, f"run.name={name}", *WORDS, DROPPED, *words, "--accept-changes")
+    for outcome in drawloom(folder, *command, ranks=ranks):
+        assert outcome.code == 0, outcome.text
 
 
 def why(folder: Path, other: str, *words: str) -> dict[str, Any]:
     """Return the JSON about the base run and another one."""
-    outcome = drawloom(folder, "why", "runs/base", f"runs/{other}", *IMPORTS, *words, "--format", "json")[0]
+    command = ("why", "runs/base", f"runs/{other}", *IMPORTS, *words, "--format", "json")
+    outcome = drawloom(folder, *command, path=str(folder))[0]
     assert outcome.code == 0, outcome.text
     answer: dict[str, Any] = json.loads(outcome.text[outcome.text.index("{\n") :])
     return answer
@@ -127,3 +127,18 @@ def test_recorded_hashes_need_no_replay(runs: Path) -> None:
     answer = why(runs, "two")
     assert (answer["step"], answer["phase"], answer["source"]) == (1, "drop", "recorded hashes")
     assert answer["environment"] == [{"key": "kernels.attention", "one": "eager", "other": "cudnn"}]
+
+
+@pytest.mark.soak
+def test_runs_on_several_ranks_are_repeated_on_as_many(runs: Path) -> None:
+    """Another seed of dropout is found after the common checkpoint by replays on two ranks, and as the cause."""
+    shutil.rmtree(runs / "runs/base")
+    train(runs, "base", "trainer.steps=3", "batch.micro_size=2", ranks=2)
+    shutil.copytree(runs / "runs/base", runs / "runs/seed")
+    take_back(runs / "runs/seed", 2)
+    train(runs, "seed", "trainer.steps=3", "batch.micro_size=2", "drop.seed=7", ranks=2)
+    answer = why(runs, "seed")
+    assert (answer["step"], answer["phase"], answer["source"]) == (3, "drop", "replay"), answer
+    gradient = "gradient of model.embed_tokens.weight"
+    assert {gradient, f"rank 1: {gradient}"} <= {*answer["tensors"]}
+    assert [setting["key"] for setting in answer["causes"]] == ["drop.seed"]

@@ -150,7 +150,7 @@ def test_columns_of_equal_cells_are_a_line_below_the_table(tmp_path: Path) -> No
 
 def manifest_of(step: int, loss: float) -> Manifest:
     """Return the manifest fields shown on a page."""
-    return cast(Manifest, SimpleNamespace(step=step, values={"loss": loss}, bytes=8, world_size=1))
+    return cast(Manifest, SimpleNamespace(step=step, values={"loss": loss}, total_file_bytes=8, world_size=1))
 
 
 def test_a_long_sample_shows_its_beginning(tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""A rank of a replay: `python -m torch.distributed.run -m drawloom.components.commands._replay_process`."""
+
+import sys
+from pathlib import Path
+
+from drawloom.components.commands._replay import ERROR, replay_steps
+from drawloom.graph.project import Recipe
+
+
+def main(path: str, last_step: str, *imports: str) -> int:
+    """Replay the recipe in a file to a step, with imported packages, folders or files; return the exit code."""
+    try:
+        replay_steps(Recipe.load(Path(path), imports=imports), int(last_step))
+    except Exception as error:  # the parent process reports it
+        print(f"{ERROR}{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
