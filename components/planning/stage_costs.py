@@ -183,7 +183,7 @@ class StageMeter:
             part: Any = None
             if self.context.size > 1:
                 part = copy_tree_to_meta(ContextPart.for_rank(self.length, self.context))
-                batch = part.cut(batch)
+                batch = part.select_own_tokens(batch)
             inputs, context = self.loss.inputs(batch)
             context = attrs.evolve(context, part=part)
             self._inputs = inputs, context, self._add_reference(inputs, context, batch)
