@@ -24,7 +24,7 @@ log = logging.getLogger("drawloom.run")
 @component(impact="safe")
 class PlannedMemory:
     """
-    The fastest planned use of memory within limits, chosen before the run allocates.
+    The fastest planned memory use within limits, chosen before the run allocates.
 
     For each stage it chooses among keeping activations, recomputing them (activation checkpointing), and offloading
     them to host memory; and where the optimizer's state is, if the optimizer can stream it. Rates are those of the

@@ -3,7 +3,7 @@ Choice among keeping, recomputing and offloading activations, by stage: the fast
 
 Recomputation and offloading must be chosen together, because recomputation shrinks transfers too. Both leave other
 ranks' memory unchanged, so the choice is made rank by rank, as in `pipeline/program/recomputation.py`: among all
-choices within the limits of device and host, the fastest for the rank alone. Waits for the link
+choices within both limits, for device and host, the fastest for the rank alone. Waits for the link
 are simulated. Planners that choose both: Mist (Zhu et al. 2025, arXiv 2503.19050) and OptPipe (arXiv 2510.05186).
 """
 
@@ -29,7 +29,7 @@ Costs = Mapping[int, StageCosts]
 
 @attrs.frozen
 class RankBytes:
-    """Peak bytes of a rank on the device, and its bytes in host memory."""
+    """A rank's peak bytes on the device, and its bytes in host memory."""
 
     device: int
     host: int
@@ -40,8 +40,8 @@ class StagePolicies:
     """
     Search for every stage's policy, for a program without merged costs.
 
-    `costs` are the stages' costs by recompute policy. `count_bytes` returns the bytes of a rank for a program and costs
-    by stage, and `build_table` the seconds. A limit of 0 bytes is none.
+    `costs` are the stages' costs by recompute policy. `count_bytes` returns a rank's bytes for a program and costs by
+    stage, and `build_table` the seconds. A limit 0 means none.
     """
 
     program: Program
@@ -106,7 +106,7 @@ class StagePolicies:
             yield from ((busy, offloaded, policies, table) for offloaded in subsets)
 
     def _select_costs(self, policies: Mapping[int, Recompute]) -> Costs:
-        """Return the costs of all stages with these policies; other ranks' stages keep everything."""
+        """Return all stages' costs with these policies; other ranks' stages keep everything."""
         return {
             **next(iter(self.costs.values())),
             **{stage: self.costs[policy][stage] for stage, policy in policies.items()},

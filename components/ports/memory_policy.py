@@ -8,13 +8,13 @@ from drawloom.components.ports.stages import Recompute
 from drawloom.graph import port
 
 StateLocation = Literal["device", "host"]
-"""Memory for an optimizer's state: the device's, or pinned memory of the host."""
+"""Memory for an optimizer's state: the device's, or pinned host memory."""
 
 
 @attrs.frozen
 class MemoryChoice:
     """
-    Use of a run's memory: recompute policies by stage (activation checkpointing), the stages whose activations wait in
+    A run's memory use: recompute policies by stage (activation checkpointing), the stages whose activations wait in
     host memory, and the memory for the optimizer's state.
     """
 
@@ -24,14 +24,14 @@ class MemoryChoice:
 
     @classmethod
     def keep_all(cls, stages: int, states: StateLocation) -> "MemoryChoice":
-        """Return the choice to keep all activations of this many stages on the device."""
+        """Return the choice to keep all activations on the device, for this many stages."""
         nothing: Recompute = "none"
         return cls((nothing,) * stages, frozenset(), states)
 
 
 @port
 class MemoryPolicy(Protocol):
-    """Choice of what a run keeps on the device, in place of the settings of stages and optimizer."""
+    """Chooses what a run keeps on the device, in place of settings."""
 
     def choose(self) -> MemoryChoice:
         """

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +133,29 @@ def test_the_adapter_is_merged_into_the_unquantized_base(folder: Path) -> None:
         assert torch.equal(merged[name], expected.bfloat16())
         changed += not torch.equal(merged[name], weight)
     assert changed
+
+
+@pytest.mark.parametrize("name", ["one", "dora"])
+def test_peft_loads_the_adapter_onto_the_unquantized_base(folder: Path, name: str) -> None:
+    """LoRA and DoRA, trained on NF4: peft's logits are those of our merged export, up to its rounding to bfloat16."""
+    from peft import PeftModel  # takes seconds
+    from transformers import AutoModelForCausalLM
+
+    if name == "dora":
+        train(folder, name, "lora.dora=true", "trainer.on_finish=['@export', '@adapter']")
+        losses, plain = read_losses(folder, name), read_losses(folder, "one")
+        assert losses[0] == pytest.approx(plain[0], rel=1e-3)  # both start from the base's weights
+        assert losses != plain
+    load: Any = AutoModelForCausalLM
+    tokens = torch.arange(24).unsqueeze(0)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers' own deprecations
+        base, merged = (
+            load.from_pretrained(folder / f"runs/{run}/export", dtype=torch.float32) for run in ("base", name)
+        )
+        before, ours = base(tokens).logits, merged(tokens).logits
+        theirs = PeftModel.from_pretrained(base, str(folder / f"runs/{name}/adapter")).eval()(tokens).logits
+    assert (theirs - ours).norm() < 0.1 * (before - ours).norm()
 
 
 SPARSE = """

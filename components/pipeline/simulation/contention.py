@@ -7,7 +7,7 @@ dependency graph: an event starts when all its dependencies have ended, and a cy
 
 Sharded parameters are gathered, and gradients reduced, one after another while a rank computes. The first forward pass
 of a stage waits for its parameters. Gradients of a B are reduced block by block during B, so that the reduction can't
-end before B. Gradients of a W are reduced after W, which runs none of the hooks that would start the reduction.
+end before B. Gradients of a W are reduced after W: it runs no hooks to start the reduction.
 
 Activations are copied to host memory, and back, one after another in each direction. The second pass after OFFLOAD
 waits for the copy, whose memory is then free, and a backward pass waits for its RELOAD.
