@@ -1,4 +1,4 @@
-"""Pictures of a ladder as SVG: curves over logarithmic axes, below each other."""
+"""A ladder's pictures as SVG: curves over logarithmic axes, below each other."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -77,7 +77,7 @@ class Granite(DecoderBuilder):
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Yield the family's problems, and one for a parametrization with sizes from a file, because it repeats factors."""
+        """Yield the family's problems, and one for a parametrization with sizes from a file."""
         yield from super().constraints(node)
         if node.settings["config"] is not None and node.neighbour("parametrization") is not None:
             text = "a parametrization scales factors that the file may have scaled already"
