@@ -1,4 +1,4 @@
-"""Pictures of a ladder as SVG: curves over logarithmic axes, below each other."""
+"""A ladder's pictures as SVG: curves over logarithmic axes, below each other."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> str:
 
 
 def _draw_panel(panel: Panel, top: float) -> Iterator[str]:
-    """Yield the SVG elements of a panel below `top`."""
+    """Yield a panel's SVG elements below `top`."""
     points = [point for curve in panel.curves.values() for point in curve]
     xs, ys = ([math.log(point[axis]) for point in points] for axis in (0, 1))
     left, span = min(xs), max(max(xs) - min(xs), 1e-9)

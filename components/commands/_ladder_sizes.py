@@ -1,4 +1,4 @@
-"""Sizes and parametrization of a ladder's models as values of a recipe, for models like `model.granite`."""
+"""A ladder's sizes and parametrization as recipe values, for models like `model.granite`."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -44,7 +44,7 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
 
 
 def compute_t_quantile(probability: float, freedom: int) -> float:
-    """Return t such that a Student variable with `freedom` degrees of freedom is in [-t, t] with `probability`."""
+    """Return t: a Student variable with `freedom` degrees is in [-t, t] with `probability`."""
     low, high = 0.0, 1.0
     while compute_t_probability(high, freedom) < probability:
         high *= 2

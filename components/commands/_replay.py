@@ -51,7 +51,7 @@ class PhaseDigests:
 
 @attrs.frozen
 class TraceDifference:
-    """First phase after which two traces differ, and the differing names, in the order of the hashes."""
+    """First differing phase in two traces, and the differing names, in the order of the hashes."""
 
     step: int
     phase: str
@@ -263,7 +263,7 @@ def find_node_table(nodes: Nodes, node: str) -> Nodes | None:
 
 
 def replace_node_table(nodes: Nodes, node: str, table: Nodes | None) -> Nodes:
-    """Return a copy of a recipe in which a node has this table, or is missing if the table is None."""
+    """Return a recipe's copy with this table for a node, or without the node if the table is None."""
     data = copy.deepcopy(nodes)
     *groups, last = node.split(".")
     part = data

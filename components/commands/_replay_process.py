@@ -1,4 +1,4 @@
-"""A rank of a replay: `python -m torch.distributed.run -m drawloom.components.commands._replay_process`."""
+"""A replay's rank: `python -m torch.distributed.run -m drawloom.components.commands._replay_process`."""
 
 import sys
 from pathlib import Path

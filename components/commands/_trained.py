@@ -211,7 +211,7 @@ FOLDER_MODELS = ("model.auto", "model.transformers")
 
 
 def _remove_initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
-    """Remove the stages' initial weights, except frozen ones, which checkpoints lack."""
+    """Remove the stages' initial weights, except frozen ones, because checkpoints lack them."""
     model = stages.get("model")
     model = model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
     if model.get("use") in FOLDER_MODELS:

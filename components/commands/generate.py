@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @output_class
 class GenerateResult(Result):
-    """Sampled text, which is printed as it comes."""
+    """Sampled text, printed as it comes."""
 
     step: int | None = output("step of the checkpoint; null for a model folder without one")
     prompt: str = output("prompt")

@@ -67,11 +67,11 @@ class LadderRung:
 
     multiple: int = output("size as a multiple of the recipe's")
     rms: Mapping[str, float] = output("root mean square of a layer's outputs in the last step, by layer")
-    loss: float = output("mean loss of the last quarter of the steps, at the best learning rate")
-    flops: float = output("floating-point operations of products with parameters, in all steps")
-    losses: Mapping[str, float] = output("mean loss of the last quarter of the steps, by learning rate; with --lr only")
+    loss: float = output("mean loss in the last quarter, at the best learning rate")
+    flops: float = output("floating-point operations in products with parameters, for all steps")
+    losses: Mapping[str, float] = output("mean loss in the last quarter, by learning rate; with --lr only")
     best_lr: float | None = output("learning rate with the smallest loss; null without --lr")
-    overlay: str = output("settings of the size in TOML")
+    overlay: str = output("settings for the size in TOML")
 
 
 @output_class
@@ -82,7 +82,7 @@ class LadderResult(Result):
 
     parametrization: str = output("mup, completep or standard")
     dimension: str = output("width or depth")
-    steps: int = output("steps of every size")
+    steps: int = output("steps for every size")
     rungs: Sequence[LadderRung] = output("sizes, the smallest first")
     slopes: Mapping[str, float] = output("slope of log rms over log size, by layer; 0 is flat")
     flat: bool = output("whether no slope is larger than 0.15 either way")
@@ -126,7 +126,7 @@ class LadderResult(Result):
             yield f"loss = {fit.coefficient:.4g} * flops ** {fit.exponent:+.4f}, {interval}"
 
     def _draw(self) -> str:
-        """Return an SVG document with the coordinate check and the losses by compute."""
+        """Draw the coordinate check and the losses by compute as SVG."""
         outputs = {layer: [(rung.multiple, rung.rms[layer]) for rung in self.rungs] for layer in self.slopes}
         panels = [Panel("root mean square of outputs, by layer", f"{self.dimension}, multiple", outputs)]
         losses = {"loss": [(rung.flops, rung.loss) for rung in self.rungs]}
@@ -223,7 +223,7 @@ def _train_and_read_metrics(
 
 
 def _measure_final_loss(recipe: Recipe, steps: int, rate: float) -> float:
-    """Train with a learning rate, and return the mean loss over the last quarter of the steps."""
+    """Train with a learning rate, and return the mean loss over the last quarter."""
     names = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1:
         raise UserError(f"--lr: the recipe has {len(names)} optimizers like optim.adamw; write one", 2)
@@ -231,13 +231,13 @@ def _measure_final_loss(recipe: Recipe, steps: int, rate: float) -> float:
 
 
 def _average_last_quarter(columns: Mapping[str, Column]) -> float:
-    """Return the mean loss over the last quarter of the steps."""
+    """Return the mean loss over the last quarter."""
     losses = columns["loss"].values
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])
 
 
 def _fit_log_log_slope(points: Sequence[tuple[int, float]]) -> float:
-    """Return the slope of a least-squares line through the logarithms."""
+    """Fit a least-squares line through the logarithms, and return its slope."""
     return statistics.linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points]).slope
 
 

@@ -136,7 +136,7 @@ def _replay_and_compare(pair: "Pair", step: int, replayer: Replayer) -> WhyResul
 
 
 def _replay(run: Path, nodes: Nodes, start: Path | None, last_step: int, replayer: Replayer) -> list[PhaseDigests]:
-    """Repeat a run's recipe, or an edited one, on as many ranks as it needs, and return the hashes."""
+    """Repeat a run's recipe, or an edited one, on its ranks, and return the hashes."""
     ranks = count_ranks(run, nodes, replayer.project)
     return replayer.replay_and_read_hashes(nodes, start, last_step, ranks)
 

@@ -77,14 +77,14 @@ class Granite(DecoderBuilder):
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Yield the family's problems, and one for a parametrization of sizes from a file, whose factors it repeats."""
+        """Yield the family's problems, and one for a parametrization with sizes from a file."""
         yield from super().constraints(node)
         if node.settings["config"] is not None and node.neighbour("parametrization") is not None:
             text = "a parametrization scales factors that the file may have scaled already"
             yield node.problem("config", text, "write the sizes in the recipe, or remove the parametrization")
 
     def build_architecture(self) -> DecoderConfig:
-        """Return the config with the parametrization's factors of residual outputs and logits."""
+        """Return the config with the parametrization's multipliers."""
         config: Any = super().build_architecture()
         scaling = self._scale(config)
         scaled: DecoderConfig = attrs.evolve(

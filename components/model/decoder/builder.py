@@ -240,7 +240,7 @@ class DecoderBuilder:
 
     @property
     def scaling(self) -> ModelScaling:
-        """Factors of initial values and of the optimizer's options; all are 1 without a parametrization."""
+        """Factors for initial values and the optimizer's options; all are 1 without a parametrization."""
         return ModelScaling()
 
     @property

@@ -183,7 +183,7 @@ class CausalLM(nn.Module):
         return layer.finish_with_head(hidden, finish)
 
     def scale_role(self, name: str, role: Role) -> Role:
-        """Return a parameter's role with the scaling of its place in the model and of its kind."""
+        """Return a parameter's role, scaled by its layer and kind."""
         if ".layers." not in name:
             return attrs.evolve(role, scaling=self.scaling.outer)
         if not role.is_matrix:

@@ -10,12 +10,10 @@ from drawloom.graph import component, setting
 class CompleteP:
     """CompleteP: muP with residual outputs divided by the depth; learning rates transfer over widths and depths."""
 
-    base_hidden_size: int = setting(
-        check=create_size_check("hidden_size"), doc="hidden_size of the model that the settings were tuned on"
-    )
+    base_hidden_size: int = setting(check=create_size_check("hidden_size"), doc="hidden_size of the tuned model")
     base_num_hidden_layers: int = setting(
         check=create_size_check("num_hidden_layers"),
-        doc="num_hidden_layers of the model that the settings were tuned on",
+        doc="num_hidden_layers of the tuned model",
     )
 
     def scale_model(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:

@@ -10,9 +10,7 @@ from drawloom.graph import component, setting
 class MuP:
     """Maximal update parametrization (muP): learning rates transfer over widths."""
 
-    base_hidden_size: int = setting(
-        check=create_size_check("hidden_size"), doc="hidden_size of the model that the settings were tuned on"
-    )
+    base_hidden_size: int = setting(check=create_size_check("hidden_size"), doc="hidden_size of the tuned model")
 
     def scale_model(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
         return compute_model_scaling(hidden_size / self.base_hidden_size)

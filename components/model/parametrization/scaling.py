@@ -1,5 +1,5 @@
 """
-Factors of muP and CompleteP for AdamW.
+muP and CompleteP for AdamW.
 
 Yang et al. 2022, "Tensor Programs V" (arXiv 2203.03466), table 8 in the form of section B.1, which scales the head's
 output instead of its weight; Dey et al. 2025, "Don't be lazy: CompleteP enables compute-efficient deep transformers"
