@@ -13,7 +13,8 @@ readable any number of times.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Any
 from weakref import ref
@@ -187,6 +188,16 @@ def is_recomputing() -> bool:
     return _repeating.get() or torch._C._current_graph_task_id() != -1
 
 
+@contextmanager
+def mark_as_recomputation() -> Iterator[None]:
+    """Let `is_recomputing` return True inside the context, for passes that were counted before."""
+    token = _repeating.set(True)
+    try:
+        yield
+    finally:
+        _repeating.reset(token)
+
+
 class _Rerun(_Repeatable):
     """Function call, whose parts are its saved tensors."""
 
@@ -225,18 +236,21 @@ class _Rerun(_Repeatable):
         named = {name: _unwrap_argument(value) for name, value in self._named.items()}
         now = _RandomState(self._random.device)
         self._random.restore()
-        token = _repeating.set(True)
         try:
-            with saved_tensors_hooks(fill_next, _identity), self._autocast.context(), torch.enable_grad():
+            with (
+                mark_as_recomputation(),
+                saved_tensors_hooks(fill_next, _identity),
+                self._autocast.context(),
+                torch.enable_grad(),
+            ):
                 self._function(*arguments, **named)
         except _AllFilledError:
             return
         finally:
-            _repeating.reset(token)
             now.restore()
         raise RuntimeError(
-            f"the forward pass saved {len(self.parts)} tensors, and its recomputation {number + 1}; a recomputed "
-            "function must do the same in both passes"
+            f"recomputation saved only {number + 1} of the {len(self.parts)} tensors that the forward pass saved; a "
+            "recomputed function must do the same in both passes"
         )
 
 

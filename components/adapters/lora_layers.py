@@ -118,10 +118,10 @@ class LoraLinear(Linear, AdaptedLayer):
             return {}
         if self.style == "rowwise":
             return {**dims, "lora_A": dims["weight"]}
-        return {**dims, **dict.fromkeys(self.adapter_names[1:], dims["weight"])}
+        return {**dims, **dict.fromkeys(self.adapter_parameter_names[1:], dims["weight"])}
 
     @property
-    def adapter_names(self) -> list[str]:
+    def adapter_parameter_names(self) -> list[str]:
         return ["lora_A", "lora_B", *(["lora_magnitude"] if self.form.dora else [])]
 
     def initialize_adapter(self, name: str, fill: Fill) -> None:
@@ -146,12 +146,12 @@ class LoraLinear(Linear, AdaptedLayer):
                 merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
             return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
 
-        inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_names))
+        inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_parameter_names))
         return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
 
     def make_peft_mapper(self, name: str) -> Mapper:
         peft_names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
-        return rename({f"{name}.{leaf}": f"{PEFT}{name}.{peft_names[leaf]}" for leaf in self.adapter_names})
+        return rename({f"{name}.{leaf}": f"{PEFT}{name}.{peft_names[leaf]}" for leaf in self.adapter_parameter_names})
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
         return [self.form.describe_low_rank(name)]
@@ -185,7 +185,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         return {"weight": VOCABULARY, "lora_A": VOCABULARY}
 
     @property
-    def adapter_names(self) -> list[str]:
+    def adapter_parameter_names(self) -> list[str]:
         return ["lora_A", "lora_B"]
 
     def initialize_adapter(self, name: str, fill: Fill) -> None:
@@ -262,7 +262,7 @@ class LoraExperts(Experts, AdaptedLayer):
         return y + (change * self.form.scale).to(y.dtype)
 
     @property
-    def adapter_names(self) -> list[str]:
+    def adapter_parameter_names(self) -> list[str]:
         return [f"{name}_lora_{factor}" for name in self.adapted for factor in "AB"]
 
     def initialize_adapter(self, name: str, fill: Fill) -> None:

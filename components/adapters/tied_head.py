@@ -59,7 +59,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         return {"lora_B": VOCABULARY}
 
     @property
-    def adapter_names(self) -> list[str]:
+    def adapter_parameter_names(self) -> list[str]:
         return ["lora_A", "lora_B"]
 
     def initialize_adapter(self, name: str, fill: Fill) -> None:
@@ -79,7 +79,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         return Mapper((TensorGroup((table, f"{name}.lora_A", f"{name}.lora_B"), (HEAD, table), merge),))
 
     def make_peft_mapper(self, name: str) -> Mapper:
-        return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_names})
+        return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_parameter_names})
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
         return [self.form.describe_low_rank(name)]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom.components.checkpoint.state_hashes import FOLDER, hash_states, hash_tensor
+from drawloom.components.checkpoint.state_hashes import FOLDER, hash_states
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import METRIC_TOTALS, Event, EventKind, RunFolder, Stateful, Step, Tracker
 from drawloom.components.ports.stages import Parameters
@@ -14,6 +14,7 @@ from drawloom.components.state.trees import list_labelled_children
 from drawloom.components.storage.appended_file import AppendedFile
 from drawloom.components.storage.regular_file import create_folder
 from drawloom.components.storage.step_log import encode_row
+from drawloom.components.storage.tensor_source import hash_tensor
 from drawloom.graph import Every, component
 
 INITIAL = "the start of the step"

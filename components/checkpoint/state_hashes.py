@@ -1,21 +1,18 @@
 """Hashes for every tensor after every step, to find the first difference between two runs."""
 
-import hashlib
 import json
 
 import attrs
-from torch import Tensor
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
 from drawloom.components.storage.regular_file import create_folder
 from drawloom.components.storage.state_tree import list_dict_entries, pack_state
 from drawloom.components.storage.step_log import RestartedLog, StepLog
-from drawloom.components.storage.tensor_source import view_bytes
+from drawloom.components.storage.tensor_source import hash_bytes, hash_tensor
 from drawloom.graph import Every, component
 
 FOLDER = "digests"
-DIGITS = 16  # hexadecimal digits of a SHA-256, enough to distinguish tensors
 
 
 @component(reads=("weights",), impact="safe")
@@ -60,14 +57,5 @@ def hash_states(states: dict[str, dict[str, object]]) -> dict[str, str]:
     tree, tensors = pack_state(states)
     tensor_hashes = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
     return tensor_hashes | {
-        node: _hash_bytes(json.dumps(part).encode()) for node, part in list_dict_entries(tree).items()
+        node: hash_bytes(json.dumps(part).encode()) for node, part in list_dict_entries(tree).items()
     }
-
-
-def hash_tensor(tensor: Tensor) -> str:
-    """Return the digest of a tensor's bytes, any shape and dtype."""
-    return _hash_bytes(view_bytes(tensor))
-
-
-def _hash_bytes(data: memoryview | bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:DIGITS]

@@ -17,7 +17,12 @@ from drawloom.graph.project import Project, Recipe
 MAX_COST = 1e9  # sums of costs must be finite, and small differences must not vanish beside them
 
 OPS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
-FREE = {"comm": "comm", "unshard": "unshard", "reduce": "reduce"}  # operations that may cost nothing
+FREE = {
+    "comm": "comm",
+    "unshard": "unshard",
+    "reduce": "reduce",
+    "offload": "offload",
+}  # operations that may cost nothing
 
 Given = dict[str, float] | Literal["plan"] | Path
 """Costs by setting, or the source of the costs: a plan, or a run folder with traces."""

@@ -26,7 +26,7 @@ class RankData:
     activations: Mapping[str, int] = output("activations at the peak, by kind")
     buffers: Mapping[str, int] = output("buffers at the peak, by kind")
     peak: int = output("peak")
-    host: int = output("state in host memory")
+    host: int = output("optimizer state and waiting activations in host memory")
     when: str = output("part of the step with the peak")
 
 
@@ -40,6 +40,15 @@ class StageData:
     seconds: Mapping[str, float] = output("seconds by pass")
     activations: Mapping[str, int] = output("bytes kept until the backward pass, by kind")
     sent_bytes: int = output("bytes sent to the next stage")
+
+
+@output_class
+class ChoiceData:
+    """Choice of a memory policy."""
+
+    recompute: Sequence[str] = output("recompute policy by stage")
+    offloaded: Sequence[int] = output("stages whose activations wait in host memory")
+    states: str = output("memory for the optimizer's state: device or host")
 
 
 @output_class
@@ -61,6 +70,8 @@ class PlanData:
     tokens_per_second: float = output("tokens per second of all ranks")
     mfu: float | None = output("model FLOPs utilization, from 0 to 1")
     run_seconds: float | None = output("seconds of all steps")
+    choice: ChoiceData | None = output("choice of the memory policy, if the recipe has one")
+    kept_seconds: float | None = output("seconds of a step with unlimited memory, if there is a memory policy")
 
 
 @output_class
@@ -177,4 +188,9 @@ def _plan_data_fields(plan: Plan) -> dict[str, Any]:
     """Return a plan's fields for `PlanData`."""
     data = as_data(plan)
     memory = [RankData(**rank) for rank in data.pop("memory")]
-    return data | {"memory": memory, "stages": [StageData(**stage) for stage in data["stages"]]}
+    choice = data["choice"] and ChoiceData(**data["choice"])
+    return data | {
+        "memory": memory,
+        "stages": [StageData(**stage) for stage in data["stages"]],
+        "choice": choice,
+    }

@@ -20,8 +20,9 @@ from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, 
 from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.export.hf_writer import read_exported_step
+from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import FILES
-from drawloom.components.ports.stages import AveragedWeights, Stages
+from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
@@ -79,7 +80,9 @@ def open_trained(
     with fetch_run_if_remote(options):
         step, recipe, names, weights = _load_checkpoint_and_recipe(project, options, (Stages, *ports), change)
         others = [] if every is None else recipe.graph.implementers(every)
-        with recipe.open([*names, *others]) as run:
+        # A teacher or reference model is needed for a loss alone.
+        unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
+        with recipe.open([*names, *others], dict.fromkeys(unused)) as run:
             run[names[0]].load_state_dict(weights)
             del weights
             yield run, step
@@ -181,7 +184,7 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
     """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
     data: dict[str, Any] = tomli.loads(_read_text(lock))
     for name, node in data.items():
-        if isinstance(node, dict) and node.get("use") == "stages.materialized":
+        if isinstance(node, dict) and node.get("use") in ("stages.materialized", "stages.frozen"):
             _remove_initial_weights(data, node)
         if isinstance(node, dict) and node.get("use") in ("loss.reward", "loss.classification"):
             node.pop("head", None)  # the checkpoint has the head
@@ -208,13 +211,14 @@ FOLDER_MODELS = ("model.auto", "model.transformers")
 
 
 def _remove_initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
-    """Remove the stages' initial weights, except with adapters, whose checkpoints lack the frozen weights."""
-    model = data.get(str(stages.get("model")).removeprefix("@"), {})
+    """Remove the stages' initial weights, except frozen ones, which checkpoints lack."""
+    model = stages.get("model")
+    model = model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
     if model.get("use") in FOLDER_MODELS:
         if model.get("weights", True):
             stages.setdefault("weights", model["path"])  # the run folder has copies of the other files only
         model["weights"] = False
-    if not stages.get("adapters"):
+    if not stages.get("adapters") and stages["use"] == "stages.materialized":
         stages.pop("weights", None)  # the initial weights are not needed, and may be gone
 
 

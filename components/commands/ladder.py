@@ -176,7 +176,7 @@ def main(options: argparse.Namespace, project: Project) -> LadderResult:
     slopes = {layer: _fit_log_log_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms}
     flat = all(abs(slope) <= FLAT for slope in slopes.values())
     fit = fit_power_law([(rung.flops, rung.loss) for rung in rungs])
-    return LadderResult(parametrization, dimension, options.steps, rungs, slopes, flat, fit)
+    return LadderResult(parametrization, dimension, options.steps, rungs, slopes=slopes, flat=flat, fit=fit)
 
 
 def _measure_rung(

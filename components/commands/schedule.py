@@ -54,14 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stages-per-rank", type=integer_parser(), metavar="N", help="stages per rank (default: the schedule's)"
     )
-    known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0|plan|RUN_FOLDER"
+    known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0,offload=0|plan|RUN_FOLDER"
     costs = (
         "costs of a rank's layers in any unit: forward (F), input gradients (I), weight gradients (W), whole backward "
     )
-    costs += (
-        "(B, default I + W), a message (comm), and with mesh.data_shard gathering parameters (unshard) and reducing "
-    )
-    costs += "gradients (reduce); or seconds: planned (plan), or traced by listeners.profiler in a run (RUN_FOLDER)"
+    costs += "(B, default I + W), a message (comm), with mesh.data_shard gathering parameters (unshard) and reducing "
+    costs += "gradients (reduce), and with stages.offload a copy of activations to host memory or back (offload); or "
+    costs += "seconds: planned (plan), or traced by listeners.profiler in a run (RUN_FOLDER)"
     parser.add_argument("--costs", type=_costs.parse_costs, metavar=known, help=costs)
     devices = "with --costs plan: the device, as for `drawloom plan` (default: this machine's)"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
@@ -85,7 +84,7 @@ EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "stages
 
 @output_class
 class ActionData:
-    """A gather or a reduction of parameters on a rank."""
+    """A gather, a reduction or a copy on a rank."""
 
     action: str = output("notation of the action")
     start: float = output("start, in the unit of the costs")
@@ -109,6 +108,7 @@ class ScheduleData:
     messages: int = output("tensors that ranks send one another")
     actions: Mapping[str, int] = output("number of actions by kind")
     shard_actions: Sequence[Sequence[ActionData]] = output("gathers and reductions by rank")
+    transfers: Sequence[Sequence[ActionData]] = output("copies of activations to host memory and back by rank")
     recompute: Sequence[str] | None = output("recomputation by stage, if the schedule chooses it", default=None)
     measured_makespan: float | None = output("time of the step in a run, with --run only", default=None)
     activation_bytes: Sequence[int] | None = output("peak bytes of activations by rank, if known", default=None)
@@ -156,7 +156,8 @@ class ComparisonResult(Result):
 def _schedule_data_fields(summary: Summary) -> dict[str, Any]:
     """Return a simulation's fields for `ScheduleData`."""
     data = summary.as_data()
-    return data | {"shard_actions": [[ActionData(**bar) for bar in bars] for bars in data["shard_actions"]]}
+    sides = ("shard_actions", "transfers")
+    return data | {name: [[ActionData(**bar) for bar in bars] for bars in data[name]] for name in sides}
 
 
 def main(options: argparse.Namespace, project: Project) -> ScheduleResult | ComparisonResult:
@@ -209,7 +210,13 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
     source = _costs.make_cost_source(options, project, recipe)
     sharding = _describe_parameter_sharding(recipe.graph) if isinstance(source, Units) else None
     return _check_and_simulate_schedule(
-        options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding
+        options,
+        pipeline.use.removeprefix(FOLDER),
+        pipeline.schedule,
+        size,
+        source,
+        sharding,
+        offloads=_offloads_activations(recipe.graph),
     )
 
 
@@ -371,6 +378,8 @@ def _check_and_simulate_schedule(
     size: Size,
     source: CostSource,
     sharding: Sharding | None = None,
+    *,
+    offloads: bool = False,
 ) -> Summary:
     """Simulate a schedule. Raises UserError if it is too large, _UnsuitableError if it does not suit the model."""
     ranks, microbatches = size.ranks, size.microbatches
@@ -383,6 +392,8 @@ def _check_and_simulate_schedule(
         limits = f"{MAX_RANKS} ranks, and {MAX_WORK} microbatches times ranks times stages"
         raise UserError(f"{large} take too long to simulate; write at most {limits}", 2)
     program = schedule.program(ranks, microbatches)
+    if offloads:
+        program = attrs.evolve(program, offloaded=frozenset(range(program.stages)))
     return _simulate_and_summarize(
         options, name, program, source, sharding, _count_slices_by_stage(options, schedule, ranks, source)
     )
@@ -411,8 +422,11 @@ def _simulate_and_summarize(
     """Simulate a program with the source's costs, and return the summary with its memory."""
     if options.forward_only:
         program, sharding = build_forward_only_program(program.stage_to_rank, program.microbatches), None
-    elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
-        sharding = Sharding("unshard" in options.costs)  # without a recipe, parameters are gathered once per step
+    elif isinstance(options.costs, dict):
+        if sharding is None and {"unshard", "reduce"} & options.costs.keys():
+            sharding = Sharding("unshard" in options.costs)  # without a recipe, parameters are gathered once per step
+        if "offload" in options.costs:
+            program = attrs.evolve(program, offloaded=frozenset(range(program.stages)))
     try:
         costs = source.stage_costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
     except UserError as error:
@@ -422,6 +436,11 @@ def _simulate_and_summarize(
     except DeadlockError as deadlock:
         raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
     return Summary(name, simulation, None if options.forward_only else source.peak_activation_bytes(program, sizes))
+
+
+def _offloads_activations(graph: Graph) -> bool:
+    """Return whether the recipe's stages offload activations to host memory."""
+    return any(node.settings.get("offload") for node in graph.nodes.values() if "recompute" in node.settings)
 
 
 def _describe_parameter_sharding(graph: Graph) -> Sharding | None:

@@ -167,7 +167,7 @@ def _compute_loss(
     """Compute a loss; a loss with a reference model gets log probabilities of other hidden states."""
     if isinstance(loss, Referenced):
         with torch.no_grad():
-            batch = loss.with_reference(batch, loss.token_logps(hidden.flip(2), head, batch))
+            batch = loss.with_reference(batch, loss.reference_values(hidden.flip(2), head, batch))
     return loss.loss(hidden, head, batch)
 
 

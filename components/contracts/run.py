@@ -158,7 +158,7 @@ def _make_step(index: int) -> Step:
 def _observe_state(step: Step) -> ObservedState:
     state = step.state
     if not isinstance(state, ObservedState):
-        raise TypeError("the step has no observed state")
+        raise TypeError("step.state was replaced; write values into it instead")
     return state
 
 

@@ -51,8 +51,8 @@ class DeviceModel:
     Kind of device: peak FLOP/s of products by dtype, memory in bytes, bandwidths in bytes/s, and fractions reached.
 
     `link` connects the `per_host` devices of a host, and `network` connects hosts, both in bytes/s of a device in one
-    direction; `host_link` connects a device and host memory. `workspace` is its libraries' memory in bytes. A memory of
-    0 bytes is unknown.
+    direction. `host_link` connects a device and host memory, of which each device may use `host_memory` bytes.
+    `workspace` is its libraries' memory in bytes. A memory of 0 bytes is unknown.
     """
 
     name: str
@@ -63,6 +63,7 @@ class DeviceModel:
     network: float
     per_host: int = 8
     host_link: float = 50e9  # reached with PCIe 5.0 x16, whose rate is 63 GB/s in each direction
+    host_memory: int = 0
     workspace: int = 0
     reached: Reached = Reached()
 

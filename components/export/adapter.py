@@ -244,11 +244,11 @@ def _describe_low_rank_pairs(whole: nn.Module, file_mapper: Mapper) -> list[LowR
         for pair in layer.list_low_rank_pairs(name)
     ]
     return [
-        _name_pair_by_weight_parameter(has_experts, pair) for pair in (*(layer.peft_pair for layer in joined), *single)
+        _name_non_expert_pair_by_weight(has_experts, pair) for pair in (*(layer.peft_pair for layer in joined), *single)
     ]
 
 
-def _name_pair_by_weight_parameter(has_experts: bool, pair: LowRank) -> LowRank:
+def _name_non_expert_pair_by_weight(has_experts: bool, pair: LowRank) -> LowRank:
     """
     Name a pair by its weight parameter instead of its module, in a model with experts.
 

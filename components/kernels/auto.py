@@ -5,6 +5,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.kernels.choosing import (
@@ -21,12 +22,13 @@ from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.experts import PeerExchange
 from drawloom.components.ports.model import RowPart, VocabularyPart
-from drawloom.graph import between, component, setting
+from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
+from drawloom.kernels.batch_invariant import BLOCKS, MIN_ROWS, attend_in_blocks, with_more_rows
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
@@ -35,6 +37,7 @@ from drawloom.kernels.moe import Routes as RoutingTables
 from drawloom.kernels.recompute import call_recomputable, record_recomputable_call
 from drawloom.kernels.weight_formats import WeightFormat
 
+NOT_ON_GPU = "batch_invariant has been shown on CPUs only"
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
 
@@ -93,6 +96,11 @@ class AutoKernels:
         check=between(0, 1),
         doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
     )
+    batch_invariant: bool = setting(
+        default=False,
+        doc="whether a token's results have the same bits in every batch, at every length and with a cache; CPU only, "
+        "without experts and recurrent layers",
+    )
     _moe_routes: Choice = _declare_operation_setting("moe_routes", "the routes from tokens to experts")
     _moe_permute: Choice = _declare_operation_setting("moe_permute", "copies of tokens for their experts")
     _moe_unpermute: Choice = _declare_operation_setting("moe_unpermute", "sums of expert rows by token")
@@ -106,8 +114,15 @@ class AutoKernels:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Refuse implementations for GPUs if the device is the CPU."""
-        if _read_device_kind(node) == "cpu":
+        """Refuse implementations for GPUs if the device is the CPU, and another attention beside `batch_invariant`."""
+        invariant, kind = node.settings["batch_invariant"], _read_device_kind(node)
+        if invariant and kind == "cuda":
+            yield node.problem("batch_invariant", NOT_ON_GPU, "write batch_invariant = false")
+        for operation in ("attention", "linear_cross_entropy"):
+            if invariant and node.settings[operation] != "auto":
+                text = f"batch_invariant has its own {operation}"
+                yield node.problem(operation, text, "leave it out, or write batch_invariant = false")
+        if kind == "cpu":
             for operation in OPERATIONS:
                 if node.settings[operation] in TRITON | GPU:
                     text = f"{node.settings[operation]!r} runs on GPUs, and the device is the CPU"
@@ -128,10 +143,14 @@ class AutoKernels:
 
     def open(self) -> None:
         """Load the implementations. Raises UserError if the device can't run one."""
+        if self.batch_invariant and self.device.device.type != "cpu":
+            raise UserError(f"kernels.auto: {NOT_ON_GPU}; write batch_invariant = false", 2)
         _ = self._functions_by_operation
 
     def choose_implementation_of(self, operation: str) -> ImplementationChoice:
         """Return an operation's implementation and the reason for the choice."""
+        if self.batch_invariant and operation == "attention":
+            return ImplementationChoice("blocks", "kernels are batch-invariant")
         return choose_implementation(operation, getattr(self, f"_{operation}"), self.device.device)
 
     def list_machine_choices(self) -> dict[str, str]:
@@ -140,9 +159,12 @@ class AutoKernels:
 
     @cached_property
     def _functions_by_operation(self) -> dict[str, Any]:
-        functions = {
-            operation: load_implementation(operation, self.choose_implementation_of(operation).name)
-            for operation in OPERATIONS
+        names = {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
+        fixed = {"attention": BLOCKS} if self.batch_invariant else {}
+        functions = fixed | {
+            name: load_implementation(name, implementation)
+            for name, implementation in names.items()
+            if name not in fixed
         }
         # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
         return functions | {
@@ -160,7 +182,11 @@ class AutoKernels:
         cuts = self.choose_implementation_of("linear_cross_entropy").name == "cut"
         return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
-    linear = staticmethod(linear_eager)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.batch_invariant:
+            return with_more_rows(lambda rows: linear_eager(rows, weight, bias), x)
+        return linear_eager(x, weight, bias)
+
     embedding = staticmethod(embedding_eager)
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -184,9 +210,12 @@ class AutoKernels:
         float8: bool = False,
     ) -> Tensor:
         if float8:
-            dequantize = partial(self.dequantize, weight_format=weight_format)
-            return linear_quantized_float8(self._functions_by_operation["linear_float8"], dequantize, x, stored, bias)
-        return linear_quantized(self._functions_by_operation["dequantize"], x, stored, weight_format, bias)
+            unpack = partial(self.dequantize, weight_format=weight_format)
+            return linear_quantized_float8(self._functions_by_operation["linear_float8"], unpack, x, stored, bias)
+        dequantize = self._functions_by_operation["dequantize"]
+        if self.batch_invariant:
+            return with_more_rows(lambda rows: linear_quantized(dequantize, rows, stored, weight_format, bias), x)
+        return linear_quantized(dequantize, x, stored, weight_format, bias)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
@@ -276,6 +305,8 @@ class AutoKernels:
             # The implementations for training require as many queries as keys.
             k, v = mask.cache.extend(k, v)
             visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
+            if self.batch_invariant:
+                return attend_in_blocks(q, k, v, visible, options, sinks)
             return attention_eager(q, k, v, visible, options, sinks)
         return self._functions_by_operation["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
@@ -305,6 +336,14 @@ class AutoKernels:
 
         A vocabulary `part` requires `cut`, or its equivalent in plain torch.
         """
+        if self.batch_invariant:
+            tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
+            more = -len(flat) % MIN_ROWS  # rows of the last chunk
+            tokens, flat = F.pad(tokens, (0, 0, 0, more)), F.pad(flat, (0, more), value=IGNORE_INDEX)
+            cut = LogitCut(ignore_index=IGNORE_INDEX, tile=(MIN_ROWS, 1), part=part)
+            both = cut_cross_entropy_eager(tokens, weight, flat, cut)
+            losses, lse = (result[: targets.numel()].view(targets.shape) for result in both)
+            return multiply_by_token_weights(losses, token_weights), lse
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
             return self._vocab_parallel_loss(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]

@@ -21,9 +21,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
+from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.model import Head
-from drawloom.components.ports.rollouts import PolicyBatch
+from drawloom.components.ports.rollouts import PolicyBatch, policy_logps
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -66,7 +66,8 @@ class Grpo(DecoderInputs):
     times the ratio, which corrects for samples of an older policy (as in DeepSeek-V3.2 and TRL).
 
     Named sums are `ratio` and `clip_fraction`, by the loss's mean (by rows for a constant), and with a reference `kl`.
-    `largest_difference` is the largest distance of a token's log-probability from the sampled one in a microbatch.
+    `largest_difference` is the largest distance between a token's log-probability and the sampled one in a microbatch:
+    0 at the first step after exact rollouts, and from then on the policy's change.
     """
 
     batch_leaves: ClassVar[tuple[str, ...]] = (*DecoderInputs.batch_leaves, "logps", "advantages")
@@ -84,8 +85,9 @@ class Grpo(DecoderInputs):
         default=None,
         doc="mean over tokens, over rows of means over tokens, or of sums by a constant length; default: the variant's",
     )
-    reference: Literal["none", "adapters"] = setting(
-        default="none", doc="reference model of the KL divergence: none, or this model without adapters"
+    reference: Literal["none", "adapters", "model"] = setting(
+        default="none",
+        doc="reference model of the KL divergence: none, this model without adapters, or the recipe's frozen model",
     )
     beta: float = setting(default=0.0, check=at_least(0), doc="coefficient of the KL divergence to the reference")
 
@@ -109,18 +111,19 @@ class Grpo(DecoderInputs):
             VARIANTS[self.variant], **{name: value for name, value in given.items() if value is not None}
         )
 
-    def token_logps(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
-        return compute_target_logps(hidden, head, batch)
+    def reference_values(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
+        return policy_logps(hidden, head, batch.targets, batch.weights > 0, batch.temperature)
 
-    def with_reference(self, batch: PolicyBatch, logps: Tensor) -> PolicyBatch:
-        return batch.evolve(reference=logps)
+    def with_reference(self, batch: PolicyBatch, values: Tensor) -> PolicyBatch:
+        return batch.evolve(reference=values)
 
     def loss(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss sum, the weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.logps is None or batch.advantages is None:
             raise UserError("the batches have no sampled completions; put the phases rollout and advantages first", 2)
         method = self.variant_with_settings
-        logps, is_target = compute_target_logps(hidden, head, batch), batch.weights > 0
+        is_target = batch.weights > 0
+        logps = policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
         ratios = _compute_probability_ratios(differences, counts, method)

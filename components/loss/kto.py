@@ -23,15 +23,17 @@ class Kto(DecoderInputs):
     """
     KTO: 1 - sigmoid(beta * (r - z)) of a good answer, and 1 - sigmoid(beta * (z - r)) of a bad one, times a weight.
 
-    r is the answer's log-probability relative to the model without adapters. z, at least 0, is measured before the
+    r is the answer's log-probability relative to the reference model. z, at least 0, is measured before the
     step's first backward pass over all its microbatches and ranks: the loss is the same on every mesh. Named sums are
     `signed_reward`, of beta * r for good answers and -beta * r for bad ones, and `kl`, of z.
     """
 
     pairs: ClassVar[bool] = True
     unpaired: ClassVar[bool] = True
-    reference: ClassVar[Literal["adapters"]] = "adapters"
 
+    reference: Literal["adapters", "model"] = setting(
+        default="adapters", doc="reference model: this model without adapters, or the recipe's frozen model"
+    )
     beta: float = setting(default=0.1, check=above(0), doc="strength of the pull to the reference model")
     good_weight: float = setting(default=1.0, check=at_least(0), doc="factor of the loss of good answers")
     bad_weight: float = setting(
@@ -40,11 +42,11 @@ class Kto(DecoderInputs):
         doc="factor of the loss of bad answers; the fraction of good answers over that of bad ones balances both",
     )
 
-    def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+    def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         return compute_target_logps(hidden, head, batch)
 
-    def with_reference(self, batch: TokenBatch, logps: Tensor) -> TokenBatch:
-        return batch.evolve(reference=logps)
+    def with_reference(self, batch: TokenBatch, values: Tensor) -> TokenBatch:
+        return batch.evolve(reference=values)
 
     def measure_step_sums(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the weighted sum of mismatched answers' log-ratios, and the sum of weights: float64 (2,)."""

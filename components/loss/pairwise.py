@@ -111,16 +111,20 @@ class ReferencedLoss(PairwiseLoss):
     """
     Base for losses with rewards relative to a reference model.
 
-    The reference is the model without its adapters, or the data contain its log-probabilities.
+    The reference is the model without its adapters, a frozen model, or the data contain its log-probabilities.
     """
 
-    reference: Literal["adapters", "data"] = setting(
-        default="adapters", doc="reference model: this model without adapters, or log-probabilities in the data"
+    reference: Literal["adapters", "model", "data"] = setting(
+        default="adapters",
+        doc="reference model: this model without adapters, the recipe's frozen model, or log-probabilities in the data",
     )
     beta: float = setting(default=0.1, check=above(0), doc="strength of the pull to the reference model")
 
-    def with_reference(self, batch: TokenBatch, logps: Tensor) -> TokenBatch:
-        return batch.evolve(reference=logps)
+    def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+        return self.token_logps(hidden, head, batch)
+
+    def with_reference(self, batch: TokenBatch, values: Tensor) -> TokenBatch:
+        return batch.evolve(reference=values)
 
     def _sum_reference_logps_by_answer(self, batch: TokenBatch) -> Tensor:
         if batch.reference is None:

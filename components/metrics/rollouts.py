@@ -23,7 +23,7 @@ class RolloutMetrics:
     With several rewards, each has its mean as `reward/NAME`. `unscored` is the fraction of completions without a score,
     `equal_groups` the fraction of prompts whose completions all have one reward, from which nothing is learnt.
     `sampler_difference` is the largest distance between the log-probability that a token was sampled with and that in
-    the training pass: 0 if both have the same bits.
+    the training pass: 0 if both have the same bits. Only steps right after their rollout count.
     """
 
     mesh: Mesh
@@ -44,8 +44,8 @@ class RolloutMetrics:
             for scored in step.state.get("rollouts", []):
                 for name, value in _sum_over_completions(scored, [*self.rewards]).items():
                     values[name] = values[name] + value if name in values else value
-        losses = read_losses(step)
-        if losses is not None and LARGEST_DIFFERENCE in losses["sums"]:
+        losses, is_fresh = read_losses(step), all(scored.age == 0 for scored in step.state.get("rollouts", []))
+        if losses is not None and is_fresh and LARGEST_DIFFERENCE in losses["sums"]:
             values[LARGEST_DIFFERENCE] = losses["sums"][LARGEST_DIFFERENCE].max()
         return values
 

@@ -13,7 +13,7 @@ from drawloom.components.model.llama import LlamaConfig
 from drawloom.graph import at_least, component, setting
 
 
-def _compute_default_rope_layers(config: Any) -> tuple[int, ...]:
+def _compute_default_rope_flags(config: Any) -> tuple[int, ...]:
     """Return 0 for every fourth layer, which has no rotary positions, and 1 for the others."""
     return tuple(int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers))
 
@@ -32,7 +32,7 @@ class SmolLm3Config(LlamaConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     no_rope_layers: tuple[int, ...] = attrs.field(
-        default=attrs.Factory(_compute_default_rope_layers, takes_self=True),
+        default=attrs.Factory(_compute_default_rope_flags, takes_self=True),
         converter=tuple,
         metadata={"values": LAYER_NUMBERS},
     )

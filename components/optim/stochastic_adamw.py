@@ -29,6 +29,7 @@ from drawloom.components.optim.streamed_states import (
 )
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind, Transfers
+from drawloom.components.ports.memory_policy import MemoryPolicy, StateLocation
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, gradient_or_zeros
@@ -77,6 +78,7 @@ class StochasticAdamW:
     mesh: Mesh
     job: RunInfo
     device: Device
+    memory: MemoryPolicy | None = None
     lr: float = setting(check=above(0), doc="base learning rate")
     betas: tuple[float, float] = setting(
         default=(0.9, 0.95), check=find_betas_fault, doc="decay rates for the two running means"
@@ -102,7 +104,7 @@ class StochasticAdamW:
         doc="keep float32 master weights: a bfloat16 weight has their upper half, and the state 16 bits more; weights "
         "are then rounded to the nearest",
     )
-    states: Literal["device", "host"] = setting(
+    states: StateLocation = setting(
         default="device",
         impact="safe",
         doc="memory for the state: the device's, or pinned memory of the host, which takes time to stream",
@@ -134,7 +136,10 @@ class StochasticAdamW:
         if node.settings["amsgrad"] and node.settings["state_dtype"] == "uint8":
             text = "the largest mean of squares can't have 8 bits"
             yield node.problem("amsgrad", text, "write state_dtype = 'bfloat16', or amsgrad = false")
-        if node.settings["states"] == "device" and node.settings["slot_bytes"] != 2**28:
+        policy = node.neighbour("memory")
+        if node.settings["states"] == "host" and policy:
+            yield node.problem("states", f"[{policy.name}] chooses its memory", f"remove it, or [{policy.name}]")
+        if node.settings["states"] == "device" and not policy and node.settings["slot_bytes"] != 2**28:
             text = "the state is on the device, so that nothing is streamed through slots"
             yield node.problem("slot_bytes", text, "write states = 'host', or remove slot_bytes")
         stages = node.neighbour("parameters")
@@ -146,7 +151,7 @@ class StochasticAdamW:
     def open(self) -> None:
         """Create all parameters' optimizer state, filled with zeros."""
         slices, named = self.parameters.slices(), self.parameters.named_parameters()
-        if self.states == "host":
+        if self._location == "host":
             self._transfers = self.open_transfers(self.device.device)
         self.state_slices()  # raises an error for slices that cut blocks
         state = self._allocate_state(dict(named))
@@ -267,10 +272,15 @@ class StochasticAdamW:
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the state on the device: of all of it, or of the slots."""
         size = self._count_state_bytes()
-        return {"optimizer_state": size if self.states == "device" else SLOTS * min(self.slot_bytes, size)}
+        return {"optimizer_state": size if self._location == "device" else SLOTS * min(self.slot_bytes, size)}
+
+    @property
+    def _location(self) -> StateLocation:
+        """The memory for the state, as a memory policy or the setting chooses."""
+        return self.states if self.memory is None else self.memory.choose().states
 
     def host_bytes(self) -> int:
-        return self._count_state_bytes() if self.states == "host" else 0
+        return self._count_state_bytes() if self._location == "host" else 0
 
     def _count_state_bytes(self) -> int:
         specs = [self._compute_state_shapes(parameter).values() for _, parameter in self.parameters.named_parameters()]

@@ -31,7 +31,7 @@ from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import HeadLayer, LinearLayer
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS, ReducedPart
-from drawloom.components.weights.adapted import adapter_names
+from drawloom.components.weights.adapted import adapter_parameter_names
 from drawloom.graph import Problem
 
 
@@ -393,7 +393,7 @@ def _select_unsharded_parameters(module: nn.Module, precision: Precision, names:
 
     These are: the named ones, adapters', the loss's, integers, scalars, and parameters in another dtype than `compute`.
     """
-    adapters = adapter_names(module)
+    adapters = adapter_parameter_names(module)
     return {
         parameter
         for name, parameter in module.named_parameters()

@@ -73,6 +73,7 @@ class Advantages:
             "weights": is_target.float(),
             "logps": completions.logps.where(is_target, 0.0),
             "advantages": advantages.float()[:, None].where(is_target, 0.0),
+            "temperature": None if scored.temperature == 1 else torch.tensor(scored.temperature),
             "padding": rows * length - int(completions.ends.sum()),
         }
         return PolicyBatch(**arguments)

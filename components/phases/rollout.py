@@ -1,9 +1,11 @@
 """Rollouts: the policy completes the step's prompts, and rewards score the completions."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import Tokenizer
@@ -16,13 +18,42 @@ from drawloom.graph import Ordered, Problem, UserError, between, component, sett
 from drawloom.graph.wiring.node import NodeView
 
 
+@attrs.frozen(eq=False)
+class HeldRollout:
+    """
+    A rollout over several steps: `tensors` by name, (minibatches, rows, ...), the same on every rank.
+
+    `age` counts the steps that have learnt from it.
+    """
+
+    tensors: Mapping[str, Tensor]
+    age: int
+    temperature: float
+
+    def take(self, numbers: Sequence[int], group_size: int, names: tuple[str, ...]) -> Scored:
+        """Return the next step's completions of the prompts with these numbers."""
+        minibatch, rows = self.age % len(self.tensors["tokens"]), _list_rows(numbers, group_size)
+        part = {name: tensor[minibatch, rows] for name, tensor in self.tensors.items()}
+        scores, totals = part.pop("scores"), part.pop("totals")
+        completions = Completions(**part | {"is_ended": part["is_ended"] > 0})
+        return Scored(completions, group_size, names, scores, totals, self.age, self.temperature)
+
+    def next(self, epochs: int) -> "HeldRollout | None":
+        """Return the rollout for the next step; None if it is used up."""
+        is_used_up = self.age + 1 >= epochs * len(self.tensors["tokens"])
+        return None if is_used_up else attrs.evolve(self, age=self.age + 1)
+
+
 @component(writes=("rollouts",))
 class Rollout:
     """
-    Rollouts: `group_size` completions of each of the step's prompts, scored by all rewards in the recipe.
+    Rollouts: `group_size` completions of each prompt, scored by all rewards in the recipe.
 
     Rows in the recipe's batch sizes are prompts: a microbatch has `micro_size` times `group_size` completions. A
-    completion's random numbers depend on the seed, the step, and its number in the step: a resumed run draws the same.
+    completion's random numbers depend on the seed, the step, and its number in the rollout: a resumed run draws the
+    same. With `minibatches` a rollout has the prompts of several steps, and with `epochs` each step's completions are
+    used again after the last one. Then every rank keeps all ranks' completions, 16 bytes a token, until the policy has
+    learnt from them; checkpoints contain them.
     """
 
     data: TrainingData
@@ -33,7 +64,12 @@ class Rollout:
     events: Events
     rewards: Ordered[Reward]
     group_size: int = setting(default=8, check=between(1, 10_001), doc="completions of each prompt")
+    minibatches: int = setting(
+        default=1, check=between(1, 10_001), doc="steps whose prompts are sampled at once, with one policy"
+    )
+    epochs: int = setting(default=1, check=between(1, 10_001), doc="passes over the completions of a rollout")
     _copy: Group = attrs.field(init=False, default=None)
+    _held: HeldRollout | None = attrs.field(init=False, default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -46,6 +82,11 @@ class Rollout:
                 if not issubclass(batch_type, PromptBatch):
                     text = f"[{writer.name}] makes {batch_type.__name__}, and rollouts complete prompts"
                     yield writer.problem("use", text, 'write use = "data.prompt_collator" in a "data.collated"')
+        sizes = node.neighbour("batching")
+        for key in ("minibatches", "epochs"):
+            if node.settings[key] > 1 and sizes and sizes.settings.get("ramp"):
+                text = f"the steps of a rollout have equal batch sizes, and [{sizes.name}] changes them"
+                yield node.problem(key, text, f"write {key} = 1, or leave out ramp")
 
     @classmethod
     def predict_made_rows(cls, node: NodeView) -> tuple[int, int]:
@@ -57,19 +98,91 @@ class Rollout:
         self._copy = self.mesh.group("pipeline", "tensor")
 
     def run_phase(self, step: Step) -> None:
-        """Sample and score the step's completions, and write `rollouts`, by microbatch."""
-        batches = [require_prompts(batch) for batch in self.data.next_step()]
+        """Write the step's scored completions as `rollouts`, by microbatch; sample them if none are left."""
+        if self.minibatches * self.epochs == 1:
+            (step.state["rollouts"],) = self._sample(step, step.index)
+            return
+        if self._held is None:
+            self._held = self._gather(self._sample(step, 1))
+        else:
+            step.state.split(len(self.batching.microbatch_positions(1)), STEP_SPECS)
+        numbers = self._number_prompts(1)
+        step.state["rollouts"] = [self._held.take(rows, self.group_size, self.rewards.names) for rows in numbers]
+        self._held = self._held.next(self.epochs)
+
+    def _number_prompts(self, index: int) -> list[list[int]]:
+        """Return the numbers of this rank's prompts in a step's global batch, by microbatch."""
+        first = self.batching.first_position(index)
+        return [[position - first for position in rows] for rows in self.batching.microbatch_positions(index)]
+
+    def _sample(self, step: Step, index: int) -> list[list[Scored]]:
+        """Sample and score the next minibatches, which have the batch sizes of the step `index`, by microbatch."""
+        loaded = [[require_prompts(batch) for batch in self.data.next_step()] for _ in range(self.minibatches)]
         self.events.emit(Event("data_loaded", step))
-        step.state.split(len(batches), STEP_SPECS)
-        first = self.batching.first_position(step.index)
-        numbers = [[position - first for position in rows] for rows in self.batching.microbatch_positions(step.index)]
-        prompts = [repeat_prompts(batch, rows, self.group_size) for batch, rows in zip(batches, numbers, strict=True)]
-        completions = self.rollouts.sample(prompts, "train", step.index)
-        rewards = dict(zip(self.rewards.names, self.rewards, strict=True))
-        step.state["rollouts"] = [
-            score_completions(rewards, self.tokenizer, self._copy, batch, sampled, self.group_size)
-            for batch, sampled in zip(batches, completions, strict=True)
+        step.state.split(len(loaded[0]), STEP_SPECS)
+        numbers = self._number_prompts(index)
+        size = self.batching.first_position(index + 1) - self.batching.first_position(index)
+        prompts = [
+            repeat_prompts(batch, [number * size + row for row in rows], self.group_size)
+            for number, batches in enumerate(loaded)
+            for batch, rows in zip(batches, numbers, strict=True)
         ]
+        completions = iter(self.rollouts.sample(prompts, "train", step.index))
+        rewards = dict(zip(self.rewards.names, self.rewards, strict=True))
+        scored = [
+            [
+                score_completions(rewards, self.tokenizer, self._copy, batch, next(completions), self.group_size)
+                for batch in batches
+            ]
+            for batches in loaded
+        ]
+        return [[attrs.evolve(part, temperature=self.rollouts.temperature) for part in parts] for parts in scored]
+
+    def _gather(self, minibatches: Sequence[Sequence[Scored]]) -> HeldRollout:
+        """Return all ranks' completions, in the order of the prompts. A collective."""
+        length = torch.tensor(max(part.completions.tokens.shape[1] for parts in minibatches for part in parts))
+        self.mesh.data_group.max(length)
+        size = (self.batching.first_position(2) - self.batching.first_position(1)) * self.group_size
+        rows = [row for rows in self._number_prompts(1) for row in _list_rows(rows, self.group_size)]
+        tensors: dict[str, Tensor] = {}
+        for name in HELD:
+            parts = [torch.cat([_read_tensor(part, name, int(length)) for part in parts]) for parts in minibatches]
+            whole = torch.zeros(len(parts), size, *parts[0].shape[1:], dtype=parts[0].dtype)
+            whole[:, rows] = torch.stack(parts)
+            self.mesh.data_group.sum(whole)  # of rows that are zeros on all ranks but one
+            tensors[name] = whole
+        return HeldRollout(tensors, 0, self.rollouts.temperature)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the completions for later steps; empty without any."""
+        rollout = self._held
+        if rollout is None:
+            return {}
+        return {**rollout.tensors, "age": rollout.age, "temperature": rollout.temperature}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a rollout. Raises KeyError for another node's state."""
+        if state and state.keys() != {*HELD, "age", "temperature"}:
+            raise KeyError(f"the state of a rollout has {', '.join(HELD)}, and this one has {sorted(state)}")
+        tensors = {name: state[name] for name in HELD if state}
+        self._held = HeldRollout(tensors, int(state["age"]), float(state["temperature"])) if state else None
+
+
+HELD = ("tokens", "starts", "ends", "logps", "entropies", "is_ended", "scores", "totals")
+"""Names of a rollout's tensors."""
+
+
+def _read_tensor(scored: Scored, name: str, length: int) -> Tensor:
+    """Return a tensor of scored completions, with tokens padded to `length`, and truth values as int64."""
+    tensor: Tensor = getattr(scored if name in ("scores", "totals") else scored.completions, name)
+    if name in ("tokens", "logps", "entropies"):
+        tensor = torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]))
+    return tensor.long() if tensor.dtype == torch.bool else tensor
+
+
+def _list_rows(numbers: Sequence[int], group_size: int) -> list[int]:
+    """Return the rows of prompts' completions in a global batch."""
+    return [number * group_size + sample for number in numbers for sample in range(group_size)]
 
 
 def require_prompts(batch: object) -> PromptBatch:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.context import ContextPart
@@ -31,15 +31,16 @@ from drawloom.components.ports.adapters import trains_base_weights
 from drawloom.components.ports.data import has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.memory import Transfers
-from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
+from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, build_known_module
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, iterate_actions
-from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
+from drawloom.components.ports.stages import FrozenModel, Stage, StageInputs, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.weights.adapted import disable_adapters
-from drawloom.graph import Problem, UserError, component, setting
+from drawloom.graph import Problem, UserError, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
+from drawloom.kernels.recompute import mark_as_recomputation
 
 
 @attrs.frozen
@@ -72,6 +73,7 @@ class ProgramExecutor:
     mesh: Mesh
     neighbours: Neighbours
     device: Device
+    frozen: FrozenModel | None = wired(default=None)
     streams: bool = setting(
         default=False,
         doc="one CUDA stream per stage, to run overlapping passes of a schedule concurrently; GPU only",
@@ -80,7 +82,9 @@ class ProgramExecutor:
     open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
+    # by the number of microbatches, of the trained and of the frozen model
     _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
+    _frozen_forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
     # by sequence length: the context part on the CPU, where batches are cut, and on the device
     _parts: dict[int, tuple[ContextPart, ContextPart]] = attrs.field(init=False, factory=dict)
 
@@ -97,6 +101,7 @@ class ProgramExecutor:
         if node.settings["streams"]:
             yield from check_streams(node, stages)
         yield from check_reference_adapters(loss, stages)
+        yield from check_frozen_model(node, loss, stages)
         if (other := stages.neighbour("loss")) and other.name != loss.name:
             text = f"the stages contain the parameters of [{other.name}], but the executor computes [{loss.name}]"
             yield node.problem("objective", text, f'write objective = "@{other.name}"')
@@ -132,7 +137,12 @@ class ProgramExecutor:
             runner.run(training.actions)
             self._cuda_graphs.end_step()
         self.stages.hand_over_gradients()
+        self._release_frozen()
         self._fill_missing_losses(state)
+
+    def repeat(self, state: StepState) -> None:
+        with mark_as_recomputation():
+            self.train(state)
 
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
@@ -142,6 +152,7 @@ class ProgramExecutor:
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._build_forward_program(state.microbatches))
+        self._release_frozen()
         self._fill_missing_losses(state)
 
     def _fill_missing_losses(self, state: StepState) -> None:
@@ -164,13 +175,13 @@ class ProgramExecutor:
 
     def token_logps(self, batch: Batch) -> Tensor | None:
         """
-        Return the log-probabilities (rows, length) of a batch's targets under the model without adapters.
+        Return the log-probabilities (rows, length) of a batch's targets under the loss's reference model.
 
         Returns None except on the last stage's rank. Raises UserError for a loss without a reference model.
         """
         if not isinstance(self.objective, Referenced):
             raise UserError("the recipe's loss has no reference model; use a recipe with loss.dpo", 2)
-        return self._compute_reference_logps(self.objective, [self._prepare_inputs(batch)]).get(0)
+        return self._compute_references(self.objective, [self._prepare_inputs(batch)]).get(0)
 
     def infer_microbatches(
         self,
@@ -198,13 +209,13 @@ class ProgramExecutor:
             runner.run(self._build_forward_program(len(inputs)))
 
     def _prepare_inputs_with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
-        """Return the batches' inputs, on the last stage's rank with any reference log-probabilities for the loss."""
+        """Return the batches' inputs, on the last stage's rank with the reference model's values."""
         inputs = [self._prepare_inputs(batch) for batch in microbatches]
-        if not isinstance(self.objective, Referenced) or self.objective.reference != "adapters":
+        if not isinstance(self.objective, Referenced) or self.objective.reference not in ("adapters", "model"):
             return inputs
-        references = self._compute_reference_logps(self.objective, inputs)
+        references = self._compute_references(self.objective, inputs)
         return [
-            _add_reference_logps(self.objective, microbatch, references.get(number))
+            _add_reference_values(self.objective, microbatch, references.get(number))
             for number, microbatch in enumerate(inputs)
         ]
 
@@ -224,14 +235,49 @@ class ProgramExecutor:
             attrs.evolve(microbatch, batch=objective.with_step_sums(microbatch.batch, sums)) for microbatch in inputs
         ]
 
-    def _compute_reference_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
-        """Return log-probabilities under the model without adapters by microbatch, on the last stage's rank."""
+    def _compute_references(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Any]:
+        """Return the reference model's values by microbatch, on the last stage's rank."""
+        finishing = [_replace_loss(objective.reference_values, microbatch) for microbatch in inputs]
+        if objective.reference == "model":
+            return self._run_frozen(finishing)
         outputs: dict[int, Tensor] = {}
         with disable_adapters(stage.module for stage in self.stages.local):
-            finishing = [_replace_loss(objective.token_logps, microbatch) for microbatch in inputs]
             self._infer_microbatches(finishing, outputs.__setitem__)
         # A tensor of inference mode can't be part of an autograd graph, but its clone can.
         return {number: logps.clone() for number, logps in outputs.items()}
+
+    def _run_frozen(self, inputs: Sequence[MicrobatchInputs]) -> dict[int, Any]:
+        """
+        Run the frozen model's forward passes, and return the results by microbatch, on the last stage's rank.
+
+        The last stage's gathered parameters, with its head, stay until `_release_frozen`.
+        """
+        if self.frozen is None:
+            raise UserError('the loss compares with a frozen model; add a node with use = "stages.frozen"', 2)
+        stages, outputs = self.frozen.forward_stages, dict[int, Any]()
+        if len(inputs) not in self._frozen_forward:
+            program = build_forward_only_program(self._stage_to_rank, len(inputs))
+            last = len(self._stage_to_rank) - 1
+            self._frozen_forward[len(inputs)] = [
+                action
+                for action in self._lower_to_actions(program, stages.local)
+                if (action.op, action.stage) != ("RESHARD", last)
+            ]
+        stages.cast_weights(only_if_changed=True)
+        runners = {stage.index: StageRunner(stage, self.objective) for stage in stages.local}
+        runner = ProgramRunner(runners, inputs, stages, P2PBuffers(self._links, self.device.device))
+        runner.each_output = outputs.__setitem__
+        # Not in inference mode, whose tensors can't be part of the loss's autograd graph.
+        with torch.no_grad():
+            runner.run(self._frozen_forward[len(inputs)])
+        return outputs
+
+    def _release_frozen(self) -> None:
+        """Free the frozen model's gathered parameters."""
+        if self.frozen is not None:
+            for stage in self.frozen.forward_stages.local:
+                if stage.shards is not None:
+                    stage.shards.reshard()
 
     def _create_runner(
         self,
@@ -298,7 +344,9 @@ class ProgramExecutor:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = build_program_for_lowering(self.schedule, rank, ranks, microbatches)
             check_ranks_have_equal_programs(program, rank, self.mesh.pipeline_group)
-            actions, policies = self._lower_to_actions(program), program.recompute
+            offloaded = frozenset(stage.index for stage in self.stages.local if stage.offload)
+            actions = self._lower_to_actions(attrs.evolve(program, offloaded=offloaded), self.stages.local)
+            policies = program.recompute
             local = [
                 attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
                 for stage in self.stages.local
@@ -310,25 +358,24 @@ class ProgramExecutor:
         """Return this rank's forward-only actions for this many microbatches; built once."""
         if microbatches not in self._forward:
             program = build_forward_only_program(self._stage_to_rank, microbatches)
-            self._forward[microbatches] = self._lower_to_actions(program)
+            self._forward[microbatches] = self._lower_to_actions(program, self.stages.local)
         return self._forward[microbatches]
 
-    def _lower_to_actions(self, program: Program) -> list[Action]:
+    def _lower_to_actions(self, program: Program, local: Sequence[Stage]) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
-        offloaded = {stage.index for stage in self.stages.local if stage.offload}
-        line = insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), offloaded)
-        shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
+        line = insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), program.offloaded)
+        shards = {stage.index: stage.shards for stage in local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.by_block}
         by_microbatch = {index for index, shard in shards.items() if shard.by_microbatch}
         return [*iterate_actions(insert_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
-def _replace_loss(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> MicrobatchInputs:
+def _replace_loss(function: Callable[..., Any], inputs: MicrobatchInputs) -> MicrobatchInputs:
     """Return the microbatch with `function(hidden, head, batch)` as its result instead of the loss."""
     if (batch := inputs.batch) is None:
         return inputs
 
-    def finish(hidden: Tensor, head: Head) -> Tensor:
+    def finish(hidden: Tensor, head: Head) -> Any:
         """Compute the last stage's result, in place of the loss."""
         return function(hidden, head, batch)
 
@@ -336,26 +383,60 @@ def _replace_loss(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> 
     return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)
 
 
-def _add_reference_logps(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | None) -> MicrobatchInputs:
-    """Add the log-probabilities (rows, length) to the batch, on the ranks with log-probabilities."""
-    if inputs.batch is None or logps is None:
+def _add_reference_values(loss: Referenced, inputs: MicrobatchInputs, values: Any | None) -> MicrobatchInputs:
+    """Add the reference model's values to the batch, on the ranks with values."""
+    if inputs.batch is None or values is None:
         return inputs
-    return attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, logps))
+    return attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, values))
 
 
 def check_reference_adapters(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
     """Yield a problem if the loss compares with the model without adapters, but adapters are missing or unsuitable."""
-    if loss.settings.get("reference") != "adapters" and not issubclass(loss.component, MeasuresStep):
+    if loss.settings.get("reference") != "adapters":
         return
     adapters = stages.neighbours("adapters")
     if not adapters:
-        other = ', or reference = "data"' if "reference" in loss.settings else ""
+        other = ', or reference = "model" with a frozen model'
         text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
         yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}]{other}')
     for adapter in adapters:
         if trains_base_weights(adapter.component):
             text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"
             yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
+
+
+def check_frozen_model(executor: NodeView, loss: NodeView, stages: NodeView) -> Iterator[Problem]:
+    """Yield problems for a missing or unused frozen model, and for one that does not fit the trained model."""
+    frozen, wants = executor.neighbour("frozen"), loss.settings.get("reference") == "model"
+    if frozen is None:
+        if wants:
+            text = f"[{loss.name}] compares with a frozen model, and the recipe has none"
+            yield loss.problem("reference", text, 'add [teacher] with use = "stages.frozen" and a model')
+        return
+    if not wants:
+        hint = 'write reference = "model" in the loss if it has this setting, or leave the node out'
+        yield frozen.problem("use", f"[{loss.name}] does not compare with [{frozen.name}]", hint)
+        return
+    model, other = stages.neighbour("model"), frozen.neighbour("model")
+    if not (model and other):
+        return
+    sizes = [_find_vocab_size(node) for node in (model, other)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        text = f"[{other.name}] has a vocabulary of {sizes[1]} ids, and [{model.name}] of {sizes[0]}"
+        yield frozen.problem("model", text, "use models with one tokenizer")
+    mesh, schedule = executor.neighbour("mesh"), executor.neighbour("schedule")
+    if mesh and schedule:
+        known = [*find_layer_conflicts(schedule, mesh, model)]
+        yield from (problem for problem in find_layer_conflicts(schedule, mesh, other) if problem not in known)
+
+
+def _find_vocab_size(model: NodeView) -> int | None:
+    """Count the ids in a model's embedding; None if the tokenizer determines them, or they are unknown."""
+    if all(model.settings.get(key) is None for key in ("vocab_size", "config", "path")):
+        return None
+    module = build_known_module(model)
+    tables = [] if module is None else [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    return tables[0].num_embeddings if tables else None
 
 
 def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:

@@ -74,9 +74,33 @@ def calibration_path(device: torch.device) -> Path:
     return root / "drawloom" / "devices" / f"{name}.toml"
 
 
+HOST_FRACTION = 0.85
+"""Fraction of a host's memory for state and activations; processes, caches and copies need the rest."""
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def _measure_host_memory() -> int:
+    """Return the host memory for each of this machine's GPUs, in bytes."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = CGROUP_LIMIT.read_text("utf-8").strip() if CGROUP_LIMIT.is_file() else "max"
+    total = min(total, int(limit)) if limit.isdigit() else total
+    return int(HOST_FRACTION * total) // torch.cuda.device_count()
+
+
 def load_local_device_model() -> DeviceModel:
-    """Return this machine's device model: its calibration, or its table entry. Raises UserError without either."""
+    """
+    Return this machine's device model: its calibration, or its table entry, with a GPU's share of the host's memory.
+
+    Raises UserError without either.
+    """
     device = choose_local_device()
+    model = _find_local_device_model(device)
+    return model if device.type == "cpu" else attrs.evolve(model, host_memory=_measure_host_memory())
+
+
+def _find_local_device_model(device: torch.device) -> DeviceModel:
+    """Return a device's calibration, or its table entry. Raises UserError without either."""
     if (path := calibration_path(device)).is_file():
         try:
             return find_device_model(str(path))

@@ -11,7 +11,7 @@ import torch
 
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import find_remedies, format_toml_lines
+from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
 from drawloom.components.storage.byte_size import format_byte_size
@@ -63,7 +63,9 @@ class PlanCheck:
             and self._plan
             and REFUSAL_FRACTION * max(self._plan.peak_memory_bytes) > self._plan.device.memory
         ):
-            raise UserError(self._describe_excess_and_remedies(self._plan))
+            recipe = Recipe.of(tomllib.loads(self.recipe.text))
+            hint = "to try the run anyway, write refuse = false in this component's node"
+            raise UserError(f"{describe_excess(recipe, self._plan)}; {hint}")
 
     def on_event(self, event: Event) -> None:
         """Measure steps, and write the comparison before the final tasks write the report."""
@@ -97,22 +99,6 @@ class PlanCheck:
         except (UserError, RecipeError, NotImplementedError) as error:
             log.info("plan    none: %s", error)
             return None
-
-    def _describe_excess_and_remedies(self, planned: Plan) -> str:
-        """Return the error message for a run that can't fit, with settings for a run that fits."""
-        recipe = Recipe.of(tomllib.loads(self.recipe.text))
-        fitting = [
-            remedy
-            for remedy in find_remedies(recipe, planned)
-            if remedy.plan.fits and remedy.plan.ranks == planned.ranks
-        ]
-        settings = " or ".join("; ".join(format_toml_lines(remedy.values)) for remedy in fitting)
-        fullest = max(planned.memory, key=lambda rank: rank.peak_bytes)
-        needed, available = map(format_byte_size, (fullest.peak_bytes, planned.device.memory))
-        return (
-            f"the run needs {needed} on a GPU, in {fullest.action_at_peak}, and each has {available}; settings "
-            f"that fit: {settings}; to try the run anyway, write refuse = false in this component's node"
-        )
 
 
 def compare_with_plan(planned: Plan, measured_bytes: int | None, measured_seconds: float) -> str:

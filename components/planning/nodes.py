@@ -12,12 +12,13 @@ from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
 from drawloom.components.ports.data import Collator, PackedDataset, WritesBatches
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.flops import CountsFlops
-from drawloom.components.ports.memory import MemoryUser
+from drawloom.components.ports.memory import HostMemoryUser, MemoryUser
+from drawloom.components.ports.memory_policy import MemoryPolicy, StateLocation
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows
 from drawloom.components.ports.run import Batching, Phase, Restorer, defers_scaling
-from drawloom.components.ports.stages import TrainableStages
+from drawloom.components.ports.stages import FrozenModel, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -115,10 +116,44 @@ class Nodes:
         """The nodes with memory to report by kind, including the stages."""
         return self._find_used_nodes(MemoryUser)
 
+    @cached_property
+    def frozen(self) -> list[str]:
+        """The nodes with a frozen second model."""
+        return self._find_used_nodes(FrozenModel)
+
+    @property
+    def frozen_models_with_flops(self) -> list[str]:
+        """The frozen second models' nodes, if these models count their FLOPs."""
+        names = [name for frozen in self.frozen for name in self.graph.nodes[frozen].edges["model"].targets]
+        return [name for name in names if name in self.graph.implementers(CountsFlops)]
+
+    @cached_property
+    def memory_policy_nodes(self) -> list[str]:
+        """The nodes that choose what a run keeps on the device; none if settings decide."""
+        return self._find_used_nodes(MemoryPolicy)
+
+    @property
+    def state_locations(self) -> tuple[StateLocation, ...]:
+        """Return the memories for optimizer state among which a policy chooses."""
+        users = {user for name in self.memory_policy_nodes for user, _ in self.graph.list_incoming_edges(name)}
+        return ("device", "host") if users & {*self.streaming_optimizer_nodes} else ("device",)
+
+    @property
+    def streaming_optimizer_nodes(self) -> list[str]:
+        """Return the nodes that can stream their state from host memory."""
+        return [name for name in self.memory_user_nodes if issubclass(self.graph.nodes[name].spec.cls, HostMemoryUser)]
+
+    @property
+    def may_offload(self) -> bool:
+        """Return whether activations can wait in host memory: not in CUDA graphs, or on several CUDA streams."""
+        settings = [self.graph.nodes[name].settings for name in self.used]
+        return not any(values.get("capture") or values.get("streams") for values in settings)
+
     @property
     def nodes_needed_by_stages(self) -> list[str]:
-        """The nodes to which the stages refer."""
-        return [name for edge in self.graph.nodes[self.stages_node].edges.values() for name in edge.targets]
+        """The nodes to which the stages and a frozen second model refer."""
+        stages = [self.graph.nodes[name] for name in (self.stages_node, *self.frozen)]
+        return [*dict.fromkeys(name for node in stages for edge in node.edges.values() for name in edge.targets)]
 
     @property
     def tokenizer_nodes_to_omit(self) -> list[str]:

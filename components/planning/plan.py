@@ -16,15 +16,18 @@ from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
+from drawloom.components.planning.memory_choice import POLICIES, RankBytes, StagePolicies
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import Elements, RankView, link_bandwidth
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
 from drawloom.components.planning.step_time import StepTime, cost_table, estimate_step_time
-from drawloom.components.planning.timeline import Peak, peak_of
+from drawloom.components.planning.timeline import Peak, peak_host_bytes_of, peak_of
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
 from drawloom.components.ports.memory import HostMemoryUser, memory_by_kind
+from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy, StateLocation
 from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
@@ -41,7 +44,8 @@ class RankMemory:
 
     Gradients belong to the step, because the first backward pass allocates them and the update frees them. During
     backward passes the gradients of sharded parameters (FSDP, ZeRO) may be whole: then they take `whole_gradients`.
-    `final_peak` is the bytes for gradients and their reduction when the step ends; `host` are bytes in host memory.
+    `final_peak` is the bytes for gradients and their reduction when the step ends. `host` are the bytes of optimizer
+    state and waiting activations in host memory.
     """
 
     stages: Sequence[int]
@@ -78,7 +82,12 @@ class RankMemory:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """Estimate for a recipe on a device: memory by pipeline rank, and the step time."""
+    """
+    Estimate for a recipe on a device: memory by pipeline rank, and the step time.
+
+    `choice` is a memory policy's, and `kept_seconds` the step time if memory were unlimited; both are None if settings
+    decide.
+    """
 
     device: DeviceModel
     mesh: PlannedMesh
@@ -95,6 +104,8 @@ class Plan:
     flops: float | None
     peak_flops: float
     steps: int | None
+    choice: MemoryChoice | None = None
+    kept_seconds: float | None = None
 
     @property
     def ranks(self) -> int:
@@ -109,8 +120,10 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return whether every rank fits the device; True if the device's memory is unknown."""
-        return not self.device.memory or max(self.peak_memory_bytes) <= self.device.memory
+        """Return whether every rank fits the memory of the device and the host, as far as they are known."""
+        device, host = self.device.memory, self.device.host_memory
+        fits_device = not device or max(self.peak_memory_bytes) <= device
+        return fits_device and (not host or max(rank.host for rank in self.memory) <= host)
 
     @property
     def tokens_per_second(self) -> float:
@@ -154,6 +167,16 @@ class TooLargeError(UserError):
         self.bytes = size
 
 
+@attrs.frozen
+class FixedMemory:
+    """Memory policy with a given choice."""
+
+    choice: MemoryChoice
+
+    def choose(self) -> MemoryChoice:
+        return self.choice
+
+
 def plan(
     recipe: Recipe,
     device: DeviceModel,
@@ -186,6 +209,8 @@ def open_planner(
     replacements: dict[str, Any] = {
         nodes.mesh_node: mesh,
         **dict.fromkeys(nodes.device_nodes, PlannedDevice(torch.device(kind))),
+        # The planner makes the choice itself, and each rank's view has its own.
+        **dict.fromkeys(nodes.memory_policy_nodes, FixedMemory(MemoryChoice.keep_all(0, "device"))),
     }
     replacements |= dict.fromkeys(nodes.tokenizer_nodes_to_omit)
     if schedule is not None:
@@ -204,6 +229,7 @@ class Planner:
     objects: Mapping[str, Any]
     cache: PlanCache = attrs.field(factory=PlanCache)
     memory_limit: int = 0
+    frozen_bytes: int = attrs.field(init=False, default=0)  # of one microbatch, on the last stage's rank
 
     def plan(self) -> Plan:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
@@ -216,31 +242,103 @@ class Planner:
             program = schedule.program(self.mesh.sizes.pipeline, microbatches)
         except DeadlockError as deadlock:
             raise UserError(f"{self.nodes.schedule_node} can't be executed: {deadlock}") from deadlock
+        if self.nodes.memory_policy_nodes:
+            return self._plan_within_limits(program, rows)
         views = self._build_rank_views(program)
+        stages = self.nodes.settings_of_node(self.nodes.stages_node)
+        policies = program.recompute or (stages["recompute"],) * program.stages
+        costs = self._record_stage_costs(views, program, rows, policies)
+        offloaded = frozenset(stage.index for view in views for stage in view.stages.local if stage.offload)
+        return self._plan_stages(views, attrs.evolve(merge_split_backwards(program), offloaded=offloaded), rows, costs)
+
+    def _plan_within_limits(self, program: Program, rows: int) -> Plan:
+        """Plan all memories for optimizer state, and return the fastest plan that fits, or the smallest."""
+        limits = self.nodes.settings_of_node(self.nodes.find_only_node(MemoryPolicy))
+        memory = min(filter(None, (limits["limit"], self.device.memory)), default=0)
+        device = self.device
+        self.device = attrs.evolve(
+            device, memory=int(memory), host_memory=int(limits["host_limit"] or device.host_memory)
+        )
+        plans, too_large = list[Plan](), list[TooLargeError]()
+        for states in self.nodes.state_locations:
+            try:
+                plans.append(self._plan_policies(program, rows, states))
+            except TooLargeError as error:
+                too_large.append(error)
+        if not plans:
+            raise min(too_large, key=lambda error: error.bytes)
+        # The state on the device comes first, and wins if nothing is faster.
+        fitting = [planned for planned in plans if planned.fits]
+        best = min(fitting, key=lambda planned: planned.time.seconds, default=None)
+        best = best or min(plans, key=lambda planned: max(planned.peak_memory_bytes))
+        kept = min(planned.kept_seconds or math.inf for planned in plans)
+        return attrs.evolve(best, kept_seconds=kept)
+
+    def _plan_policies(self, program: Program, rows: int, states: StateLocation) -> Plan:
+        """Plan the best recomputation and offloading of every stage, with the optimizer's state in this memory."""
+        views = self._build_rank_views(program, states)
+        merged, keeps_all = merge_split_backwards(program), MemoryChoice.keep_all(program.stages, states)
+        kept_costs = self._record_stage_costs(views, program, rows, keeps_all.recompute)
+        kept = self._plan_stages(views, merged, rows, kept_costs)
+        if kept.fits:
+            return attrs.evolve(kept, choice=keeps_all, kept_seconds=kept.time.seconds)
+        compiled = self.nodes.settings_of_node(self.nodes.stages_node).get("compile")
+        costs_by_policy: dict[Recompute, Mapping[int, StageCosts]] = {"none": kept_costs}
+        for policy in POLICIES[1:]:
+            if not (compiled and policy == "selective"):  # torch chooses what a compiled block recomputes
+                policies = (policy,) * program.stages
+                costs_by_policy[policy] = self._record_stage_costs(views, program, rows, policies)
+
+        def count_bytes(rank: int, whole: Program, costs: Mapping[int, StageCosts]) -> RankBytes:
+            """Return a rank's bytes on the device and in host memory."""
+            memory = self._estimate_rank_memory(views[rank], rank, whole, costs)
+            return RankBytes(memory.peak_bytes, memory.host)
+
+        chosen_policies, offloaded = StagePolicies(
+            program=merged,
+            costs=costs_by_policy,
+            build_table=lambda costs: self._build_cost_table(views, costs),
+            count_bytes=count_bytes,
+            limit=self.device.memory,
+            host_limit=self.device.host_memory,
+            may_offload=self.nodes.may_offload,
+        ).choose()
+        costs = {stage: costs_by_policy[policy][stage] for stage, policy in enumerate(chosen_policies)}
+        chosen = self._plan_stages(views, attrs.evolve(merged, offloaded=offloaded), rows, costs)
+        choice = MemoryChoice(chosen_policies, offloaded, states)
+        return attrs.evolve(chosen, choice=choice, kept_seconds=kept.time.seconds)
+
+    def _build_cost_table(self, views: Sequence["RankView"], costs: Mapping[int, StageCosts]) -> CostTable:
+        """Return the seconds of passes, messages and copies to host memory."""
+        exchanges = [view.estimate_replica_times(self.device) for view in views]
+        return cost_table(costs, exchanges, self._estimate_message_seconds(costs), self.device.host_link)
+
+    def _plan_stages(
+        self, views: Sequence["RankView"], program: Program, microbatch_rows: int, costs: Mapping[int, StageCosts]
+    ) -> Plan:
+        """Plan a program without split backward passes that can be merged, with these costs by stage."""
         persistent = max(sum(_persistent_bytes_by_kind(view).values()) for view in views)
         if self.memory_limit and persistent > self.memory_limit:
             raise TooLargeError(persistent)
-        costs = self._record_stage_costs(views, program, rows)
-        program = merge_split_backwards(program)
         memory = [self._estimate_rank_memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision_node]
-        document_rows = self._describe_microbatch_rows(rows)
+        document_rows = self._describe_microbatch_rows(microbatch_rows)
         tokens = self.nodes.global_batch_size * self.nodes.rows_and_tokens_made_by_phase[0] * self.nodes.sequence_length
         exchanges = [view.estimate_replica_times(self.device) for view in views]
-        table = cost_table(costs, exchanges, self._estimate_message_seconds(costs))
+        table = self._build_cost_table(views, costs)
         frozen = set[str]().union(*(view.frozen_names for view in views))
         return Plan(
             device=self.device,
             mesh=self.mesh,
             program=program,
             rows=document_rows,
-            microbatches=microbatches,
+            microbatches=program.microbatches,
             layers=self._layer_count,
             elements={stage: elements for view in views for stage, elements in view.elements_by_stage.items()},
             costs=costs,
             table=table,
             memory=memory,
-            time=estimate_step_time(program, table, costs, exchanges, self._loss_needs_reference_passes),
+            time=estimate_step_time(program, table, costs, exchanges, self._reference_passes),
             tokens=tokens,
             flops=_count_training_flops(self._model_forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(get_product_key(precision.compute), math.nan),
@@ -248,10 +346,16 @@ class Planner:
         )
 
     @property
-    def _loss_needs_reference_passes(self) -> bool:
-        """Return whether the loss compares the model with forward passes without adapters."""
+    def _reference_passes(self) -> float:
+        """Return a reference model's forward passes per microbatch, in passes of the trained model."""
         loss = self.objects[self.nodes.loss_node]
-        return isinstance(loss, Referenced) and loss.reference == "adapters"
+        if not isinstance(loss, Referenced) or loss.reference not in ("adapters", "model"):
+            return 0.0
+        if loss.reference == "adapters" or self._model_forward_flops is None:
+            return 1.0
+        models = [self.objects[name] for name in self.nodes.frozen_models_with_flops]
+        counts = [sum(model.forward_flops().by_parameter.values()) for model in models]
+        return sum(counts) / sum(self._model_forward_flops.by_parameter.values()) if counts else 1.0
 
     @property
     def _layer_count(self) -> int:
@@ -284,35 +388,45 @@ class Planner:
         model: CountsFlops = self.objects[self.nodes.model_node]
         return self.cache.get_or_compute("operations", model.forward_flops)  # it builds the model
 
-    def _build_rank_views(self, program: Program) -> list[RankView]:
-        """Return the views by pipeline rank, from the cache if another plan has the same partition."""
+    def _build_rank_views(self, program: Program, states: StateLocation | None = None) -> list[RankView]:
+        """
+        Return the views by pipeline rank, from the cache if another plan has the same partition. A memory policy places
+        the optimizer's state in `states`.
+        """
         schedule = self.objects[self.nodes.schedule_node]
         cuts = isinstance(schedule, PartitioningSchedule)
         sizes = tuple(schedule.layers_by_stage(program.ranks, self._layer_count)) if cuts else ()
-        key = self.mesh.sizes, program.stage_to_rank, sizes
+        key = self.mesh.sizes, program.stage_to_rank, sizes, states
         if key not in self.cache.views:
-            self.cache.views[key] = [self._build_rank_view(index, program) for index in range(self.mesh.sizes.pipeline)]
+            choice = MemoryChoice.keep_all(program.stages, states or "device")
+            self.cache.views[key] = [self._build_rank_view(index, choice) for index in range(self.mesh.sizes.pipeline)]
         return self.cache.views[key]
 
-    def _build_rank_view(self, index: int, program: Program) -> "RankView":
+    def _build_rank_view(self, index: int, choice: MemoryChoice) -> "RankView":
         """Build a pipeline rank's stages on the meta device, and sum its memory by kind."""
         mesh = self.mesh.seen_from_pipeline_rank(index)
-        replacements = {**self.objects, self.nodes.mesh_node: mesh}
+        policy = dict.fromkeys(self.nodes.memory_policy_nodes, FixedMemory(choice))
+        replacements = {**self.objects, self.nodes.mesh_node: mesh, **policy}
         container = self.nodes.recipe.project.container(
             self.nodes.recipe.graph, self.nodes.stages_node, *self.nodes.memory_user_nodes, replacements=replacements
         )
         container.build()
         stages = container[self.nodes.stages_node]
         stages.outline()
+        frozen = [container[name] for name in self.nodes.frozen]
+        for model in frozen:
+            model.outline()
         users = [container[name] for name in self.nodes.memory_user_nodes]
         sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
         update_flops = sum(user.update_flops() for user in users if isinstance(user, UpdateFlops))
         host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
         passes = 2 if self.device.is_gpu and self.nodes.defers_scaling else 4
-        return RankView(mesh, stages, sizes, passes, update_flops, host_bytes)
+        return RankView(mesh, stages, sizes, passes, update_flops, host_bytes, next(iter(frozen), None))
 
-    def _record_stage_costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
-        """Record every stage's passes on the meta device, and return the costs by stage."""
+    def _record_stage_costs(
+        self, views: Sequence["RankView"], program: Program, rows: int, policies: Sequence[Recompute]
+    ) -> dict[int, StageCosts]:
+        """Record every stage's passes on the meta device, with a recompute policy each; return the costs by stage."""
         model, loss = self.objects[self.nodes.model_node], self.objects[self.nodes.loss_node]
         stages, sizes = self.nodes.settings_of_node(self.nodes.stages_node), self.mesh.sizes.settings()
         meter = StageMeter(
@@ -328,14 +442,15 @@ class Planner:
             fractions=self._estimate_attention(self._describe_microbatch_rows(rows)),
             cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             recordings=self.cache.recordings,
+            frozen_model=views[-1].frozen_model,
         )
-        recompute = stages["recompute"]
         split_stages = {int(stage) for stage in set(program.stage[program.op >= 2].tolist())}
         all_stages = sorted((stage for view in views for stage in view.stages.local), key=lambda stage: stage.index)
-        policies = program.recompute or (recompute,) * program.stages
         # A cached view may have been made with other policies.
         recomputing = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in all_stages]
-        return {stage.index: meter.costs(stage, stage.index in split_stages) for stage in recomputing}
+        costs = {stage.index: meter.costs(stage, stage.index in split_stages) for stage in recomputing}
+        self.frozen_bytes = meter.frozen_bytes
+        return costs
 
     def _estimate_rank_memory(
         self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]
@@ -344,17 +459,19 @@ class Planner:
         gradients = {
             stage.index: view.gradient_bytes_in_backward(stage, program.microbatches) for stage in view.stages.local
         }
-        offloaded = {stage.index for stage in view.stages.local if stage.offload}
-        peak = peak_of(program, index, costs, gradients, offloaded)
+        peak = peak_of(program, index, costs, gradients)
+        buffers = view.buffer_bytes_by_kind(costs, self.device, self._count_step_batch_bytes(program.microbatches))
+        if self.frozen_bytes and view.stages.local[-1].span.head:
+            buffers["reference"] = program.microbatches * self.frozen_bytes
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
             persistent=_persistent_bytes_by_kind(view),
             gradients=view.bytes_by_kind.get("gradients", 0),
             whole_gradients=sum(gradients.values()),
             step=peak,
-            buffers=view.buffer_bytes_by_kind(costs, self.device, self._count_step_batch_bytes(program.microbatches)),
+            buffers=buffers,
             final_peak=view.bytes_by_kind.get("gradients", 0) + view.reduction_buffer_bytes(),
-            host=view.host_bytes,
+            host=view.host_bytes + peak_host_bytes_of(program, index, costs),
         )
 
     def _estimate_message_seconds(self, costs: Mapping[int, StageCosts]) -> float:

@@ -16,7 +16,7 @@ from drawloom.components.parallel.sliced_store import SlicedStore, count_largest
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
 from drawloom.components.ports.model import LinearLayer
-from drawloom.components.ports.stages import Stage
+from drawloom.components.ports.stages import FrozenModel, Stage
 
 
 @attrs.frozen
@@ -39,7 +39,8 @@ class RankView:
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
     `gradient_passes` is how often an update reads or writes all gradients; `update_flops` are the matrix product FLOPs
-    in one optimizer step; `host_bytes` are streamed from host memory and back in every step.
+    in one optimizer step; `host_bytes` are streamed from host memory and back in every step. `frozen_model` is the
+    recipe's frozen second model, if it has one.
     """
 
     mesh: PlannedMesh
@@ -48,6 +49,7 @@ class RankView:
     gradient_passes: int
     update_flops: float
     host_bytes: int
+    frozen_model: FrozenModel | None = None
 
     @property
     def shard_store(self) -> SlicedStore | None:
@@ -181,8 +183,9 @@ class RankView:
     def _update_seconds(self, device: DeviceModel) -> float:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes = self.bytes_by_kind
+        state = self.host_bytes or sizes.get("optimizer_state", 0)
         traffic: float = self.gradient_passes * sizes.get("gradients", 0)
-        traffic += 2 * self._weight_bytes_to_update + 2 * sizes.get("optimizer_state", 0)
+        traffic += 2 * self._weight_bytes_to_update + 2 * state
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         products = self.update_flops / device.product_rate(torch.bfloat16)
         # State in host memory is streamed in both directions at once, while the device updates.

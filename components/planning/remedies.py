@@ -65,6 +65,21 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     return helpful
 
 
+def describe_excess(recipe: Recipe, planned: Plan) -> str:
+    """Return the error message for a run that can't fit, with settings for runs that fit, the nearest first."""
+    fitting = [
+        remedy for remedy in find_remedies(recipe, planned) if remedy.plan.fits and remedy.plan.ranks == planned.ranks
+    ]
+    settings = " or ".join("; ".join(remedy.setting_lines) for remedy in fitting) or "none was found"
+    fullest = max(planned.memory, key=lambda rank: rank.peak_bytes)
+    needed, available = map(format_byte_size, (fullest.peak_bytes, planned.device.memory))
+    excess = f"the run needs {needed} on a GPU, in {fullest.action_at_peak}, and each has {available}"
+    host = max(rank.host for rank in planned.memory)
+    if host and planned.device.host_memory:
+        excess += f", and {format_byte_size(host)} in host memory of {format_byte_size(planned.device.host_memory)}"
+    return f"{excess}; settings that fit: {settings}"
+
+
 def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
     """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
@@ -94,10 +109,11 @@ def _plan_with_remedy(
 def _list_candidate_settings(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
     ranks, stages = planned.ranks, nodes.settings_of_node(nodes.stages_node)
+    chooses = bool(nodes.memory_policy_nodes)
     shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:
         yield {nodes.stages_node: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
-    if stages["recompute"] == "none":
+    if stages["recompute"] == "none" and not chooses:
         yield {nodes.stages_node: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
     precision = nodes.settings_of_node(nodes.precision_node)
     if (precision["compute"] or precision["parameter"]) not in ("bfloat16", "float16"):
@@ -109,7 +125,15 @@ def _list_candidate_settings(nodes: Nodes, planned: Plan) -> Iterator[tuple[Valu
     if replicas > 1:
         more = {"data_shard": shards * replicas, "data_replicate": 1}
         yield {nodes.mesh_node: more}, "parameters are gathered from other ranks", ranks
-    if stages["recompute"] != "blocks":
+    for name in nodes.streaming_optimizer_nodes:
+        optimizer = nodes.settings_of_node(name)
+        if optimizer.get("states") == "device" and not chooses:
+            yield {name: {"states": "host"}}, "optimizer state is streamed from host memory in each step", ranks
+        if optimizer.get("state_dtype") in ("bfloat16", "float32") and not optimizer["amsgrad"]:
+            yield {name: {"state_dtype": "uint8"}}, "means of the optimizer have 8 bits", ranks
+    if planned.mesh.sizes.pipeline > 1 and not stages["offload"] and not chooses:
+        yield {nodes.stages_node: {"offload": True}}, "activations wait in host memory", ranks
+    if stages["recompute"] != "blocks" and not chooses:
         yield {nodes.stages_node: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
     if shards > 1 and stages["reshard_after_forward"] is not True and planned.mesh.sizes.pipeline > 1:
         yield {nodes.stages_node: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks

@@ -154,7 +154,7 @@ class _Search:
     def _plan_least_recomputation(self, mesh: PerDimension, rows: int, schedule: str) -> PlanChoice | None:
         """Return the plan with the least recomputation that fits; if none fits, a plan with more; None if invalid."""
         choice = None
-        for policy in POLICIES:
+        for policy in POLICIES if not self.nodes.memory_policy_nodes else POLICIES[:1]:
             choice = self._plan_policy(mesh, rows, schedule, policy, self.cache) or choice
             if choice is None:
                 break

@@ -24,7 +24,7 @@ from drawloom.components.planning.recorder import Links, PassCost, Recorder
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import HasCostKey
 from drawloom.components.ports.pipeline import Loss, Referenced
-from drawloom.components.ports.stages import Recompute, Stage
+from drawloom.components.ports.stages import FrozenModel, Recompute, Stage
 from drawloom.components.stages.activation_specs import copy_tree_to_meta
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import list_leaves, map_leaves
@@ -73,6 +73,8 @@ class StageMeter:
     fractions: AttentionFractions
     cache_key: Hashable = ()
     recordings: Recordings = attrs.field(factory=dict)
+    frozen_model: FrozenModel | None = None
+    _frozen_bytes: int = attrs.field(init=False, default=0)
     _inputs: tuple[Any, Any, Batch] | None = None
     _hidden: Any = None
 
@@ -178,15 +180,34 @@ class StageMeter:
                 batch = self.batch_type.make_meta_batch(self.rows, self.length)
             except NotImplementedError as error:
                 raise UserError(f"a plan needs the shapes of batches, and {error}", 2) from error
-            if isinstance(self.loss, Referenced) and self.loss.reference != "none":
-                batch = self.loss.with_reference(batch, batch.weights)
             part: Any = None
             if self.context.size > 1:
                 part = copy_tree_to_meta(ContextPart.for_rank(self.length, self.context))
                 batch = part.cut(batch)
             inputs, context = self.loss.inputs(batch)
-            self._inputs = inputs, attrs.evolve(context, part=part), batch
+            context = attrs.evolve(context, part=part)
+            self._inputs = inputs, context, self._add_reference(inputs, context, batch)
         return self._inputs
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Return the frozen model's bytes per microbatch, on the last stage's rank."""
+        self._make_batch()
+        return self._frozen_bytes
+
+    def _add_reference(self, inputs: Any, context: Any, batch: Batch) -> Batch:
+        """Add the reference model's values to a batch on the meta device, if the loss has one."""
+        loss = self.loss
+        if not isinstance(loss, Referenced) or loss.reference == "none":
+            return batch
+        values: Any = batch.weights
+        if loss.reference == "model" and self.frozen_model is not None:
+            values = self.frozen_model.outline_outputs(
+                inputs, context, lambda hidden, head: loss.reference_values(hidden, head, batch)
+            )
+            self._frozen_bytes = values.nbytes
+        whole: Batch = loss.with_reference(batch, values)
+        return whole
 
 
 def _run_backward(backward: Callable[..., Any], shapes: Sequence[Tensor] | None) -> None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.timing import CostTable, compute_timing
+from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.ports.program import OPS, Program
 
@@ -19,8 +20,9 @@ class StepTime:
     Step time by part, in seconds.
 
     `compute` is the busiest rank's time in forward and backward passes, including `sending`, the collectives inside
-    layers; `bubble` is this rank's waiting time. `reference` is the time for forward passes without adapters, if the
-    loss compares the model with them. `gather` is the time for gathering parameters and `sync` for reducing gradients,
+    layers; `bubble` is this rank's waiting time, and `offload` the time by which waiting for activations on the link to
+    host memory lengthens the passes of all ranks. `reference` is the time for forward passes of a reference model, if
+    the loss compares with one. `gather` is the time for gathering parameters and `sync` for reducing gradients,
     as far as no pass hides them. `update` is the time for changing weights; a host slower than the device uses it to
     issue the next step's passes, and this overlap is subtracted.
     """
@@ -28,6 +30,7 @@ class StepTime:
     compute: float
     sending: float
     bubble: float
+    offload: float
     reference: float
     gather: float
     sync: float
@@ -36,7 +39,8 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """Return the step time in seconds."""
-        return self.compute + self.bubble + self.reference + self.gather + self.sync + self.update
+        parts = self.compute, self.bubble, self.offload, self.reference, self.gather, self.sync, self.update
+        return sum(parts)
 
     def as_data(self) -> dict[str, float]:
         """Return the seconds by part, for JSON."""
@@ -60,9 +64,11 @@ class ReplicaTimes:
     update: float
 
 
-def cost_table(costs: Mapping[int, StageCosts], exchanges: Sequence[ReplicaTimes], message: float) -> CostTable:
+def cost_table(
+    costs: Mapping[int, StageCosts], exchanges: Sequence[ReplicaTimes], message: float, host_link: float
+) -> CostTable:
     """
-    Return every pass's seconds by stage, if a message takes `message` seconds.
+    Return every pass's seconds by stage, if a message takes `message` seconds, and the host link has this bandwidth.
 
     The host issues passes ahead of the device, so the slower one, over all passes of a microbatch, determines their
     time. A pass takes at least as long as the overlapping gathers and reductions.
@@ -75,7 +81,8 @@ def cost_table(costs: Mapping[int, StageCosts], exchanges: Sequence[ReplicaTimes
         for op, cost in stage_costs.passes.items():
             exchanged = (op != "W") * gathers.get(stage, 0.0) + (op in "BW") * reduces.get(stage, 0.0)
             lengths[stage, OPS.index(op)] = max(cost.host if is_host_bound else cost.seconds, exchanged)
-    return CostTable(comm=message, lengths=lengths)
+    kept = np.array([costs[stage].passes["F"].total_kept_bytes for stage in range(len(costs))], dtype=np.float64)
+    return CostTable(comm=message, lengths=lengths, offload_by_stage=kept / host_link)
 
 
 def _is_host_bound(costs: StageCosts) -> bool:
@@ -89,20 +96,22 @@ def estimate_step_time(
     table: CostTable,
     costs: Mapping[int, StageCosts],
     exchanges: Sequence[ReplicaTimes],
-    reference: bool = False,
+    reference: float = 0.0,
 ) -> StepTime:
-    """Return a step's parts for the busiest rank, with a reference's forward passes if `reference` is set."""
+    """Return a step's parts for the busiest rank, with `reference` more forward passes per microbatch."""
     lengths = table.get_durations(program)
     busy_seconds = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
     compute = max(busy_seconds)
     busiest = busy_seconds.index(compute)
     device, host = (_sum_field(program, costs, busiest, field) for field in ("seconds", "host"))
+    makespan = compute_timing(program, table).makespan
     last_backwards = [_last_backward_seconds(program, lengths, rank) for rank in range(program.ranks)]
     return StepTime(
         compute=compute,
         sending=_sum_field(program, costs, busiest, "comm_seconds"),
-        bubble=max(0.0, compute_timing(program, table).makespan - compute),
-        reference=_forward_seconds(program, table) if reference else 0.0,
+        bubble=max(0.0, makespan - compute),
+        offload=simulate(program, table).makespan - makespan if program.offloaded else 0.0,
+        reference=reference * _forward_seconds(program, table) if reference else 0.0,
         gather=max(times.gathered_once for times in exchanges),
         sync=max(max(0.0, times.reduced_once - last) for times, last in zip(exchanges, last_backwards, strict=True)),
         update=max(0.0, max(times.update for times in exchanges) - max(0.0, host - device)),

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+from drawloom.components.pipeline.program.recomputation import describe_policies
 from drawloom.components.planning.plan import Plan, RankMemory
+from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import OPS
 from drawloom.components.storage.byte_size import choose_byte_unit, format_byte_size
 
@@ -28,7 +30,15 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
         "run_seconds": None if plan.steps is None else plan.steps * plan.time.seconds,
+        "choice": None if plan.choice is None else _choice_data(plan.choice),
+        "kept_seconds": plan.kept_seconds,
     }
+
+
+def _choice_data(choice: MemoryChoice) -> dict[str, Any]:
+    """Return a memory policy's choice for JSON."""
+    recompute = [str(policy) for policy in choice.recompute]
+    return {"recompute": recompute, "offloaded": sorted(choice.offloaded), "states": choice.states}
 
 
 def _rank_data(memory: RankMemory) -> dict[str, Any]:
@@ -78,6 +88,8 @@ def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     limit = f" of {format_byte_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"
     yield "memory", f"{format_byte_size(fullest.peak_bytes)}{limit} at most, in {fullest.action_at_peak}{verdict}"
+    if plan.choice is not None:
+        yield "choice", describe_choice(plan)
     if host := max(memory.host for memory in plan.memory):
         yield "host", f"{format_byte_size(host)} of each rank in host memory, at most"
     yield "time", f"{plan.time.seconds:.3g} s a step: {_format_time_parts(plan)}"
@@ -89,11 +101,26 @@ def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "run", f"{plan.steps:,} steps in {length}, without evaluations and checkpoints"
 
 
+def describe_choice(plan: Plan) -> str:
+    """Return a memory policy's choice, and how much slower it is than unlimited memory, as text."""
+    if (choice := plan.choice) is None or plan.kept_seconds is None:
+        return "by settings"
+    parts = [f"recomputed: {recomputed}"] if (recomputed := describe_policies(choice.recompute)) else []
+    parts += [f"offloaded: stages {', '.join(map(str, sorted(choice.offloaded)))}"] * bool(choice.offloaded)
+    parts += ["optimizer state in host memory"] * (choice.states == "host")
+    if not parts:
+        return "everything is kept on the device"
+    return f"{'; '.join(parts)}: {plan.time.seconds / plan.kept_seconds - 1:.1%} slower than with unlimited memory"
+
+
 def _format_time_parts(plan: Plan) -> str:
     """Return the step time's parts in %, without parts near 0."""
     parts = plan.time.as_data()
     parts["passes"] = parts.pop("compute") - parts["sending"]
-    shown = {name: parts[name] for name in ("passes", "sending", "bubble", "reference", "gather", "sync", "update")}
+    shown = {
+        name: parts[name]
+        for name in ("passes", "sending", "bubble", "offload", "reference", "gather", "sync", "update")
+    }
     percent = {name: f"{seconds / plan.time.seconds:.1%}" for name, seconds in shown.items()}
     return ", ".join(f"{name} {part}" for name, part in percent.items() if part != "0.0%")
 

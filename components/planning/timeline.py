@@ -1,7 +1,8 @@
 """Memory of a pipeline rank over a step: the live activations, action by action."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from itertools import accumulate
 
 import attrs
 
@@ -19,22 +20,16 @@ class Peak:
     kinds: Mapping[str, int]
 
 
-def peak_of(
-    program: Program,
-    rank: int,
-    costs: Mapping[int, StageCosts],
-    gradients: Mapping[int, int],
-    offloaded: Set[int] = frozenset(),
-) -> Peak:
+def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradients: Mapping[int, int]) -> Peak:
     """
     Return the peak of a rank's activations and gradients if the step's first backward pass allocates gradients.
 
     `gradients` are bytes by stage. A stage's first backward pass allocates its gradients while it frees activations, so
-    the stage's peak is at the pass's beginning or end. Activations of the stages in `offloaded` wait in host memory.
+    the stage's peak is at the pass's beginning or end. Activations of offloaded stages wait in host memory.
     """
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     moves: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for start, end in list_offloaded_passes(actions, offloaded):
+    for start, end in list_offloaded_passes(actions, program.offloaded):
         # Their memory is free from the second action after the forward pass to the last before the backward pass.
         moves[start + 2].append((actions[start].stage, -1))
         moves[end - 1].append((actions[start].stage, 1))
@@ -68,6 +63,17 @@ def peak_of(
         live[action.stage, "F"] += {"F": 1, "B": -1, "I": -1, "W": 0}[action.op]
         live[action.stage, "I"] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.op]
     return Peak(peak, peak_action, {name: size for name, size in kinds.items() if size})
+
+
+def peak_host_bytes_of(program: Program, rank: int, costs: Mapping[int, StageCosts]) -> int:
+    """Return the peak bytes of a rank's activations in host memory, from OFFLOAD until the backward pass."""
+    actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
+    changes: Counter[int] = Counter()
+    for start, end in list_offloaded_passes(actions, program.offloaded):
+        size = costs[actions[start].stage].passes["F"].total_kept_bytes
+        changes[start] += size
+        changes[end] -= size
+    return max(accumulate((changes[index] for index in range(len(actions))), initial=0))
 
 
 def _sum_by_label(

@@ -77,7 +77,7 @@ class AdaptedLayer(ABC):
 
     @property
     @abstractmethod
-    def adapter_names(self) -> list[str]:
+    def adapter_parameter_names(self) -> list[str]:
         """The adapter's parameter names inside the layer."""
 
     @abstractmethod

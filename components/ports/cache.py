@@ -26,6 +26,11 @@ class KeyValueCache:
         """Number of layers and recurrent operations with cached tensors; 0 if the model does not use a cache."""
         return len(self._layers) + len(self._states)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a recurrent operation has a state."""
+        return bool(self._states)
+
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """
         Append new tokens' keys and values for the next layer, and return all its keys and values.

@@ -36,7 +36,8 @@ class TokenBatch(Batch):
     `measured`, float64 (numbers,), are sums over the whole step, for a loss that is a `MeasuresStep`.
 
     `teacher_ids`, (rows, length, k), and `teacher_logps`, float32 (rows, length, k + 1), are a teacher's likeliest next
-    tokens, and their log-probabilities with that of all others last.
+    tokens, and their log-probabilities with that of all others last. `teacher_states`, floating (rows, length, width),
+    are a teacher model's last hidden states.
 
     `padding` is the number of positions in all rows without a document's token; they are not counted as tokens.
     """
@@ -51,6 +52,7 @@ class TokenBatch(Batch):
     measured: Tensor | None = leaf("replicated", default=None)
     teacher_ids: Tensor | None = leaf("tokens", default=None)
     teacher_logps: Tensor | None = leaf("tokens", default=None)
+    teacher_states: Tensor | None = leaf("tokens", default=None)
     padding: int = leaf("host", default=0, kw_only=True)
 
     @classmethod

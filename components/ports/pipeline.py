@@ -167,30 +167,35 @@ def find_loss_module(loss: object) -> nn.Module | None:
     return loss.module if isinstance(loss, TrainableLoss) else None
 
 
+Reference = Literal["adapters", "model", "data", "none"]
+"""Model with which a loss compares the trained one; see `Referenced`."""
+
+
 @runtime_checkable
 class Referenced(Protocol):
     """
-    A loss that compares the model with a reference model, whose log-probabilities are a batch leaf.
+    A loss that compares the model with a reference model or a teacher, whose values are batch leaves.
 
-    `reference` selects the reference model: "adapters" is the model without adapters; with "data", another model's
-    log-probabilities are in the data; "none" switches the comparison off.
+    `reference` selects the other model: "adapters" is the model without adapters, "model" the recipe's frozen model
+    (the port FrozenModel); with "data", another model's values are in the data; "none" switches the comparison off.
     """
 
     @property
-    def reference(self) -> Literal["adapters", "data", "none"]:
-        """The source of the reference log-probabilities."""
+    def reference(self) -> Reference:
+        """Where the reference values come from."""
         ...
 
-    def token_logps(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
+    def reference_values(self, hidden: Tensor, head: Head, batch: Any) -> Any:
         """
-        Return the targets' log-probabilities, (rows, length), under the model without adapters.
+        Return the other model's values that the loss needs, such as log-probabilities (rows, length).
 
-        hidden: its last hidden states (rows, length, hidden_size). Called without gradients; `batch` has no reference.
+        hidden: the other model's last hidden states (rows, length, hidden_size); head: its head, which stays valid for
+        the step. Called without gradients; `batch` has no reference values.
         """
         ...
 
-    def with_reference(self, batch: Any, logps: Tensor) -> Any:
-        """Return the batch with the reference model's log-probabilities (rows, length)."""
+    def with_reference(self, batch: Any, values: Any) -> Any:
+        """Return the batch with the other model's values."""
         ...
 
 
@@ -208,7 +213,7 @@ class MeasuresStep(Protocol):
 
         The executor adds up the parts of all microbatches and ranks, and calls `with_step_sums` with the result.
 
-        Called without gradients; `batch` has its reference log-probabilities, if the loss is `Referenced`.
+        Called without gradients; `batch` has its reference values, if the loss is `Referenced`.
         """
         ...
 
@@ -263,6 +268,15 @@ class Executor(Protocol):
 
     def evaluate(self, state: StepState) -> None:
         """Run forward passes over `batches`, and write only `losses` into the state."""
+        ...
+
+
+@port
+class RepeatingExecutor(Executor, Protocol):
+    """An executor that can repeat passes, for a comparison of their results."""
+
+    def repeat(self, state: StepState) -> None:
+        """Run the passes of `train` once more, for a comparison; routers do not count their tokens again."""
         ...
 
 

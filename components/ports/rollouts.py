@@ -7,7 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import Example, TokenBatch
+from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
+from drawloom.components.ports.model import Head
 from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import port
 
@@ -38,10 +39,12 @@ class PolicyBatch(TokenBatch):
 
     `logps`, float32 (rows, length), are the targets' log-probabilities when they were sampled, and `advantages`,
     float32 (rows, length), say how much better a completion is than others of its prompt; both are 0 without a target.
+    `temperature`, float32 (), divides the policy's logits; None is 1.
     """
 
     logps: Tensor | None = leaf("tokens", default=None, kw_only=True)
     advantages: Tensor | None = leaf("tokens", default=None, kw_only=True)
+    temperature: Tensor | None = leaf("replicated", default=None, kw_only=True)
 
     @classmethod
     def make_meta_batch(cls, rows: int, length: int) -> Self:
@@ -96,10 +99,16 @@ class Completions:
 @port
 class Rollouts(Protocol):
     """
-    Sampler of completions from the current policy, at temperature 1 and from the whole vocabulary.
+    Sampler of completions from the current policy, and from the whole vocabulary.
 
-    Another distribution, such as that of top-p, would have other log-probabilities than the policy that learns.
+    The policy is the softmax of the logits, divided by the temperature, in sampling and in learning. Another
+    distribution, such as that of top-p, would have other log-probabilities than the policy that learns.
     """
+
+    @property
+    def temperature(self) -> float:
+        """Divisor of the logits, above 0."""
+        ...
 
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """
@@ -188,7 +197,8 @@ class Scored:
     Completions with scores: the rows of a group, `group_size` in succession, have one prompt.
 
     `scores` is float64 (rows, rewards), NaN where a reward has no score, in the order of `names`. `totals`, float64
-    (rows,), are the weighted sums; NaN for a row without any score.
+    (rows,), are the weighted sums; NaN for a row without any score. `age` counts the optimizer steps since the rows
+    were sampled, at `temperature`.
     """
 
     completions: Completions
@@ -196,3 +206,24 @@ class Scored:
     names: tuple[str, ...]
     scores: Tensor
     totals: Tensor
+    age: int = 0
+    temperature: float = 1.0
+
+
+def policy_logps(hidden: Tensor, head: Head, targets: Tensor, is_target: Tensor, temperature: Tensor | None) -> Tensor:
+    """
+    Return the policy's log-probabilities of targets, at least float32 (rows, length), 0 elsewhere; differentiable.
+
+    hidden: (rows, length, hidden_size); targets: int64 (rows, length); is_target: bool (rows, length); temperature:
+    float32 (), or None for 1. Samplers and losses call this function, so both have the same bits.
+    """
+    if temperature is None:
+        return -head.token_losses(hidden, targets.where(is_target, IGNORE_INDEX), is_target.float())[0]
+    scale = temperature.expand(targets.shape)
+    return head.map_logits(_gather_logps, hidden, targets.clamp_min(0), scale).where(is_target, 0.0)
+
+
+def _gather_logps(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+    """Return the targets' log-probabilities, (tokens,), from logits (tokens, vocab_size)."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
+    return wide.gather(-1, targets[:, None])[:, 0] - wide.logsumexp(-1)

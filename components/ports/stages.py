@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.model import BatchContext, LayerRange, stored_formats
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, stored_formats
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
 from drawloom.graph import port
@@ -174,6 +174,32 @@ class StageInputs(Protocol):
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""
+        ...
+
+
+class ForwardStages(TrainableStages, StageInputs, Protocol):
+    """Stages with known shapes and dtypes between them."""
+
+
+@port
+class FrozenModel(Protocol):
+    """
+    A frozen second model with its own stages on the same ranks: a teacher, or a reference model.
+
+    An executor runs its forward passes with the schedule's stages per rank, for a loss that compares both models.
+    """
+
+    @property
+    def forward_stages(self) -> ForwardStages:
+        """The model's stages on this rank, with memory and values."""
+        ...
+
+    def outline(self) -> None:
+        """Build this rank's stages without memory and values, for plans."""
+        ...
+
+    def outline_outputs(self, inputs: Any, context: BatchContext, finish: Finish) -> Any:
+        """Return `finish`'s result for a microbatch, a tree of meta tensors; after `outline`."""
         ...
 
 

@@ -7,6 +7,7 @@ step is productive if its update is still in the run's weights. A resume removes
 processes, which are in the log.
 """
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 import attrs
@@ -15,16 +16,26 @@ from drawloom.components.report.events import RunLog
 from drawloom.components.report.metrics import Metrics
 
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
+RECOVERY_PREFIX = "recovery/"
+"""Prefix for metrics with the seconds lost with a survived loss, by part (`metrics.recovery`)."""
+RECOVERY_PARTS = ("detect", "agree", "rebuild", "transfer", "repeat")
 
 
 @attrs.frozen
 class Ettr:
-    """Seconds in a run's productive steps, seconds between its first and last message, and lost step count."""
+    """
+    Seconds in a run's productive steps, seconds between its first and last message, and lost step count.
+
+    `recoveries` counts steps repeated in memory after lost ranks, and `recovery_seconds` has the seconds lost by part,
+    such as `detect`.
+    """
 
     learned: float
     wall: float
     lost_steps: int
     processes: int
+    recoveries: int = 0
+    recovery_seconds: Mapping[str, float] = attrs.field(factory=dict)
 
     @property
     def productive_time_fraction(self) -> float:
@@ -36,7 +47,12 @@ class Ettr:
         lost = f", {self.lost_steps:,} steps lost and done again" if self.lost_steps else ""
         processes = f", {self.processes} processes" if self.processes > 1 else ""
         share = f"{self.productive_time_fraction:.1%} in steps that count"
-        return f"{share}: {learned} of {wall} since the start{processes}{lost}"
+        recovered = ""
+        if self.recoveries:
+            parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.recovery_seconds.items())
+            steps = "1 step" if self.recoveries == 1 else f"{self.recoveries:,} steps"
+            recovered = f", {steps} repeated in memory within {sum(self.recovery_seconds.values()):.2f} s ({parts})"
+        return f"{share}: {learned} of {wall} since the start{processes}{lost}{recovered}"
 
 
 def compute_ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
@@ -46,4 +62,23 @@ def compute_ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
     first, last = (datetime.strptime(time, TIME_FORMAT) for time in (log.first, log.last))
     if (wall := (last - first).total_seconds()) <= 0:
         return None
-    return Ettr(float(metrics.total_seconds_by_step[-1]), wall, log.lost, log.starts)
+    values = _find_recovery_values(metrics)
+    return Ettr(
+        learned=float(metrics.total_seconds_by_step[-1]),
+        wall=wall,
+        lost_steps=log.lost,
+        processes=log.starts,
+        recoveries=max(map(len, values.values()), default=0),
+        recovery_seconds=sum_recovery_seconds(metrics),
+    )
+
+
+def sum_recovery_seconds(metrics: Metrics) -> dict[str, float]:
+    """Return the seconds lost in recoveries from losses, by part; empty without any."""
+    return {part: sum(values) for part, values in _find_recovery_values(metrics).items()}
+
+
+def _find_recovery_values(metrics: Metrics) -> dict[str, Sequence[float]]:
+    """Return the seconds in every recovery, by part."""
+    columns = {part: metrics.columns.get(f"{RECOVERY_PREFIX}{part}") for part in RECOVERY_PARTS}
+    return {part: column.values for part, column in columns.items() if column is not None}

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
+from drawloom.components.report.ettr import compute_ettr, sum_recovery_seconds
 from drawloom.components.report.events import RunLog
 from drawloom.components.report.metrics import METRICS
 from drawloom.components.report.run_record import (
@@ -39,11 +40,15 @@ class RunRow:
     best_step: int | None = output("step with the lowest validation loss", default=None)
     tokens: int | None = output("tokens of all steps", default=None)
     tokens_per_second: float | None = output("tokens by the seconds of the steps alone", default=None)
+    ettr: float | None = output("effective training time ratio: productive fraction of the time", default=None)
+    recovery_seconds: dict[str, float] = output(
+        "seconds lost with survived losses of ranks, by part, such as detect", default=attrs.Factory(dict)
+    )
     differs: dict[str, str] = output("settings in which the runs differ, as TOML", default=attrs.Factory(dict))
     problem: str = output("reason why the run can't be read, or an empty string", default="")
 
 
-COLUMNS = ("run", "state", "step", "steps", "loss", "best", "best_step", "tokens", "tokens_per_second")
+COLUMNS = ("run", "state", "step", "steps", "loss", "best", "best_step", "tokens", "tokens_per_second", "ettr")
 
 
 def find_run_folders(folder: Path) -> Iterator[Path]:
@@ -109,6 +114,7 @@ def _make_run_row(name: str, record: RunRecord, state: State, differs: dict[str,
     best = metrics.smallest_value_and_step("validation_loss")
     tokens = float(metrics.total_tokens_by_step[-1]) if metrics.steps else 0.0
     seconds = float(metrics.total_seconds_by_step[-1]) if metrics.steps else 0.0
+    ettr = compute_ettr(record.log, metrics)
     return RunRow(
         run=name,
         state=state,
@@ -119,6 +125,8 @@ def _make_run_row(name: str, record: RunRecord, state: State, differs: dict[str,
         best_step=best[1] if best else None,
         tokens=round(tokens) if tokens else None,
         tokens_per_second=tokens / seconds if seconds > 0 else None,
+        ettr=ettr.productive_time_fraction if ettr else None,
+        recovery_seconds=sum_recovery_seconds(metrics),
         differs=differs,
     )
 

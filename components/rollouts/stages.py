@@ -16,14 +16,14 @@ from torch import Tensor
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, MAX_LENGTH
+from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.model import Head, TokenContext
+from drawloom.components.ports.model import ExpertModel, Head, Kernels, TokenContext, is_batch_invariant
 from drawloom.components.ports.pipeline import ForwardPasses
-from drawloom.components.ports.rollouts import Completions, Prompts
+from drawloom.components.ports.rollouts import Completions, Prompts, policy_logps
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.state.trees import map_leaves
-from drawloom.graph import Problem, UserError, between, component, setting
+from drawloom.graph import Problem, UserError, above, between, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 
 TOKENS_BY_ROW = 2**32
@@ -35,10 +35,10 @@ class StageRollouts:
     """
     Sampler that runs the training stages themselves, with a cache of keys and values.
 
-    A row's draws depend on the seed, the step and the row, not on other rows or the mesh. With `exact`, every token is
-    computed by a pass over the whole rows of a training microbatch, without a cache. Its log-probabilities then have
-    the bits of the training pass, in every dtype and on every mesh, and the ratio of both is exactly 1; the cost is one
-    such pass per token.
+    A row's draws depend on the seed, the step and the row, not on other rows or the mesh. With `exact`,
+    log-probabilities have the bits of the training pass, and the ratio of both is exactly 1. If the kernels are
+    `batch_invariant`, passes use the cache. Otherwise every token is computed by a pass over the whole rows of a
+    training microbatch, in every dtype and on every mesh; the cost is one such pass per token.
     """
 
     model: ForwardPasses
@@ -46,9 +46,14 @@ class StageRollouts:
     job: RunInfo
     mesh: Mesh
     device: Device
+    kernels: Kernels | None = wired(default=None)
     max_tokens: int = setting(check=between(1, MAX_LENGTH), doc="maximum length of a completion in tokens")
+    temperature: float = setting(
+        default=1.0, check=above(0), doc="divisor of the logits, in sampling and in the policy's log-probabilities"
+    )
     exact: bool = setting(
-        default=False, doc="whether log-probabilities have the bits of the training pass; slower: no cache is used"
+        default=False,
+        doc="whether log-probabilities have the bits of the training pass; slow unless kernels are `batch_invariant`",
     )
     _copy: Group = attrs.field(init=False, default=None)
 
@@ -59,6 +64,13 @@ class StageRollouts:
         if mesh and mesh.settings.get("context", 1) != 1:
             text = f"[{node.name}] samples whole rows, but ranks along 'context' divide rows"
             yield mesh.problem("context", text, "write context = 1")
+        kernels, executor = node.neighbour("kernels"), node.neighbour("model")
+        stages = executor and executor.neighbour("stages")
+        model = stages and stages.neighbour("model")
+        has_experts = model and issubclass(model.component, ExpertModel) and model.component.expert_count(model)
+        if model and has_experts and node.settings["exact"] and kernels and kernels.settings.get("batch_invariant"):
+            text = f"exact rollouts with a cache need products by token, and [{model.name}] has experts"
+            yield kernels.problem("batch_invariant", text, "write batch_invariant = false")
 
     def open(self) -> None:
         """Connect the ranks that sample the same rows."""
@@ -67,7 +79,7 @@ class StageRollouts:
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """Complete the prompts. Raises UserError on all ranks if the logits are not finite."""
         key = derive_seed(self.job.seed, "rollouts", purpose, step)
-        if self.exact:
+        if self._uses_whole_rows:
             return [self._sample_completions(microbatch, key) for microbatch in prompts]
         together = Prompts(
             tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
@@ -77,6 +89,11 @@ class StageRollouts:
         return _split_completions(
             self._sample_completions(together, key), [len(microbatch.lengths) for microbatch in prompts]
         )
+
+    @property
+    def _uses_whole_rows(self) -> bool:
+        """Whether each token needs a pass over whole rows for the bits of the training pass."""
+        return self.exact and not is_batch_invariant(self.kernels)
 
     def _sample_completions(self, prompts: Prompts, seed: int) -> Completions:
         """Sample completions for a batch of prompts; `seed` is for all draws. A collective over all ranks."""
@@ -88,7 +105,7 @@ class StageRollouts:
         )
         logps, entropies = torch.zeros(2, rows, length)
         ends, is_ended = prompts.lengths + self.max_tokens, torch.zeros(rows, dtype=torch.bool)
-        cache = None if self.exact else KeyValueCache(length)
+        cache = None if self._uses_whole_rows else KeyValueCache(length)
         position = self._shortest_prompt_over_ranks(prompts.lengths)
         while self._any_rank_has_open_rows(position, ends):
             counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
@@ -114,15 +131,19 @@ class StageRollouts:
         context = TokenContext(places, torch.zeros_like(window), cache=cache, whole_rows=cache is None)
         device = self.device.device
         uniforms = uniforms.to(device)
+        scale = None if self.temperature == 1 else torch.tensor(self.temperature, device=device)
         known, starts = tokens.to(device), starts.to(device)
 
         def finish(hidden: Tensor, head: Head) -> Tensor:
             """Draw from the last position's logits; the result is (rows, 3)."""
             column = position - 1 - first
-            logits = head.logits(hidden[:, column : column + 1])[:, 0]
-            ids, logps, entropies = draw_id_by_row(logits, uniforms)
-            if cache is None:
-                logps = _compute_training_logps(hidden, head, known, starts, ids, position)
+            last = hidden[:, column : column + 1]
+            logits = head.logits(last)[:, 0]
+            ids, logps, entropies = draw_id_by_row(logits if scale is None else logits.float() / scale, uniforms)
+            if self.exact and cache is not None:
+                logps = policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
+            elif self.exact:
+                logps = _compute_training_logps(hidden, head, known, starts, ids, position, scale)
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
 
         outputs: dict[int, Tensor] = {}
@@ -130,12 +151,15 @@ class StageRollouts:
         drawn = torch.zeros(len(tokens), 3, dtype=torch.float64)
         if outputs and self.mesh.indices.tensor == 0:  # ranks along `tensor` have the same logits
             drawn = outputs[0].cpu()
-        layers = torch.tensor(0 if cache is None else cache.layers)
+        layers = torch.tensor([0, 0] if cache is None else [cache.layers, cache.has_states])
         self._copy.sum(drawn)
         self._copy.sum(layers)
         if not drawn.isfinite().all():
             raise UserError("no completion can be sampled: the model's logits are not finite; lower the learning rate")
-        if cache is not None and layers:  # a plugin's model may not use the cache
+        if self.exact and cache is not None and (layers[1] or not layers[0]):
+            text = "exact rollouts need a model whose layers all use the cache for keys and values"
+            raise UserError(f"{text}; write batch_invariant = false in the kernels", 2)
+        if cache is not None and layers[0]:  # a plugin's model may not use the cache
             cache.end_pass(window.shape[1])
         return drawn
 
@@ -179,16 +203,22 @@ def draw_id_by_row(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _compute_training_logps(
-    hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, ids: Tensor, position: int
+    hidden: Tensor,
+    head: Head,
+    tokens: Tensor,
+    starts: Tensor,
+    ids: Tensor,
+    position: int,
+    temperature: Tensor | None,
 ) -> Tensor:
     """Return the drawn ids' log-probabilities, (rows,), by the operation and the shapes that a loss uses."""
     length = tokens.shape[1]
-    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE_INDEX)], 1)
+    targets = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
     targets[:, position - 1] = ids
     columns = torch.arange(length, device=tokens.device)
     is_target = (columns >= starts[:, None] - 1) & (columns < position)
-    losses = head.token_losses(hidden, targets.where(is_target, IGNORE_INDEX), is_target.float())[0]
-    return torch.where(position >= starts, -losses[:, position - 1], 0.0)
+    logps = policy_logps(hidden, head, targets, is_target, temperature)
+    return torch.where(position >= starts, logps[:, position - 1], 0.0)
 
 
 def _split_completions(completions: Completions, row_counts: Sequence[int]) -> list[Completions]:

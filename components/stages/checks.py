@@ -77,6 +77,22 @@ def check_offload(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
         yield stages.problem("offload", text, "write offload = false, or another schedule")
 
 
+def check_memory_policy(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
+    """Yield problems for settings of stages and schedule that a memory policy chooses."""
+    if (policy := stages.neighbour("memory")) is None:
+        return
+    for key, default in (("recompute", "none"), ("offload", False)):
+        if stages.settings[key] != default:
+            text = f"[{policy.name}] chooses what is kept, recomputed and offloaded"
+            yield stages.problem(key, text, f"remove it, or [{policy.name}]")
+    if schedule.settings.get("recompute"):
+        text = f"[{policy.name}] chooses recompute policies by stage"
+        yield schedule.problem("recompute", text, f"remove it, or [{policy.name}]")
+    if embeds_on_every_rank(schedule.component):
+        text = f"[{policy.name}] plans a program, and [{schedule.name}] has none"
+        yield schedule.problem("use", text, f"write another schedule, or remove [{policy.name}]")
+
+
 def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
     """Yield problems for embedding and head costs if the schedule ignores them."""
     for key in ("embedding_layer_cost", "head_layer_cost"):

@@ -18,7 +18,7 @@ from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.byte_size import format_byte_size
-from drawloom.components.weights.adapted import adapter_names, fill_adapters
+from drawloom.components.weights.adapted import adapter_parameter_names, fill_adapters
 from drawloom.components.weights.load import (
     fill_module_from_folder,
     folder_fingerprint,
@@ -120,14 +120,14 @@ class InitialValues:
         """Load a module's parameters from the folder, except for adapters."""
         mapper = self._mapper
         try:
-            fill_module_from_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
+            fill_module_from_folder(folder, module, mapper, self.device, adapter_parameter_names(module), self.splits)
         except UserError as error:
             prefix = "weights: " if self.weights else ""  # otherwise the folder is not in this setting
             raise UserError(f"{prefix}{error}", error.exit_code) from error
 
     def _draw_random_weights(self, module: nn.Module) -> None:
         """Fill a module's parameters with random values, except for adapters and loss."""
-        in_adapters, formats = adapter_names(module), stored_formats(module)
+        in_adapters, formats = adapter_parameter_names(module), stored_formats(module)
         for name, parameter in module.named_parameters():
             if name.startswith(f"{LOSS}.") or name in in_adapters:
                 continue

@@ -30,6 +30,7 @@ from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.pipeline import Loss, Schedule
@@ -42,6 +43,7 @@ from drawloom.components.stages.checks import (
     check_cuda_graphs,
     check_layer_costs,
     check_loss_is_not_module,
+    check_memory_policy,
     check_offload,
     check_single_recompute,
     describe_layers,
@@ -88,6 +90,7 @@ class MaterializedStages:
     adapters: list[Adapter] = attrs.field(factory=list)
     transforms: list[Transform] = attrs.field(factory=list)
     dispatcher: Dispatcher | None = None
+    memory: MemoryPolicy | None = None
     embedding_layer_cost: int = setting(
         default=0,
         check=at_least(0),
@@ -174,6 +177,7 @@ class MaterializedStages:
         if schedule := node.neighbour("schedule"):
             yield from check_layer_costs(node, schedule)
             yield from check_offload(node, schedule)
+            yield from check_memory_policy(node, schedule)
         yield from warn_compiled_recompute(node)
 
     @classmethod
@@ -207,7 +211,7 @@ class MaterializedStages:
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         parallel = self._parallelize()
         self._activations = ActivationSpecs(
-            parallel.spans, self._builder.build_for_activations, self._do_layers_keep_shapes
+            parallel.spans, self.builder.build_for_activations, self._do_layers_keep_shapes
         )
         self._set_stages(parallel, self._materialize(parallel))
         for module in parallel.modules.values():
@@ -235,7 +239,7 @@ class MaterializedStages:
         return combine_precision(self.precision, self.model)
 
     @cached_property
-    def _builder(self) -> StageBuilder:
+    def builder(self) -> StageBuilder:
         return StageBuilder(
             model=self.model,
             loss=self.loss,
@@ -252,7 +256,7 @@ class MaterializedStages:
 
     def _parallelize(self) -> ParallelModules:
         """Build this rank's modules on the meta device, split over ranks."""
-        return self._builder.build_local_modules()
+        return self.builder.build_local_modules()
 
     def _create_data_parallel(self, parallel: ParallelModules) -> DataParallel:
         """Return the data parallelism (DDP, FSDP, HSDP) for the modules, as the settings define it."""
@@ -286,6 +290,7 @@ class MaterializedStages:
         """Set this rank's stages from the modules, with parameters in `store`."""
         self.store = store
         self._float8 = KeptFloat8.allocate(parallel.modules.values(), self.precision)
+        choice = self._choose_memory(len(parallel.spans))
         self.local = [
             Stage(
                 index=index,
@@ -296,9 +301,9 @@ class MaterializedStages:
                 shards=store.get_shards(module),
                 adapters=self.adapters,
                 splits=parallel.splits,
-                recompute=self.recompute,
+                recompute=choice.recompute[index],
                 capture=self.capture,
-                offload=self.offload,
+                offload=index in choice.offloaded,
                 read_frozen=None if self._values is None else self._values.read_frozen,
             )
             for index, module in parallel.modules.items()
@@ -313,6 +318,12 @@ class MaterializedStages:
             splits=parallel.splits,
             experts=parallel.experts,
         )
+
+    def _choose_memory(self, stages: int) -> MemoryChoice:
+        """Return the memory policy's choice, or the settings'."""
+        if self.memory is not None:
+            return self.memory.choose()
+        return MemoryChoice((self.recompute,) * stages, frozenset(range(stages) if self.offload else ()), "device")
 
     @property
     def _do_layers_keep_shapes(self) -> bool:

@@ -1,5 +1,6 @@
 """Sources for named tensors, and conversions between tensors and bytes."""
 
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -7,6 +8,9 @@ from typing import Any, Protocol
 import attrs
 import torch
 from torch import Tensor
+
+DIGITS = 16
+"""Hexadecimal digits of a digest, enough to distinguish tensors."""
 
 
 @attrs.frozen
@@ -64,6 +68,16 @@ def view_bytes(tensor: Tensor) -> memoryview:
     # lazily negated and conjugated tensors store other bytes than their values
     dense = tensor.detach().cpu().contiguous().resolve_neg().resolve_conj()
     return view_memory(dense.view(-1).view(torch.uint8))
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """Return the digest of a tensor's bytes, any shape and dtype."""
+    return hash_bytes(view_bytes(tensor))
+
+
+def hash_bytes(data: memoryview | bytes) -> str:
+    """Return a digest of bytes: the first DIGITS of a SHA-256."""
+    return hashlib.sha256(data).hexdigest()[:DIGITS]
 
 
 def view_memory(memory: Tensor) -> memoryview:

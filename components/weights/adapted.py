@@ -63,15 +63,15 @@ def disable_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
             layer.active = True
 
 
-def adapter_names(module: nn.Module) -> set[str]:
+def adapter_parameter_names(module: nn.Module) -> set[str]:
     """Return the names of all adapter parameters in a module."""
-    return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_names}
+    return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_parameter_names}
 
 
 def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
     """Materialize the adapter parameters with their initial values; all other parameters are already materialized."""
     for name, layer in find_adapted_layers(module):
-        for leaf in layer.adapter_names:
+        for leaf in layer.adapter_parameter_names:
             parameter = getattr(layer, leaf)
             if parameter.is_meta:
                 empty = torch.empty_like(parameter, device=device)

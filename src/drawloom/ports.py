@@ -106,6 +106,11 @@ from drawloom.components.ports.memory import (
     Transfers as Transfers,
     memory_by_kind as memory_by_kind,
 )
+from drawloom.components.ports.memory_policy import (
+    MemoryChoice as MemoryChoice,
+    MemoryPolicy as MemoryPolicy,
+    StateLocation as StateLocation,
+)
 from drawloom.components.ports.model import (
     HasCostKey as HasCostKey,
     KeepsConfig as KeepsConfig,
@@ -115,7 +120,9 @@ from drawloom.components.ports.model import (
     stored_formats as stored_formats,
     build_known_module as build_known_module,
     BatchContext as BatchContext,
+    BatchInvariantKernels as BatchInvariantKernels,
     BufferOwner as BufferOwner,
+    is_batch_invariant as is_batch_invariant,
     ContextParallelModel as ContextParallelModel,
     ExpertModel as ExpertModel,
     Finish as Finish,
@@ -161,6 +168,7 @@ from drawloom.components.ports.pipeline import (
     Executor as Executor,
     MeasuresStep as MeasuresStep,
     SCORE as SCORE,
+    RepeatingExecutor as RepeatingExecutor,
     Scorer as Scorer,
     SequenceHead as SequenceHead,
     ForwardPasses as ForwardPasses,
@@ -172,6 +180,7 @@ from drawloom.components.ports.pipeline import (
     PartitioningSchedule as PartitioningSchedule,
     Predictor as Predictor,
     RecomputingSchedule as RecomputingSchedule,
+    Reference as Reference,
     Referenced as Referenced,
     STEP_SPECS as STEP_SPECS,
     Schedule as Schedule,
@@ -212,6 +221,7 @@ from drawloom.components.ports.rollouts import (
     RewardMeans as RewardMeans,
     Rollouts as Rollouts,
     Scored as Scored,
+    policy_logps as policy_logps,
 )
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,
@@ -268,6 +278,8 @@ from drawloom.components.ports.slices import (
 from drawloom.components.ports.stages import (
     LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
+    ForwardStages as ForwardStages,
+    FrozenModel as FrozenModel,
     FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,
     ReadFrozen as ReadFrozen,

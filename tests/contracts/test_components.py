@@ -11,6 +11,8 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -24,7 +26,7 @@ from drawloom.graph.testing import check_port
 from drawloom.graph.testing.ports import load_contract
 from drawloom.graph.types.port_match import implements
 from support.chat import say, tokenizer_folder
-from support.qwen3 import cpu_kernels
+from support.qwen3 import cpu_kernels, dense, whole
 from support.stores import store_of, write_dataset, write_megatron, write_table
 
 CATALOGUE = Project.of("drawloom").registry
@@ -178,7 +180,18 @@ def classification(folder: Path) -> Mapping[str, Any]:
 def distillation(folder: Path) -> Mapping[str, Any]:
     """A teacher's predictions for no rows, and the loss that compares with them."""
     (folder / "teacher.json").write_text('{"rows": {}, "length": 1, "top_k": 1}')
-    return {"teacher": {"use": "data.teacher_logps", "path": str(folder)}, "loss": {"use": "loss.distill"}}
+    loss = {"use": "loss.distill", "reference": "data"}
+    return {"teacher": {"use": "data.teacher_logps", "path": str(folder)}, "loss": loss}
+
+
+def frozen(folder: Path) -> Mapping[str, Any]:
+    """Return a teacher with the weights of a model like the recipe's."""
+    sizes = {key: value for key, value in TINY["model"].items() if key != "use"}
+    torch.manual_seed(0)  # the same weights in each folder
+    module = whole(dense(**sizes, vocab_size=257, tie_word_embeddings=True))
+    save_file(dict(module.named_parameters()), folder / "model.safetensors")
+    teacher = {"use": "stages.frozen", "model": "@model", "weights": str(folder)}
+    return {"teacher": teacher, "loss": {"use": "loss.distill"}}
 
 
 def store(folder: Path) -> Mapping[str, Any]:
@@ -292,6 +305,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "loss.classification": classification,
     "data.teacher_logps": distillation,
     "loss.distill": distillation,
+    "stages.frozen": frozen,
     "loss.kto": feedback,
     **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.reward", "loss.simpo")},
     **dict.fromkeys(POLICY, reinforcement),
@@ -418,6 +432,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "metrics.layer_norms": lambda folder: {"metrics": {"layers": {"use": "metrics.layer_norms"}}},
     "metrics.mean": lambda folder: {"metrics": {"mean": {"use": "metrics.mean", "of": "loss"}}},
     "metrics.perplexity": lambda folder: {"metrics": {"perplexity": {"use": "metrics.perplexity"}}},
+    "metrics.recovery": lambda folder: {"metrics": {"recovery": {"use": "metrics.recovery"}}},
     "metrics.source_tokens": lambda folder: {"metrics": {"sources": {"use": "metrics.source_tokens"}}},
     "metrics.spread": lambda folder: {"metrics": {"spread": {"use": "metrics.spread", "quantiles": [0.5]}}},
     "optim.adam": lambda folder: {"optimizer": {"use": "optim.adam", "lr": 0.1}},
@@ -446,7 +461,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "trackers.csv": lambda folder: {"trackers": {"csv": {"use": "trackers.csv"}}},
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
+    "listeners.replay": lambda folder: {"listeners": {"replay": {"use": "listeners.replay", "every": 1}}},
     "planning.check": lambda folder: {"listeners": {"plan": {"use": "planning.check"}}},
+    "planning.memory": lambda folder: {"stages": {"memory": {"use": "planning.memory"}}},
 }
 """How a recipe uses those that the first one does not; a schedule stands alone."""
 

@@ -152,7 +152,7 @@ def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
 
 
 def main() -> int:
-    """Record or compare, and return 1 if anything differs."""
+    """Train all cases, and record or compare the results; return 1 if a number, an export or a state differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", help="the file to write")
     parser.add_argument("--compare", type=Path, help="an earlier file to compare with")

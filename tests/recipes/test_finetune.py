@@ -108,7 +108,8 @@ def test_dpo_prefers_the_chosen_answers(chat_base: Path, tmp_path: Path) -> None
 
 def test_dpo_of_all_weights_uses_a_stored_reference(chat_base: Path, tmp_path: Path) -> None:
     """
-    `reference-logps` adds the base's log-probabilities of both answers, so that full tuning starts at log(2).
+    `reference-logps` adds the base's log-probabilities of both answers, so that full tuning starts at log(2). A frozen
+    model with the base's weights has the same losses.
     """
     full = ("stages.adapters=[]", "trainer.on_finish=[]", "optimizer.lr=1e-3", "trainer.steps=3")
     words = (f"vars.base={chat_base}", *full, "loss.reference=data", "tokens.validation_fraction=0.0")
@@ -124,6 +125,13 @@ def test_dpo_of_all_weights_uses_a_stored_reference(chat_base: Path, tmp_path: P
     assert outcome.code == 0, outcome.text
     [first, *_, last] = series(tmp_path / "runs/full", "loss", "reward_margin", "reward_accuracy")
     assert first == pytest.approx((math.log(2), 0.0, 0.5), abs=1e-5) and last[0] < first[0]
+    frozen = ("reference.use=stages.frozen", 'reference.model={use="model.auto", path="$vars.base"}')
+    more = ("loss.reference=model", *frozen, "run.name=frozen", f'tokens.paths=["{DATA}"]')
+    [outcome] = drawloom(tmp_path, "run", "dpo", *words, *more)
+    assert outcome.code == 0, outcome.text
+    for names in ("full", "frozen"), ("frozen", "full"):
+        ours, theirs = (series(tmp_path / "runs" / name, "loss", "reward_margin", "grad_norm") for name in names)
+        assert ours == [pytest.approx(values, rel=1e-5, abs=1e-6) for values in theirs]
 
 
 def test_dpo_needs_adapters_that_can_be_disabled(chat_base: Path, tmp_path: Path) -> None:

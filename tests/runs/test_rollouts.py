@@ -73,6 +73,16 @@ def test_ratios_are_exactly_1_and_samples_the_same_on_every_mesh(lab: Path) -> N
     assert 0 < difference < 1e-4
 
 
+def test_a_cache_keeps_the_bits_of_batch_invariant_kernels(lab: Path) -> None:
+    """With these kernels exact rollouts use a cache, and ratios are 1 on every mesh, with the same samples."""
+    words = ("kernels.batch_invariant=true", "trainer.steps=2", "rollouts.max_tokens=40", "rollouts.temperature=0.8")
+    one = run(lab, "one", *words)
+    meshes = [run(lab, name, *words, *layout, ranks=2) for name, layout in LAYOUTS.items()]
+    for folder in (one, *meshes):
+        assert series(folder, "sampler_difference", "ratio", "clip_fraction") == [(0.0, 1.0, 0.0)] * 2, folder
+        assert series(folder, *SAMPLED[:4]) == series(one, *SAMPLED[:4]), folder
+
+
 def test_a_resumed_run_draws_the_same_completions(lab: Path) -> None:
     """A run killed after step 2 repeats steps 3 and 4 with the same bits."""
     folder = run(lab, "straight", "rollouts.exact=false")
@@ -82,6 +92,36 @@ def test_a_resumed_run_draws_the_same_completions(lab: Path) -> None:
     run(lab, "straight", "rollouts.exact=false")
     assert deterministic_rows(folder) == whole and len(whole) == 4
     assert {path.name: path.read_bytes() for path in last.glob("rank-*")} == before != {}
+
+
+def test_several_steps_learn_from_one_rollout(lab: Path) -> None:
+    """
+    With two minibatches and two epochs, a policy learns for four steps from one rollout, at another temperature.
+
+    The ratio is exactly 1 at the first step alone. A resume in between has the same bits, on another mesh the same
+    samples; every step has other prompts than the last one.
+    """
+    reuse = ("rollout.minibatches=2", "rollout.epochs=2", "rollouts.temperature=0.7")
+    words = (*reuse, "trainer.steps=6", "checkpoint.every=3", "evaluate.every=6")
+    folder = run(lab, "reused", *words)
+    measured = rows(folder)
+    ratios = [row["ratio"] for row in measured]
+    assert [ratio == 1.0 for ratio in ratios] == [True, False, False, False, True, False]
+    assert [row.get("sampler_difference") for row in measured] == [0.0, None, None, None, 0.0, None]
+    entropies = [row["entropy"] for row in measured]
+    assert entropies[:2] == entropies[2:4] and len({*entropies}) == 4
+    whole, last = deterministic_rows(folder), folder / "checkpoints/step-6"
+    before = {path.name: path.read_bytes() for path in last.glob("rank-*")}
+    sampled = series(folder, *SAMPLED[:4])
+    take_back(folder, 3)
+    run(lab, "reused", *words)
+    assert deterministic_rows(folder) == whole
+    assert {path.name: path.read_bytes() for path in last.glob("rank-*")} == before != {}
+    take_back(folder, 3)
+    run(lab, "reused", *words, *LAYOUTS["shards"], ranks=2)
+    assert series(folder, *SAMPLED[:4]) == sampled
+    for ours, theirs in zip(series(folder, "loss", "ratio"), measured, strict=True):
+        assert ours == pytest.approx((theirs["loss"], theirs["ratio"]), rel=1e-4, abs=1e-6)
 
 
 def test_a_reference_without_adapters_pulls_the_policy_back(lab: Path) -> None:

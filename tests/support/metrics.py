@@ -25,10 +25,10 @@ def combine(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[str
     }
 
 
-def measure(metric: Metric, *steps: Step) -> Mapping[str, Value]:
-    """Return a metric's values for a step with different data on every rank."""
-    parts = [metric.update(step) for step in steps]
-    return metric.compute(combine(metric.accumulators, parts), steps[0])
+def measure(metric: Metric, *shares: Step) -> Mapping[str, Value]:
+    """Return a metric's values for one step; every argument is a rank's share."""
+    parts = [metric.update(share) for share in shares]
+    return metric.compute(combine(metric.accumulators, parts), shares[0])
 
 
 def step_of(

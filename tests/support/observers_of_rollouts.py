@@ -41,11 +41,13 @@ def policy_loss_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def distill_loss_of(use: str, values: Values, _place: Path) -> Any:
-    """Return a distillation loss on two likely tokens and the rest."""
+    """Return a distillation loss from two likely tokens and the rest, or from a teacher's other hidden states."""
     inputs = sample()
     logps = torch.tensor([0.5, 0.3, 0.2]).log().expand(3, 5, 3)
     batch = inputs.batch.evolve(teacher_ids=torch.tensor([1, 4]).expand(3, 5, 2), teacher_logps=logps)
-    return build(use, **values).loss(inputs.hidden, inputs.head(), batch)[0].item()
+    loss = build(use, **values)
+    batch = loss.with_reference(batch, loss.reference_values(inputs.hidden.detach().flip(2), inputs.head(), batch))
+    return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
 
 
 def teacher_of(use: str, values: Values, place: Path) -> Any:
@@ -150,6 +152,8 @@ def advantages_of(use: str, values: Values, _place: Path) -> Any:
 class Ends:
     """A sampler that returns only end tokens; `rows` counts them."""
 
+    temperature = 1.0
+
     def __init__(self) -> None:
         self.rows = 0
 
@@ -180,7 +184,8 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
     is_training = use == "phases.rollout"
     data = fake_data(batch, is_training)
     rewards = Ordered([Fixed()], ["fixed"]) if is_training else {"fixed": Fixed()}
-    batching = fake(Batching, dp_size=1, microbatch_positions=lambda step: [[0]])
+    positions = {"first_position": lambda step: step - 1, "microbatch_positions": lambda step: [[step - 1]]}
+    batching = fake(Batching, dp_size=1, **positions)
     edges: Values = {"events": fake(Events)} if is_training else {}
     edges |= {"rollouts": sampler, "tokenizer": Bytes(), "mesh": SingleRankMesh(), "rewards": rewards}
     phase = build(use, data=data, batching=batching, **edges, **values)

@@ -32,10 +32,10 @@ from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
-from drawloom.components.ports.model import TokenContext, stored_formats
-from drawloom.components.ports.pipeline import Executor, Predictor
+from drawloom.components.ports.model import Model, TokenContext, stored_formats
+from drawloom.components.ports.pipeline import Executor, Predictor, RepeatingExecutor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
-from drawloom.components.ports.stages import Parameters
+from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.step_state import StepState
 from drawloom.components.trackers import aim, background
 from drawloom.graph import Every, UserError
@@ -87,6 +87,14 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
         parameters.append(objects["stages"].memory_bytes()["compute_copies"])
         return parameters
+
+
+def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:
+    """Return a frozen model's weights, all of them added up."""
+    teacher = {"use": use, "model": {"use": "model.auto", "path": str(Path("exported").absolute())}, **values}
+    with _recipe(folder, teacher=teacher, loss={"use": "loss.distill"}).open(only="teacher") as objects:
+        (stage,) = objects["teacher"].forward_stages.local
+        return sum(float(parameter.double().sum()) for parameter in stage.module.parameters())
 
 
 def count_recomputations(use: str, values: Values, folder: Path) -> Any:
@@ -343,6 +351,34 @@ def compared_steps(use: str, values: Values, _place: Path) -> Any:
     return steps
 
 
+def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
+    """Return the steps whose first microbatch is repeated."""
+    steps: list[int] = []
+
+    def repeat(state: StepState) -> None:
+        steps.append(step.index)
+        state["losses"] = losses_of(1.0, 1.0)
+
+    node = build(
+        use,
+        mesh=SingleRankMesh(),
+        model=fake(Model),
+        stages=fake(Stages, local=[]),
+        parameters=fake(Parameters, named_parameters=lambda: []),
+        executor=fake(RepeatingExecutor, repeat=repeat),
+        device=ComputeDevice(kind="cpu"),
+        **values,
+    )
+    with open_node(node):
+        for step in (Step(index, 6) for index in range(1, 7)):
+            node.on_event(Event("step_started", step))
+            whole = torch.ones(1, 2, dtype=torch.int64)
+            step.state["batches"] = [TokenBatch(whole, whole, whole, whole, torch.ones(1, 2))]
+            step.state["losses"] = losses_of(1.0, 1.0)
+            node.on_event(Event("phase_ended", step, "forward_backward"))
+    return steps
+
+
 def checkpoints_of(use: str, values: Values, folder: Path) -> Any:
     """Return the checkpoints after each of 6 steps, whose losses go up and down."""
     node, names_by_step = checkpointer(folder, {"memory": StateNode({"step": 1})}, **values), []
@@ -446,6 +482,14 @@ def plan_refuses(use: str, values: Values, folder: Path) -> Any:
         except UserError:
             return True
     return False
+
+
+def memory_choices(use: str, values: Values, folder: Path) -> Any:
+    """Return a plan's choice, or None if the run does not fit."""
+    optimizer = {"use": "optim.stochastic_adamw", "lr": 1e-3, "memory": "@memory", "slot_bytes": 4096}
+    tables = {"memory": {"use": use, **values}, "stages": {"memory": "@memory"}, "optimizer": optimizer}
+    planned = plan(_recipe(folder, **tables), find_device_model("cpu"))
+    return planned.choice if planned.fits else None
 
 
 def traces_of_run(use: str, values: Values, folder: Path) -> Any:

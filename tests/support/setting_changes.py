@@ -413,7 +413,7 @@ ROWS: dict[str, Row] = {
         parts.choose_kernels,
         {},
         dict.fromkeys(TRITON, "triton")
-        | {"attention": "flex"}
+        | {"attention": "flex", "batch_invariant": True}
         | {"filter_eps": Change(0.5, {"linear_cross_entropy": "cut"}, parts.filter_of)},
     ),
     "learning_rate.constant": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP),
@@ -452,12 +452,22 @@ ROWS: dict[str, Row] = {
         {"wait": 1, "warmup": 1, "active": 1},
         {"wait": 2, "warmup": 2, "active": 2, "repeat": 2, "memory": True},
     ),
+    "listeners.replay": Row(runs.steps_of_replays, {}, {"every": 2}),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0, "opening": 7.0}),
     "loss.cpo": Row(parts.loss_of, {}, {"beta": 0.5, "alpha": 0.5}),
     "loss.ipo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
-    "loss.kto": Row(policy.judged_loss_of, {"beta": 0.2}, {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5}),
+    "loss.kto": Row(
+        policy.judged_loss_of,
+        {"beta": 0.2},
+        {
+            "beta": 0.5,
+            "good_weight": 1.5,
+            "bad_weight": 0.5,
+            "reference": Change("model", observer=runs.problems_of_loss),
+        },
+    ),
     "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5, "head": NO_HEAD}),
     "loss.classification": Row(
         policy.classification_loss_of, {"labels": ["a", "b"]}, {"labels": ["a", "b", "c"], "head": NO_HEAD}
@@ -476,7 +486,13 @@ ROWS: dict[str, Row] = {
     "loss.distill": Row(
         policy.distill_loss_of,
         {},
-        {"divergence": "reverse", "beta": Change(0.2, {"divergence": "jsd"}), "task_weight": 0.5},
+        {
+            "reference": "data",
+            "temperature": 2.0,
+            "divergence": "reverse",
+            "beta": Change(0.2, {"divergence": "jsd"}),
+            "task_weight": 0.5,
+        },
     ),
     "data.teacher_logps": Row(policy.teacher_of, {"path": "one_teacher"}, {"path": "other_teacher"}),
     "loss.grpo": Row(
@@ -709,7 +725,7 @@ ROWS: dict[str, Row] = {
         {},
         {"baseline": "others", "scale": "std", "equal_groups": "drop", "truncated": "drop"},
     ),
-    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3}),
+    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3, "minibatches": 2, "epochs": 2}),
     "phases.evaluate_rewards": Row(policy.rollouts_of, EVERY, {"samples": 3, "every": 3, "at_start": False}),
     "rewards.code": Row(
         policy.scores_of,
@@ -731,7 +747,9 @@ ROWS: dict[str, Row] = {
     ),
     "rewards.math_equal": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other", "tolerance": 0.1}),
     "rewards.regex": Row(policy.scores_of, {"pattern": "1"}, {"weight": 2.0, "pattern": "3"}),
-    "rollouts.stages": Row(policy.completions_of, {"max_tokens": 4}, {"max_tokens": 5, "exact": True}),
+    "rollouts.stages": Row(
+        policy.completions_of, {"max_tokens": 4}, {"max_tokens": 5, "temperature": 0.5, "exact": True}
+    ),
     "data.prompt_collator": Row(
         policy.encode_prompts,
         {},
@@ -795,6 +813,7 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
     "pipeline.circular.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
+    "stages.frozen": Row(runs.frozen_weights_of, {}, {"weights": Change("no_folder", refused=True)}),
     "stages.materialized": Row(
         runs.stages_of,
         {},
@@ -810,6 +829,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "planning.check": Row(runs.plan_refuses, {}, {"refuse": False}),
+    "planning.memory": Row(runs.memory_choices, {}, {"limit": 1e6, "host_limit": Change(1.0, {"limit": 1.35e7})}),
     "run.batch": Row(
         parts.rows_of_steps,
         {"global_size": 16, "micro_size": 4},

@@ -141,12 +141,11 @@ class ChatCorpus:
         references = [row.reference for row in rows if row.reference is not None]
         labels = [row.label for row in rows if row.label is not None]
         if len(references) not in (0, len(rows)):
-            raise UserError(
-                f"paths: {len(references)} of {len(rows)} {self.kind}s have a reference; write one for all, or for none"
-            )
+            text = f"{len(references)} of {len(rows)} {self.kind}s have a reference"
+            raise UserError(f"paths: {text}; write one in every line, or in none")
         if len(labels) not in (0, len(rows)):
             text = f"{len(labels)} of {len(rows)} {self.kind}s have a {self.label}"
-            raise UserError(f"paths: {text}; write one for all, or for none")
+            raise UserError(f"paths: {text}; write one in every line, or in none")
         name = f"{split} {self.kind}"
         return TokenArrays.concatenate(
             (row.ids for row in rows), dtype, weights, references or None, labels or None, name

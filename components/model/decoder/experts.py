@@ -115,13 +115,13 @@ class Experts(ExpertParallel, Float8Layer):
         if self.uses_float8 and self.keeps_tokens():
             # Tokens are rounded before they are copied to rows, and so are their gradients.
             routes = self.kernels.moe_routes(chosen, self.num_experts)
-            weights = self.gate_up_proj, self.down_proj
-            return self.kernels.experts_float8(hidden.to(weights[0].dtype), probabilities, *weights, routes)
+            gate_up, down = self.gate_up_proj, self.down_proj
+            return self.kernels.experts_float8(hidden.to(gate_up.dtype), probabilities, gate_up, down, routes)
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
         here = dispatcher.dispatch(hidden.flatten(0, -2), chosen, probabilities, self.num_experts)
         if self.uses_float8:
-            weights = self.gate_up_proj, self.down_proj
-            return here.combine(self.kernels.expert_rows_float8(here.rows, here.scale, *weights, here.ends))
+            gate_up, down = self.gate_up_proj, self.down_proj
+            return here.combine(self.kernels.expert_rows_float8(here.rows, here.scale, gate_up, down, here.ends))
         gate_and_up = self.project("gate_up_proj", here.rows, here.ends)
         if self.spec.biases:
             gate_and_up = self.kernels.add_expert_bias(gate_and_up, self.gate_up_proj_bias, here.ends)

@@ -51,8 +51,8 @@ class CircularExecutor(ProgramExecutor):
         if stages and stages.settings.get("capture"):
             text = f"the passes of [{node.name}] are nodes of one autograd graph, which are not captured"
             yield stages.problem("capture", text, "write capture = false")
-        if loss and loss.settings.get("reference") == "adapters":
-            text = f"[{loss.name}] compares with the model without adapters on the last rank, and [{node.name}] "
+        if loss and loss.settings.get("reference") in ("adapters", "model"):
+            text = f"[{loss.name}] compares with another model on the last rank, and [{node.name}] "
             yield loss.problem("reference", f"{text}computes losses on all", 'write use = "pipeline.executor"')
         elif loss and issubclass(loss.component, MeasuresStep):
             text = (

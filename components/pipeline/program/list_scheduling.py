@@ -227,7 +227,7 @@ def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
     for stage, owner in enumerate(owners):
         position = local[owner].index(stage)
         size = task.activations[stage]
-        limit, sum_limits = _compute_queue_limits(task, policy, local[owner], position)
+        limit, sum_limits = _compute_activation_limits(task, policy, local[owner], position)
         forward, back, weights = (costs.get_duration(op, stage) for op in "FIW")
         new_queue = partial(
             _Queue,
@@ -249,10 +249,13 @@ def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
     return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), rank_limit) for own in local]
 
 
-def _compute_queue_limits(
+def _compute_activation_limits(
     task: Task, policy: Policy, own_stages: list[int], position: int
 ) -> tuple[float, list[float]]:
-    """Return `limit` and `sum_limits` for the queue of stage `own_stages[position]`; they are its rank's stages."""
+    """
+    Return the limits on activations for stage `own_stages[position]`: its own, and those on the sums over the rank's
+    stages up to this one and to every later one.
+    """
     sizes = [task.activations[stage] for stage in own_stages]
     # Input gradients need room to grow: otherwise forward passes would wait for them, and they for memory.
     limit = task.limit * (1 + ROUNDING) - task.input_grad_memory(task.stage_to_rank[own_stages[0]])

@@ -23,6 +23,7 @@ class Costs:
     Durations for a stage's ops on one microbatch, and for a message between ranks (`comm`), in any unit.
 
     `unshard` is the time to gather a stage's sharded parameters, and `reduce` the time to reduce its gradients.
+    `offload` is the time to copy a microbatch's activations to host memory, or back.
     `factors` multiply op durations, by stage; every factor is 1 if they are empty.
     """
 
@@ -33,6 +34,7 @@ class Costs:
     comm: float = 0.0
     unshard: float = 0.0
     reduce: float = 0.0
+    offload: float = 0.0
     factors: tuple[float, ...] = ()
 
     @backward.default
@@ -50,7 +52,7 @@ class Costs:
         if work in lengths:
             return lengths[work] * (self.factors[stage] if self.factors else 1.0)
         shards = {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
-        return shards.get(work, self.comm)
+        return (shards | {"OFFLOAD": self.offload, "RELOAD": self.offload}).get(work, self.comm)
 
     def select_stages(self, stages: Sequence[int]) -> "Costs":
         """Return the costs for some stages."""
@@ -58,15 +60,20 @@ class Costs:
 
     def divide_by_stages(self, stages_per_rank: int) -> "Costs":
         """Return costs per stage, given costs per rank; the message size does not change."""
-        names = ("forward", "backward_input", "backward_weight", "backward", "unshard", "reduce")
+        names = ("forward", "backward_input", "backward_weight", "backward", "unshard", "reduce", "offload")
         return attrs.evolve(self, **{name: getattr(self, name) / stages_per_rank for name in names})
 
 
 @attrs.frozen(eq=False)
 class CostTable(Costs):
-    """Costs by stage and op: `lengths` (stages, ops), ordered like OPS."""
+    """
+    Costs by stage and op: `lengths` (stages, ops), ordered like OPS. `offload_by_stage` (stages,) replaces `offload`.
+    """
 
     lengths: NDArray[np.float64] = attrs.field(factory=lambda: np.ones((1, len(OPS))))
+    offload_by_stage: NDArray[np.float64] = attrs.field(
+        default=attrs.Factory(lambda self: np.full(len(self.lengths), self.offload), takes_self=True)
+    )
 
     def get_durations(self, program: Program) -> NDArray[np.float64]:
         """Return the durations (actions,) for a program's actions."""
@@ -75,18 +82,22 @@ class CostTable(Costs):
 
     def get_duration(self, work: str, stage: int = 0) -> float:
         """Return an action's duration by op and stage."""
+        if work in ("OFFLOAD", "RELOAD"):
+            return float(self.offload_by_stage[stage])
         return float(self.lengths[stage, OPS.index(work)]) if work in OPS else super().get_duration(work, stage)
 
     def select_stages(self, stages: Sequence[int]) -> "CostTable":
         """Return the costs for some stages."""
-        return attrs.evolve(self, lengths=self.lengths[list(stages)])
+        rows = list(stages)
+        return attrs.evolve(self, lengths=self.lengths[rows], offload_by_stage=self.offload_by_stage[rows])
 
     def resample_to_sizes(self, sizes: Sequence[int]) -> "CostTable":
         """Return the model's costs for other stages with relative `sizes`; costs count as even within an old stage."""
-        whole = np.concatenate([np.zeros((1, len(OPS))), self.lengths.cumsum(0)])
+        by_stage = np.column_stack([self.lengths, self.offload_by_stage])
+        whole = np.concatenate([np.zeros((1, len(OPS) + 1)), by_stage.cumsum(0)])
         cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))
         columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, sums)) for sums in whole.T]
-        return attrs.evolve(self, lengths=np.stack(columns, axis=1))
+        return attrs.evolve(self, lengths=np.stack(columns[:-1], axis=1), offload_by_stage=columns[-1])
 
 
 class DeadlockError(Exception):

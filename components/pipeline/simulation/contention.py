@@ -8,6 +8,9 @@ dependency graph: an event starts when all its dependencies have ended, and a cy
 Sharded parameters are gathered, and gradients reduced, one after another while a rank computes. The first forward pass
 of a stage waits for its parameters. Gradients of a B are reduced block by block during B, so that the reduction can't
 end before B. Gradients of a W are reduced after W, which runs none of the hooks that would start the reduction.
+
+Activations are copied to host memory, and back, one after another in each direction. The second pass after OFFLOAD
+waits for the copy, whose memory is then free, and a backward pass waits for its RELOAD.
 """
 
 from collections import deque
@@ -27,6 +30,7 @@ Messages that share a channel: none (free); messages from one rank to another (d
 
 REDUCTIONS = ("REDUCE_SCATTER", "REDUCE_GRAD")
 SHARD_OPS = ("UNSHARD", *REDUCTIONS)
+TRANSFER_OPS = ("OFFLOAD", "RELOAD")
 
 EventKey = tuple[int, str, int]
 """Stage, op and microbatch; a message has the key of its send, such as (3, "SEND_F", 7)."""
@@ -35,7 +39,7 @@ EventKey = tuple[int, str, int]
 @attrs.define(eq=False)
 class TimedEvent:
     """
-    Compute action, message or action on shards, with its dependencies, start and end.
+    Compute action, message, transfer or action on shards, with its dependencies, start and end.
 
     An event `during` another event starts and ends no earlier than the other event.
     """
@@ -64,6 +68,7 @@ def _add_rank_events(events: Events, rank_program: RankProgram, costs: Costs, ch
     """Add a rank's events, with their dependencies on earlier events."""
     last: dict[Hashable, TimedEvent] = {}
     reductions: dict[int, TimedEvent] = {}  # by stage, reductions that wait for the next backward pass
+    before_last, since_last = list[TimedEvent](), list[TimedEvent]()  # offloads begun before and since the last pass
     for action in iterate_actions(rank_program):
         if action.op == "RESHARD":
             continue  # it frees memory and takes no time
@@ -71,7 +76,12 @@ def _add_rank_events(events: Events, rank_program: RankProgram, costs: Costs, ch
         event = events.setdefault(key, TimedEvent(key, costs.get_duration(action.op, action.stage)))
         event.dependencies += [last[key] for key in _list_dependency_keys(action, channels) if key in last]
         last.update(dict.fromkeys(_list_updated_keys(action, channels), event))
-        if action.op in REDUCTIONS:
+        if action.op in OPS:
+            event.dependencies += before_last
+            before_last, since_last = since_last, []
+        if action.op == "OFFLOAD":
+            since_last.append(event)
+        elif action.op in REDUCTIONS:
             reductions[action.stage] = event
         elif action.op in ("B", "W") and action.stage in reductions:
             reduction = reductions.pop(action.stage)
@@ -87,7 +97,13 @@ def _list_dependency_keys(action: Action, channels: Channels) -> Iterator[Hashab
     if action.op in SHARD_OPS:
         yield "shards"
         return
+    if action.op in TRANSFER_OPS:
+        yield action.op
+        yield "offloaded", action.stage, action.microbatch
+        return
     yield "gathered", action.stage
+    if action.op in ("B", "I"):
+        yield "reloaded", action.stage, action.microbatch
     yield _get_arrival_key(action) if action.op in OPS else _get_channel_key(action, channels)
     if channels == "blocking":
         yield "anything"
@@ -99,6 +115,10 @@ def _list_updated_keys(action: Action, channels: Channels) -> Iterator[Hashable]
         yield "shards"
         if action.op == "UNSHARD":
             yield "gathered", action.stage
+        return
+    if action.op in TRANSFER_OPS:
+        yield action.op
+        yield f"{action.op.lower()}ed", action.stage, action.microbatch
         return
     yield "work" if action.op in OPS else _get_channel_key(action, channels)
     if action.op.startswith("RECV"):

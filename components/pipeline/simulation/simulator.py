@@ -6,10 +6,16 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.lowering import Sharding, find_consumer_ranks, insert_messages
+from drawloom.components.pipeline.program.lowering import (
+    Sharding,
+    find_consumer_ranks,
+    insert_messages,
+    insert_offload_actions,
+)
 from drawloom.components.pipeline.program.timing import Costs, compute_timing
 from drawloom.components.pipeline.simulation.contention import (
     SHARD_OPS,
+    TRANSFER_OPS,
     Channels,
     Events,
     get_event_key,
@@ -50,6 +56,8 @@ class Simulation:
     sharding: Sharding | None = None
     shard_bars: Sequence[Sequence[Bar]] = ()
     """Actions that gather parameters and reduce gradients by rank, in order; empty without shards."""
+    transfer_bars: Sequence[Sequence[Bar]] = ()
+    """Copies of activations to host memory and back by rank, in order; empty without offloading."""
 
     def iterate_bars(self, rank: int) -> Iterator[Bar]:
         """Yield a rank's actions with their times, in order."""
@@ -90,7 +98,7 @@ class Simulation:
 
     @property
     def span_bubble_fraction(self) -> float:
-        """Return the idle fraction of the span."""
+        """Return the idle fraction of `longest_rank_span`."""
         return _compute_idle_fraction(self.ideal_makespan, self.longest_rank_span)
 
     @property
@@ -139,31 +147,37 @@ def simulate(
 ) -> Simulation:
     """Simulate a program, optionally with sharded parameters; raise DeadlockError if it can't finish."""
     # Without contention the vectorized timing suffices, which is far faster than simulating single events.
-    if channels == "free" and sharding is None:
+    if channels == "free" and sharding is None and not program.offloaded:
         timing = compute_timing(program, costs)
         return Simulation(program, costs, channels, timing.start, timing.end)
     rank_programs = _lower_all_ranks(program, costs, sharding)
     events = simulate_events(rank_programs, costs, channels)
     rows = [events[get_event_key(program.action(row))] for row in range(len(program.stage))]
     start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
-    shard_bars = [_collect_shard_bars(line, events) for line in rank_programs] if sharding else ()
-    return Simulation(program, costs, channels, start, end, sharding=sharding, shard_bars=shard_bars)
+    shard_bars = [_collect_bars(line, events, SHARD_OPS) for line in rank_programs] if sharding else ()
+    transfer_bars = [_collect_bars(line, events, TRANSFER_OPS) for line in rank_programs] if program.offloaded else ()
+    return Simulation(
+        program, costs, channels, start, end, sharding=sharding, shard_bars=shard_bars, transfer_bars=transfer_bars
+    )
 
 
 def _lower_all_ranks(program: Program, costs: Costs, sharding: Sharding | None) -> list[RankProgram]:
     """
-    Return every rank's program with its messages, and with its actions on shards if there is `sharding`.
+    Return every rank's program with its messages and transfers, and with its actions on shards if there is `sharding`.
 
     Actions are ordered by their times under these costs.
     """
     timing = compute_timing(program, costs)
-    lines = [insert_messages(program, timing, rank) for rank in range(program.ranks)]
+    lines = [
+        insert_offload_actions(insert_messages(program, timing, rank), program.offloaded)
+        for rank in range(program.ranks)
+    ]
     return [sharding.insert_actions(line) for line in lines] if sharding else lines
 
 
-def _collect_shard_bars(line: RankProgram, events: Events) -> list[Bar]:
-    """Return bars for a rank's actions on shards: gathering parameters and reducing gradients."""
-    timed = [(action, events[get_event_key(action)]) for action in iterate_actions(line) if action.op in SHARD_OPS]
+def _collect_bars(line: RankProgram, events: Events, ops: Sequence[str]) -> list[Bar]:
+    """Return bars for a rank's actions with these ops, on shards or on the link to host memory."""
+    timed = [(action, events[get_event_key(action)]) for action in iterate_actions(line) if action.op in ops]
     return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
 
 

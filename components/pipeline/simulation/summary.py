@@ -77,6 +77,10 @@ class Summary:
                 [{"action": str(bar.action), "start": bar.start, "end": bar.end} for bar in bars]
                 for bars in run.shard_bars
             ],
+            "transfers": [
+                [{"action": str(bar.action), "start": bar.start, "end": bar.end} for bar in bars]
+                for bars in run.transfer_bars
+            ],
         }
 
     def format_peaks_by_rank(self) -> str:

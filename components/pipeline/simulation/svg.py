@@ -3,7 +3,7 @@ Timeline as SVG: a row per rank, a bar per action, time from left to right.
 
 The colour is the op, its shade the local stage, and the number the microbatch. The parts of an overlap share a frame.
 Grey is idle time. At the right of a row is the rank's peak of live stage-microbatches. Below a row, thin bars show when
-sharded weights are gathered and gradients reduced.
+sharded weights are gathered and gradients reduced, and when activations leave for host memory and return.
 """
 
 import math
@@ -26,6 +26,8 @@ COLOURS: dict[str, Colour] = {
     "UNSHARD": (117, 80, 123),
     "REDUCE_SCATTER": (239, 120, 120),
     "REDUCE_GRAD": (190, 20, 20),
+    "OFFLOAD": (96, 96, 96),
+    "RELOAD": (40, 40, 40),
 }
 NAMES = {
     "F": "forward",
@@ -35,13 +37,15 @@ NAMES = {
     "UNSHARD": "weights gathered",
     "REDUCE_SCATTER": "gradients so far reduced",
     "REDUCE_GRAD": "gradients reduced",
+    "OFFLOAD": "activations to host memory",
+    "RELOAD": "activations back",
 }
 WHITE: Colour = (255, 255, 255)
 INK, PALE, IDLE = "#1a1a1a", "#6b6b6b", "#ececec"
 PALEST = 0.62
 """Fraction of white in the colour of a rank's last stage."""
 
-BAR, GAP, SHARD_BAR = 24, 5, 8
+BAR, GAP, SIDE_BAR = 24, 5, 8
 LEFT, RIGHT, TOP, BOTTOM = 58, 66, 62, 68
 WIDEST, NARROWEST, LARGEST_UNIT = 2400, 620, 26
 """Maximum and minimum pixels of all bars together, and maximum pixels of the shortest bar."""
@@ -69,7 +73,8 @@ class _Picture:
     row: int = attrs.field(init=False)  # pixels from one rank to the next
 
     def __attrs_post_init__(self) -> None:
-        self.row = BAR + GAP + ((SHARD_BAR + 3) if self.simulation.shard_bars else 0)
+        sides = bool(self.simulation.shard_bars) + 2 * bool(self.simulation.transfer_bars)
+        self.row = BAR + GAP + (SIDE_BAR + 3) * sides
         self.row += (BAR + GAP) * (self.measured is not None)
         owners = self.simulation.program.stage_to_rank
         self.local_stage = {stage: list_stages_of_rank(rank, owners).index(stage) for stage, rank in enumerate(owners)}
@@ -120,8 +125,12 @@ class _Picture:
         yield f'<rect x="{LEFT}" y="{y}" width="{_n(self.right_x - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
         for bar in bars:
             yield from self._draw_bar(bar, y)
-        for bar in self.simulation.shard_bars[rank] if self.simulation.shard_bars else ():
-            yield self._draw_shard_bar(bar, y + BAR + 2)
+        side = y + BAR + 2
+        if self.simulation.shard_bars:
+            yield from (self._draw_side_bar(bar, side) for bar in self.simulation.shard_bars[rank])
+            side += SIDE_BAR + 3
+        for bar in self.simulation.transfer_bars[rank] if self.simulation.transfer_bars else ():
+            yield self._draw_side_bar(bar, side + (SIDE_BAR + 3) * (bar.action.op == "RELOAD"))
         for first, last in _find_overlaps(bars):
             x, width = LEFT + first.start * self.unit, (last.end - first.start) * self.unit
             yield (
@@ -147,11 +156,11 @@ class _Picture:
             ink, middle = "#fff" if _compute_brightness(colour) < 150 else INK, y + BAR / 2 + 0.36 * self.digits
             yield _format_text(x + width / 2, middle, str(bar.action.microbatch), self.digits, ink, anchor="middle")
 
-    def _draw_shard_bar(self, bar: Bar, y: float) -> str:
+    def _draw_side_bar(self, bar: Bar, y: float) -> str:
         x, width = LEFT + bar.start * self.unit, max(2.0, (bar.end - bar.start) * self.unit)
         colour = self._choose_colour(bar.action.op, self.local_stage[bar.action.stage])
         return (
-            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{SHARD_BAR}" fill="{_to_hex(colour)}">'
+            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{SIDE_BAR}" fill="{_to_hex(colour)}">'
             f"<title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>"
         )
 
@@ -174,7 +183,8 @@ class _Picture:
     def _draw_legend(self) -> Iterator[str]:
         x, y = float(LEFT), self.bottom_y + 40
         done = {work for work, count in self.simulation.action_counts.items() if count}
-        done |= {bar.action.op for bars in self.simulation.shard_bars for bar in bars}
+        side_bars = *self.simulation.shard_bars, *self.simulation.transfer_bars
+        done |= {bar.action.op for bars in side_bars for bar in bars}
         for work in filter(done.__contains__, NAMES):
             for local_stage in range(self.stages_per_rank):
                 colour = _to_hex(self._choose_colour(work, local_stage))

@@ -1,16 +1,18 @@
 """Timeline as text: a row per rank, a few columns per unit of time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from drawloom.components.pipeline.program.builders import list_stages_of_rank
-from drawloom.components.pipeline.simulation.simulator import Simulation
+from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
 from drawloom.components.ports.program import Action
 
 LEGEND = "F forward, B backward, I input gradients, W weight gradients"
 SHARD_LABELS = {"UNSHARD": "U", "REDUCE_SCATTER": "S", "REDUCE_GRAD": "R"}
 SHARD_LEGEND = "second rows: U a stage's weights are gathered, R its gradients reduced, S those so far"
+TRANSFER_LABELS = {"OFFLOAD": ">", "RELOAD": "<"}
+TRANSFER_LEGEND = "rows of the link: > activations leave for host memory, < they return"
 
 MAX_COLUMNS, MAX_COLUMNS_PER_ACTION = 10_000, 10
 """
@@ -44,11 +46,15 @@ def draw_text(simulation: Simulation, width: int = 120, measured: Simulation | N
         if measured is not None:
             rows.append(("measured", _draw_row(measured, rank, labels, scale)))
         if simulation.shard_bars:
-            rows.append(("", _draw_shard_row(simulation, rank, scale)))
+            rows.append(("", _draw_side_row(simulation.shard_bars[rank], scale, SHARD_LABELS)))
+        for op in TRANSFER_LABELS if simulation.transfer_bars else ():
+            bars = [bar for bar in simulation.transfer_bars[rank] if bar.action.op == op]
+            rows.append(("", _draw_side_row(bars, scale, TRANSFER_LABELS)))
     cell = max(1, round(scale * shortest))
     bands = list(_cut_into_bands(rows, margin, (width - margin) // cell * cell))
     shards = f"{SHARD_LEGEND}\n" if simulation.shard_bars else ""
-    return "\n\n".join(bands) + f"\n\n{LEGEND}{labels.legend}\n{shards}"
+    transfers = f"{TRANSFER_LEGEND}\n" if simulation.transfer_bars else ""
+    return "\n\n".join(bands) + f"\n\n{LEGEND}{labels.legend}\n{shards}{transfers}"
 
 
 class _Labels:
@@ -94,12 +100,13 @@ def _draw_row(simulation: Simulation, rank: int, labels: _Labels, scale: float) 
     return row.ljust(round(simulation.makespan * scale), blank)
 
 
-def _draw_shard_row(simulation: Simulation, rank: int, scale: float) -> str:
-    """Return a rank's actions on shards on one line."""
+def _draw_side_row(bars: Sequence[Bar], scale: float, labels: Mapping[str, str]) -> str:
+    """Return a rank's actions on shards by stage, or its transfers by microbatch, on one line."""
     row = ""
-    for bar in simulation.shard_bars[rank]:
+    for bar in bars:
         row = row.ljust(round(bar.start * scale))
-        label = f"{SHARD_LABELS[bar.action.op]}{bar.action.stage}"
+        action = bar.action
+        label = f"{labels[action.op]}{action.microbatch if action.op in TRANSFER_LABELS else action.stage}"
         # Actions without duration are shown, too.
         row += label.ljust(round(bar.end * scale) - len(row) - 1, "-") + " "
     return row

@@ -4,7 +4,8 @@ Full training steps with the optimizer's state on the GPU and in host memory: `m
 The shape of Llama 3 8B in bfloat16, 16 microbatches of 4096 tokens a step: stochastic rounding with means in bfloat16
 on the GPU and on the host, split master weights with means in float32 on the host, too large for a GPU of 80 GB;
 means of 8 bits on the GPU; and the former with larger slots, which prefetch more while passes run.
-A line has the speed, the seconds of a step, and its peak memory; the first step, which allocates, is left out.
+A line has the speed, the seconds of a step, and its peak memory; the first step, which allocates, is left out. Words
+such as microbatches=32 and steps=1 change the numbers of both.
 """
 
 import gc
@@ -29,8 +30,8 @@ STATES: tuple[dict[str, Any], ...] = (
     {"state_dtype": "uint8"},
     {"state_dtype": "float32", "states": "host", "split_master_weights": True, "slot_bytes": 2**32},
 )
-MICROBATCHES = 2 if TINY else 16
-STEPS = 1 if TINY else 3
+COUNTS = {"microbatches": 2 if TINY else 16, "steps": 1 if TINY else 3}
+COUNTS |= {name: int(count) for name, mark, count in (word.partition("=") for word in sys.argv[1:]) if mark}
 
 
 def main() -> None:
@@ -44,7 +45,9 @@ def main() -> None:
         mesh = RankMesh(processes=processes, data_replicate=1)
         mesh.open()
         for number in numbers:
-            _measure(Case(LARGE, 1, MICROBATCHES, stochastic=STATES[number], recompute="selective"), mesh, device)
+            _measure(
+                Case(LARGE, 1, COUNTS["microbatches"], stochastic=STATES[number], recompute="selective"), mesh, device
+            )
     finally:
         processes.close()
 
@@ -57,7 +60,7 @@ def _measure(case: Case, mesh: RankMesh, device: ComputeDevice) -> None:
     clock.wait(device.device)
     start_up = time.perf_counter() - begin
     seconds = []
-    for _ in range(STEPS):
+    for _ in range(COUNTS["steps"]):
         begin = time.perf_counter()
         step()
         clock.wait(device.device)

@@ -134,7 +134,7 @@ def test_a_checkpoint_loads_on_more_or_fewer_ranks(tmp_path: Path) -> None:
 def test_a_full_disk_on_one_rank_fails_the_save_on_both(tmp_path: Path, rank: int) -> None:
     """Both raise the same message, with rank and file; both restore the previous step, and nothing is left over."""
     run_ranks(_save, 2, tmp_path, 1)
-    main, other = run_ranks(_fault, 2, tmp_path, "write_file", "full", rank)
+    main, other = run_ranks(_fault, 2, tmp_path, "create_file_with", "full", rank)
     temp = tmp_path / "checkpoints" / ".tmp-step-2"
     words = f"the checkpoint after step 2 failed: disk full: needs 0 bytes, * free in {temp.parent} "
     words += f"(rank {rank}: {temp}/rank-{rank}.json: No space left on device)"
@@ -148,12 +148,14 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_both(tmp_path: Path, rank: in
 def test_a_failing_commit_fails_on_both_ranks(tmp_path: Path) -> None:
     """The last rename is rank 0's; the other rank raises too."""
     run_ranks(_save, 2, tmp_path, 1)
-    for error, step, _ in run_ranks(_fault, 2, tmp_path, "rename", "full", 0):
+    for error, step, _ in run_ranks(_fault, 2, tmp_path, "rename_durably", "full", 0):
         assert "after step 2 failed: disk full" in error and "(rank 0: " in error
         assert step == 1
 
 
-@pytest.mark.parametrize(("where", "rank"), [("write_file", 0), ("write_file", 1), ("rename", 0), ("sync", 0)])
+@pytest.mark.parametrize(
+    ("where", "rank"), [("create_file_with", 0), ("create_file_with", 1), ("rename_durably", 0), ("flush_to_disk", 0)]
+)
 def test_a_rank_killed_while_saving_leaves_the_previous_step(tmp_path: Path, where: str, rank: int) -> None:
     """The survivor's error names the group, and the next start restores the committed step."""
     run_ranks(_save, 2, tmp_path, 1)

@@ -50,6 +50,7 @@ def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
         "messages",
         "actions",
         "shard_actions",
+        "transfers",
         "recompute",
         "measured_makespan",
         "activation_bytes",

@@ -146,5 +146,5 @@ def test_impossible_references_are_refused(tmp_path: Path, changed: dict[str, An
 
 def test_references_of_some_lines_are_refused(tmp_path: Path) -> None:
     """The loss of the others would be another one."""
-    with pytest.raises(UserError, match="2 of 4 answers have a reference; write one for all, or for none"):
+    with pytest.raises(UserError, match="2 of 4 answers have a reference; write one in every line, or in none"):
         corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE}, {"prompt": say("b"), **ANSWERS})

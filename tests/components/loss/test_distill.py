@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,10 +37,49 @@ def jsd(teacher: Tensor, student: Tensor) -> Tensor:
     return 0.3 * kl(teacher, mixture) + 0.7 * kl(student, mixture)
 
 
+def make_taught(temperature: float, scale: float = 1.0, **options: Any) -> tuple[Sample, TokenBatch, Distill, Tensor]:
+    """A student, its batch and loss with a teacher model of another width, and the teacher's logits."""
+    case, generator = sample(), torch.Generator().manual_seed(9)
+    drift = scale * torch.randn(3, 5, 3, generator=generator, dtype=torch.float64)
+    rows = torch.randn(VOCAB, 3, generator=generator, dtype=torch.float64)
+    states = torch.cat([case.hidden.detach(), drift], -1)
+    teacher = attrs.evolve(case, hidden=states, weight=torch.cat([case.weight.detach(), rows], -1))
+    loss = Distill(temperature=temperature, **options)
+    batch = loss.with_reference(case.batch, loss.reference_values(states, teacher.head(), case.batch))
+    return case, batch, loss, teacher.logits()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_a_teacher_model_gives_the_divergence_over_the_vocabulary(kind: Any, temperature: float) -> None:
+    """Loss and gradients are torch's, at the temperature and times its square; equal models have none."""
+    options = {"divergence": kind, "beta": 0.3 if kind == "jsd" else None}
+    case, batch, loss, teacher = make_taught(temperature, **options)
+    total, weight, _ = loss.loss(case.hidden, case.head(), batch)
+    parts = ((logits / temperature).log_softmax(-1) for logits in (teacher, case.logits()))
+    expected = temperature**2 * (DIVERGENCES[kind][1](*parts) * batch.weights).sum()
+    torch.testing.assert_close(total, expected, rtol=1e-9, atol=0)
+    assert float(weight) == float(batch.weights.double().sum())
+    inputs = case.hidden, case.weight
+    ours, theirs = (torch.autograd.grad(value, inputs) for value in (total, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+    case, batch, loss, _ = make_taught(temperature, scale=0.0, **options)
+    total, _, _ = loss.loss(case.hidden, case.head(), batch)
+    assert abs(float(total.detach())) < 1e-9 and float(torch.autograd.grad(total, case.hidden)[0].abs().max()) < 1e-9
+
+
+def test_a_teacher_with_another_vocabulary_is_refused() -> None:
+    """The message has both sizes."""
+    case, batch, loss, _ = make_taught(1.0)
+    small = attrs.evolve(case, weight=case.weight[:-1])
+    with pytest.raises(UserError, match="the teacher's vocabulary has 11 ids, and the student 10"):
+        loss.loss(small.hidden, small.head(), batch)
+
+
 DIVERGENCES: dict[str, tuple[Distill, Callable[[Tensor, Tensor], Tensor]]] = {
-    "forward": (Distill(), kl),
-    "reverse": (Distill(divergence="reverse"), lambda teacher, student: kl(student, teacher)),
-    "jsd": (Distill(divergence="jsd", beta=0.3), jsd),
+    "forward": (Distill(reference="data"), kl),
+    "reverse": (Distill(reference="data", divergence="reverse"), lambda teacher, student: kl(student, teacher)),
+    "jsd": (Distill(reference="data", divergence="jsd", beta=0.3), jsd),
 }
 
 
@@ -85,19 +125,23 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn(kind: str, top_k: i
 def test_fewer_tokens_give_a_lower_bound_and_a_certain_teacher_the_cross_entropy() -> None:
     """A coarser divergence is smaller; with one certain token it is the cross entropy of that token."""
     case, batch, _ = make_case(2)
-    coarse = Distill().loss(case.hidden, case.head(), batch)[0]
+    coarse = Distill(reference="data").loss(case.hidden, case.head(), batch)[0]
     case, whole, _ = make_case(VOCAB)
-    assert 0 < float(coarse.detach()) < float(Distill().loss(case.hidden, case.head(), whole)[0].detach())
+    assert (
+        0 < float(coarse.detach()) < float(Distill(reference="data").loss(case.hidden, case.head(), whole)[0].detach())
+    )
     ids = batch.targets.clamp_min(0)[..., None]
     certain = torch.tensor([0.0, -1e4]).expand(3, 5, 2)
-    total, _, sums = Distill().loss(case.hidden, case.head(), batch.evolve(teacher_ids=ids, teacher_logps=certain))
+    total, _, sums = Distill(reference="data").loss(
+        case.hidden, case.head(), batch.evolve(teacher_ids=ids, teacher_logps=certain)
+    )
     torch.testing.assert_close(total.detach(), sums["cross_entropy"], rtol=1e-6, atol=1e-9)
 
 
 def test_symmetric_mixtures_do_not_distinguish_teacher_and_student() -> None:
     """With half of each, exchanging both leaves the divergence as it is."""
     case, batch, teacher = make_case(VOCAB)
-    loss = Distill(divergence="jsd")
+    loss = Distill(reference="data", divergence="jsd")
     total = loss.loss(case.hidden, case.head(), batch)[0]
     student = case.logits().log_softmax(-1)
     expected = (symmetric(student, teacher) * batch.weights).sum()
@@ -113,9 +157,9 @@ def symmetric(one: Tensor, other: Tensor) -> Tensor:
 def test_the_task_has_its_share_of_the_loss() -> None:
     """The total is the weighted mean of divergence and cross entropy, whose gradient it has then."""
     case, batch, _ = make_case(3)
-    total, _, sums = Distill(task_weight=0.25).loss(case.hidden, case.head(), batch)
+    total, _, sums = Distill(reference="data", task_weight=0.25).loss(case.hidden, case.head(), batch)
     torch.testing.assert_close(total.detach(), 0.75 * sums["divergence"] + 0.25 * sums["cross_entropy"])
-    alone = Distill().loss(case.hidden, case.head(), batch)[0]
+    alone = Distill(reference="data").loss(case.hidden, case.head(), batch)[0]
     gradients = [torch.autograd.grad(value, case.hidden)[0] for value in (total, alone)]
     assert not torch.allclose(gradients[0], 0.75 * gradients[1])
 
@@ -125,4 +169,4 @@ def test_rows_without_a_teacher_are_refused() -> None:
     case, batch, _ = make_case(3)
     missing: Any = {"teacher_ids": None}
     with pytest.raises(UserError, match='write teacher = "@teacher" in the packing'):
-        Distill().loss(case.hidden, case.head(), batch.evolve(**missing))
+        Distill(reference="data").loss(case.hidden, case.head(), batch.evolve(**missing))

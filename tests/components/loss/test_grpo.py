@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import MagicMock
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -110,6 +111,17 @@ def test_losses_and_gradients_are_the_formulas(loss: Grpo, formula: Callable[...
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     assert float(sums["largest_difference"]) == pytest.approx(float(((new - old) * mask).detach().abs().max()))
     assert ("kl" in sums) == (batch.reference is not None)
+
+
+def test_a_temperature_divides_the_logits() -> None:
+    """At temperature 0.5, loss and reference values equal those for twice the logits."""
+    case, batch = policy_case()
+    loss, twice = Grpo(reference="adapters", beta=0.1), attrs.evolve(case, weight=2 * case.weight)
+    cold = batch.evolve(temperature=torch.tensor(0.5))
+    ours, theirs = loss.loss(case.hidden, case.head(), cold), loss.loss(case.hidden, twice.head(), batch)
+    torch.testing.assert_close(ours, theirs)
+    values = (loss.reference_values(case.hidden, one.head(), rows) for one, rows in ((case, cold), (twice, batch)))
+    torch.testing.assert_close(*values)
 
 
 @pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])

@@ -29,6 +29,8 @@ END = 256
 class Echo:
     """A sampler that repeats the prompt's first token key % 3 times, and then ends; key 5 is cut."""
 
+    temperature = 1.0
+
     def __init__(self) -> None:
         self.calls: list[tuple[list[list[int]], str, int]] = []
 
@@ -64,7 +66,7 @@ class Count:
 
 @attrs.frozen
 class Cut:
-    """A reward: 1 for a completion that was cut."""
+    """A reward: 1 for a cut completion."""
 
     weight: float = -10.0
 
@@ -114,7 +116,7 @@ def test_each_prompt_has_a_group_of_scored_completions(one_rank: Any) -> None:
 
 
 class Broken:
-    """A reward that fails as its text says."""
+    """A reward with the fault in its text."""
 
     weight = 1.0
 

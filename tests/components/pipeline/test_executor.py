@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
-from drawloom.components.ports.pipeline import sum_losses
+from drawloom.components.ports.pipeline import make_state_of_batches, sum_losses
 from drawloom.components.ports.program import Action, Op, Program
 from drawloom.components.ports.stages import Stage
+from drawloom.kernels.recompute import is_recomputing
 from support import pipelines
 from support.doubles import Machine
 from support.processes import run_ranks
@@ -136,6 +137,18 @@ def test_nothing_outlives_the_pass(split: bool, one_rank: Any) -> None:
     modules = [Scale(2.0), Scale(1.5)]
     train(open_executor(modules, one_rank, split), batches(2))
     assert [output() for module in modules for output in module.seen] == [None] * 4
+
+
+def test_a_repetition_computes_the_same_and_is_marked(one_rank: Any) -> None:
+    """Losses and gradients equal the trained ones, and modules see a recomputation."""
+    module, marks = Scale(2.0), list[bool]()
+    module.register_forward_pre_hook(lambda _module, _inputs: marks.append(is_recomputing()))
+    executor = open_executor([module], one_rank)
+    trained, first = train(executor, batches(2)), module.weight.grad
+    module.weight.grad, state = None, make_state_of_batches(batches(2))
+    executor.repeat(state)
+    assert first is not None and module.weight.grad is not None and torch.equal(module.weight.grad, first)
+    assert torch.equal(sum_losses(state), sum_losses(trained)) and marks == [False, False, True, True]
 
 
 def test_evaluation_leaves_no_gradient_and_adds_up_in_float64(one_rank: Any) -> None:

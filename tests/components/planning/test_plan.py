@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -262,6 +263,22 @@ def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
     assert resident.memory[0].persistent["optimizer_state"] == 10 * weights
     assert offloaded.memory[0].persistent["optimizer_state"] == 3 * 2**28
     assert as_data(offloaded)["memory"][0]["host"] == 10 * weights
+
+
+def test_a_plan_charges_the_link_for_offloaded_activations() -> None:
+    """A fast link costs nothing, and a slow one as much as the simulation with these transfers; memory shrinks."""
+    words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.gpipe", "batch.micro_size=1")
+    recipe = Recipe.load("first_run", *DENSE, *words)
+    device = find_device_model("cpu")
+    resident, fast, slow = (
+        plan(recipe.with_values({"stages": {"offload": offload}}), attrs.evolve(device, host_link=link))
+        for offload, link in ((False, 1.0), (True, 1e15), (True, 1e7))
+    )
+    assert resident.time.offload == 0.0
+    assert fast.time.offload == pytest.approx(0.0, abs=1e-6)
+    assert slow.time.offload == pytest.approx(slow.time.seconds - resident.time.seconds)
+    assert slow.time.offload > 6 * slow.costs[0].passes["F"].total_kept_bytes / 1e7 / 2
+    assert max(fast.peak_memory_bytes) < max(resident.peak_memory_bytes)
 
 
 PACKED = ("vars.tokenizer=none", *DENSE[:5], "model.intermediate_size=80", "batch.global_size=8", "batch.micro_size=2")

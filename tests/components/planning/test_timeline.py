@@ -1,5 +1,7 @@
 """The memory of a rank over a step."""
 
+import attrs
+
 from drawloom.components.planning.recorder import PassCost
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.timeline import peak_of
@@ -42,7 +44,9 @@ def test_activations_wait_for_their_weight_gradients() -> None:
 def test_offloaded_activations_count_near_their_passes_only() -> None:
     """They are counted from F to the next action and from the action before B, not while they wait."""
     line = program("F0", "F1", "F2", "F3", "F4", "B0", "B1", "B2", "B3", "B4")
-    resident, offloaded = (peak_of(line, 0, WHOLE, {0: 0}, stages) for stages in (frozenset[int](), frozenset({0})))
+    resident, offloaded = (
+        peak_of(attrs.evolve(line, offloaded=stages), 0, WHOLE, {0: 0}) for stages in (frozenset[int](), frozenset({0}))
+    )
     assert (resident.bytes, resident.action) == (50 + 3, "0B0")
     # During B0, microbatch 0 is back, 1 returns, and 4 leaves; 2 and 3 are away.
     assert (offloaded.bytes, offloaded.action) == (30 + 3, "0B0")

@@ -67,6 +67,7 @@ def test_a_row_has_numbers_and_differing_settings(tmp_path: Path) -> None:
         best_step=2,
         tokens=300,
         tokens_per_second=50.0,
+        ettr=second.ettr,
         differs={"optimizer.lr": "0.001"},
     )
     assert first.differs == {"optimizer.lr": "0.0003"}

@@ -48,14 +48,15 @@ def sample(run: Any, *prompts: Prompts, step: int = 1, **changes: Any) -> list[C
     return rollouts.sample(prompts, "train", step)
 
 
-def test_completions_have_log_probabilities_from_a_whole_pass(run: Any) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_completions_have_log_probabilities_from_a_whole_pass(run: Any, temperature: float) -> None:
     """
     With and without a cache, different prompts have the log-probabilities and entropies from one whole pass.
 
     A completion begins after its prompt, and ends with the end token or at the maximum length; the rest is padding.
     """
     prompts = prompts_of(PROMPTS * 8, [*range(32)])
-    (cached,), (exact,) = sample(run, prompts), sample(run, prompts, exact=True)
+    (cached,), (exact,) = (sample(run, prompts, exact=exact, temperature=temperature) for exact in (False, True))
     assert cached.tokens.equal(exact.tokens) and cached.ends.equal(exact.ends)
     end = run["tokenizer"].eos_id
     for row, length in enumerate(prompts.lengths.tolist()):
@@ -65,7 +66,7 @@ def test_completions_have_log_probabilities_from_a_whole_pass(run: Any) -> None:
         assert bool(cached.is_ended[row]) == (int(sampled[-1]) == end) and end not in sampled[:-1]
         assert len(sampled) == NEW or cached.is_ended[row]
         assert (cached.tokens[row, last:] == end).all()
-    whole = logits_of(run, cached.tokens).log_softmax(-1)
+    whole = (logits_of(run, cached.tokens) / temperature).log_softmax(-1)
     following = torch.cat([cached.tokens[:, 1:], cached.tokens[:, :1]], 1)
     logps = whole.gather(-1, following[..., None])[..., 0].where(cached.is_target, 0.0)
     entropies = -(whole.exp() * whole).sum(-1).where(cached.is_target, 0.0)

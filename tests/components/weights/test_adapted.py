@@ -6,7 +6,7 @@ import torch
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import (
-    adapter_names,
+    adapter_parameter_names,
     build_meta_model_with_adapters,
     fill_adapters,
     inject_adapters,
@@ -21,7 +21,7 @@ def test_without_adapters_nothing_is_frozen() -> None:
     """A model is trained whole if no adapter is named."""
     module = whole(dense())
     assert inject_adapters([], module) == set() and all(parameter.requires_grad for parameter in module.parameters())
-    assert adapter_names(module) == set()
+    assert adapter_parameter_names(module) == set()
 
 
 def test_initial_values_follow_from_seed_and_name() -> None:
@@ -40,7 +40,7 @@ def test_merging_keeps_the_names_of_all_but_the_adapters() -> None:
     """Merged weights have the frozen weights' names; a tied head becomes a separate weight."""
     module = build_meta_model_with_adapters(dense(tie_word_embeddings=True), [lora("embed_tokens", "q_proj")])
     mapper = make_merge_mapper(module, tied=True)
-    assert set(mapper.inputs) - set(mapper.outputs) == adapter_names(module)
+    assert set(mapper.inputs) - set(mapper.outputs) == adapter_parameter_names(module)
     assert "lm_head.weight" in mapper.outputs and "lm_head.weight" not in make_merge_mapper(module, tied=False).outputs
 
 

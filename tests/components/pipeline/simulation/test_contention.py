@@ -2,6 +2,8 @@
 
 import pytest
 
+from drawloom.components.pipeline.program.lowering import insert_offload_actions
+from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
 from drawloom.components.ports.program import Action, RankProgram
@@ -57,3 +59,19 @@ def test_messages_wait_for_their_receive() -> None:
     early = simulate_events([line(0, "0F0 0SEND_F0"), line(1, "1RECV_F0 1F7 1F8 1F0")], costs)
     assert (late[0, "SEND_F", 0].start, late[1, "F", 0].start) == (2, 2.5)
     assert (early[0, "SEND_F", 0].start, early[1, "F", 0].start) == (1, 2)
+
+
+def test_transfers_share_a_direction_of_the_link_and_delay_passes() -> None:
+    """
+    Copies in one direction follow one another; the second pass after a forward waits for its copy, and a backward for
+    the way back. Free copies change nothing.
+    """
+    line = parse_program("0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n").rank_program(0)
+    rank_program = insert_offload_actions(line, {0})
+    fast, slow = (simulate_events([rank_program], Costs(offload=seconds)) for seconds in (0.5, 1.5))
+    assert [fast[0, "F", number].start for number in range(4)] == [0, 1, 2, 3]
+    assert (fast[0, "RELOAD", 0].start, fast[0, "B", 0].start, fast[0, "B", 3].end) == (3, 4, 12)
+    # F2 waits until microbatch 0 has left at 2.5, and F3 for microbatch 1, which leaves after it.
+    assert [slow[0, "OFFLOAD", number].start for number in (0, 1, 2)] == [1, 2.5, 4]
+    assert [slow[0, "F", number].start for number in range(4)] == [0, 1, 2.5, 4]
+    assert (slow[0, "RELOAD", 0].start, slow[0, "B", 0].start) == (3.5, 5.5)

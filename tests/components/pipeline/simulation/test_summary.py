@@ -30,6 +30,7 @@ def test_json_has_the_figures_of_the_simulation() -> None:
         "messages": 48,
         "actions": {"F": 32, "B": 0, "I": 32, "W": 32},
         "shard_actions": [],
+        "transfers": [],
     }
 
 

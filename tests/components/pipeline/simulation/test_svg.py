@@ -3,6 +3,7 @@
 import re
 from xml.etree import ElementTree
 
+import attrs
 import pytest
 
 from drawloom.components.pipeline.program.lowering import Sharding
@@ -116,3 +117,18 @@ def test_a_measured_timeline_is_under_the_simulated_one() -> None:
     assert later > x
     assert below > y
     assert len({rectangle.get("width") for rectangle in rectangles}) == 1
+
+
+def test_transfers_have_bars_below_their_rank() -> None:
+    """Each copy has a bar at its time, those to host memory above those back, and the next rank is below both."""
+    program = attrs.evolve(schedule("gpipe").program(2, 3), offloaded=frozenset({0, 1}))
+    simulation = simulate(program, Costs(offload=0.5))
+    rectangles = bars(draw_xml(simulation))
+    tops = {}
+    for rank in range(2):
+        for bar in (*simulation.iterate_bars(rank), *simulation.transfer_bars[rank]):
+            rectangle = rectangles[f"{bar.action}: {bar.start:g} to {bar.end:g}"]
+            tops[bar.action.stage, bar.action.op] = float(rectangle.attrib["y"])
+    assert [tops[0, "F"], tops[0, "OFFLOAD"], tops[0, "RELOAD"], tops[1, "F"]] == sorted(
+        {tops[key] for key in ((0, "F"), (0, "OFFLOAD"), (0, "RELOAD"), (1, "F"))}
+    )

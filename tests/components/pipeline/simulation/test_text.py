@@ -2,6 +2,8 @@
 
 import re
 
+import attrs
+
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs
@@ -90,3 +92,16 @@ def test_a_measured_timeline_is_under_the_simulated_one() -> None:
     lines = draw_text(simulated, measured=late).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["rank", "measured", "rank", "measured"]
     assert lines[3].index("F0") - lines[2].index("F0") == lines[2].index("B0") - lines[2].index("F0")
+
+
+def test_transfers_have_a_row_for_each_direction() -> None:
+    """Offloads and reloads are drawn below their rank, at their time, with a legend."""
+    program = attrs.evolve(parse_program("0: 0F0 0F1 0F2 0B0 0B1 0B2\n"), offloaded=frozenset({0}))
+    assert draw_text(simulate(program, Costs(offload=1.0))).splitlines() == [
+        "rank 0  F0 F1 F2 B0--- B1--- B2---",
+        "           >0 >1 >2",
+        "              <0 <1    <2",
+        "",
+        "F forward, B backward, I input gradients, W weight gradients",
+        "rows of the link: > activations leave for host memory, < they return",
+    ]

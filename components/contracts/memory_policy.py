@@ -1,0 +1,13 @@
+"""Contract for the port of memory policies."""
+
+from drawloom.components.ports.memory_policy import MemoryPolicy
+from drawloom.graph.testing import expect
+
+
+def the_choice_is_made_once_and_names_known_stages(policy: MemoryPolicy) -> None:
+    """Every stage has a policy, offloaded stages are among them, and a second call returns the same."""
+    choice = policy.choose()
+    stages = set(range(len(choice.recompute)))
+    expect(stages, "there are no stages")
+    expect(choice.offloaded <= stages, f"stages {sorted(choice.offloaded - stages)} are offloaded and do not exist")
+    expect(policy.choose() == choice, "the same question has two answers")

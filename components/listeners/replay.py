@@ -1,0 +1,320 @@
+"""Replay of a microbatch on another rank, to find silent data corruption, and to name rank and layer."""
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
+from drawloom.components.ports.model import Model
+from drawloom.components.ports.pipeline import LOSSES, MeasuresStep, RepeatingExecutor, make_state_of_batches
+from drawloom.components.ports.run import Cadence, Event, EventKind, Step, check_cadence, is_due
+from drawloom.components.ports.stages import Parameters, Stages
+from drawloom.components.state.batch import Batch
+from drawloom.components.state.step_state import StepState
+from drawloom.components.state.trees import list_leaves, replace_leaves
+from drawloom.components.storage.tensor_source import hash_tensor
+from drawloom.graph import Problem, component, setting
+from drawloom.graph.wiring.node import NodeView
+
+log = logging.getLogger("drawloom.run")
+
+Digests = dict[str, str]
+"""Hashes of a microbatch's activations and their gradients by name, in the order in which they were computed."""
+
+BACKWARD = "the gradient"
+"""Start of the names from the backward pass."""
+
+
+@attrs.frozen
+class ReplayDifference:
+    """
+    Different results for one microbatch: the first tensor with a difference, and the ranks with results.
+
+    `suspects` are the ranks in the minority; empty if no majority decides. `repeats` is False if a suspect itself got
+    two results.
+    """
+
+    tensor: str
+    ranks: Sequence[int]
+    suspects: Sequence[int]
+    repeats: bool = True
+
+
+@component(impact="safe")
+class Replay:
+    """
+    Comparison of one microbatch's forward and backward pass with a replay on another data-parallel rank.
+
+    After the backward passes of some steps, every rank repeats the first microbatch of its neighbour, and compares
+    hashes of all layers' outputs and gradients with those of the neighbour's own pass. Both ranks have the same weights
+    (DDP, FSDP), so a difference is corruption by a device or its memory, or a nondeterministic operation. Then a third
+    pass shows the rank without a majority, and an error in the log names the step, the rank and the first
+    layer; training continues. On one rank the replay finds unrepeatable passes.
+
+    A replay costs the time of a microbatch, and copies all layers' outputs to the CPU; meanwhile the step's gradients
+    wait on the CPU. On a GPU it needs `deterministic = true` in the run's randomness.
+    """
+
+    observes: ClassVar[tuple[EventKind, ...]] = ("run_started", "step_started", "phase_ended")
+
+    model: Model
+    stages: Stages
+    parameters: Parameters
+    executor: RepeatingExecutor
+    mesh: Mesh
+    device: Device
+    every: Cadence = setting(default=100, check=check_cadence, doc='steps between replays, or "last" or "never"')
+
+    _data_ranks: Group = attrs.field(init=False, default=None)
+    _hooks: list[Any] = attrs.field(init=False, factory=list)
+    _digests: Digests | None = attrs.field(init=False, default=None)  # None while no pass is recorded
+    _verified_step: int = attrs.field(init=False, default=0)
+    _is_on: bool = attrs.field(init=False, default=True)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Yield problems if a second pass need not have the same results, or can't be observed."""
+        stages, mesh, executor = map(node.neighbour, ("stages", "mesh", "executor"))
+        leave_out = f"leave [{node.name}] out of the listeners"
+        if stages and stages.settings.get("capture"):
+            text = f"[{node.name}] can't observe the layers in CUDA graphs"
+            yield stages.problem("capture", text, f"write capture = false, or {leave_out}")
+        for adapter in stages.neighbours("adapters") if stages else ():
+            if adapter.settings.get("dropout"):
+                text = f"[{node.name}] repeats passes, and dropout draws new random numbers"
+                yield adapter.problem("dropout", text, f"write dropout = 0.0, or {leave_out}")
+        if mesh and PerDimension.from_settings(mesh.settings).expert > 1:
+            text = f"[{node.name}] repeats a microbatch, whose experts also compute other ranks' tokens"
+            yield mesh.problem("expert", text, f"write expert = 1, or {leave_out}")
+        loss = executor and executor.neighbour("objective")
+        if loss and issubclass(loss.component, MeasuresStep):
+            text = f"[{node.name}] repeats one microbatch, and [{loss.name}] depends on all in the step"
+            yield node.problem("use", text, leave_out)
+
+    def open(self) -> None:
+        """Observe the layers on this rank."""
+        self._data_ranks = self.mesh.group("data_replicate", "data_shard")
+        for stage in self.stages.local:
+            blocks = self.model.blocks(stage.module)
+            names = {module: name for name, module in stage.module.named_modules()}
+            for block in blocks:
+                name = names[block]
+                self._hooks.append(block.register_forward_pre_hook(partial(self._record_input_gradient, name)))
+                is_last = block is blocks[-1]
+                self._hooks.append(block.register_forward_hook(partial(self._record_output, name, is_last)))
+
+    def close(self) -> None:
+        """Stop observing layers."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def on_event(self, event: Event) -> None:
+        """Record the step's own pass, and compare it with replays after the phase with the losses."""
+        step = event.step
+        if step is None:
+            self._is_on = self._is_deterministic()
+        elif event.kind == "step_started":
+            self._digests = {} if self._is_on and is_due(self.every, step) else None
+        elif self._digests is not None and LOSSES in step.state:
+            began = time.monotonic()
+            own, self._digests = self._digests, None
+            self._compare(step, {**own, **_hash_first_loss(step.state)})
+            step.excluded_seconds += time.monotonic() - began
+
+    def _is_deterministic(self) -> bool:
+        """Return whether passes are repeatable; if they are not, log a warning."""
+        if self.device.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+            return True
+        text = 'write deterministic = true in the node with use = "run.randomness"'
+        log.warning("passes on a GPU are not replayed, because their results are not repeatable; %s", text)
+        return False
+
+    def _compare(self, step: Step, own: Digests) -> None:
+        """Replay the previous rank's microbatch, and decide by another replay if any rank's results differ."""
+        group, batch = self._data_ranks, step.state["batches"][0]
+        replays = [self._replay(send_batch(batch, 1, group))]
+        rows = group.gather_json([_hash_digests(own), _hash_digests(replays[0])])
+        is_equal = all(rows[owner][0] == rows[(owner + 1) % group.size][1] for owner in range(group.size))
+        if all(self.mesh.world.gather_json(is_equal)):
+            self._verified_step = step.index
+            return
+        replays.append(self._replay(send_batch(batch, 2, group)))
+        results = group.gather_json([self.mesh.world.rank, own, *replays])
+        difference = find_difference([row[0] for row in results], [row[1:] for row in results])
+        stage = self.mesh.indices.pipeline
+        by_rank = self.mesh.world.gather_json(None if difference is None else [stage, attrs.asdict(difference)])
+        if self.mesh.world.rank == 0:
+            by_stage = [(stage, ReplayDifference(**values)) for stage, values in filter(None, by_rank)]
+            log.error("%s", describe_difference(step.index, self._verified_step, by_stage))
+
+    def _replay(self, batch: Batch) -> Digests:
+        """Repeat another rank's microbatch, without a change to gradients, and return the digests."""
+        state = make_state_of_batches([batch])
+        with self._gradients_on_cpu():
+            digests = self._digests = {}
+            self.executor.repeat(state)
+        self._digests = None
+        return {**digests, **_hash_first_loss(state)}
+
+    @contextmanager
+    def _gradients_on_cpu(self) -> Iterator[None]:
+        """Keep the gradients on the CPU inside the context, to leave the device's memory to a pass."""
+        parameters = [parameter for _, parameter in self.parameters.named_parameters()]
+        kept = [None if parameter.grad is None else parameter.grad.cpu() for parameter in parameters]
+        _set_gradients(parameters, [None] * len(kept))
+        try:
+            yield
+        finally:
+            _set_gradients(parameters, kept)
+
+    def _record_input_gradient(self, layer: str, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Before a recorded forward pass, hook the gradient of the layer's input."""
+        name = f"{BACKWARD} of the input of {layer}"
+        if (digests := self._find_recording(f"the output of {layer}")) is not None:
+            _hook_gradient(digests, name, inputs)
+
+    def _record_output(self, layer: str, is_last: bool, _block: nn.Module, _inputs: Any, output: Any) -> None:
+        """Record a layer's output in the first forward pass, and hook its gradient after the rank's last layer."""
+        name = f"the output of {layer}"
+        if (digests := self._find_recording(name)) is not None:
+            digests[name] = _hash_tensors(output)
+            if is_last:
+                _hook_gradient(digests, f"{BACKWARD} of the output of {layer}", output)
+
+    def _find_recording(self, name: str) -> Digests | None:
+        """Return the digests to add a name to, if this is a recorded training pass, and the first one of the layer."""
+        is_recorded = self._digests is not None and torch.is_grad_enabled() and name not in self._digests
+        return self._digests if is_recorded else None
+
+
+def send_batch(batch: Batch, distance: int, group: Group) -> Batch:
+    """Send a batch to the rank `distance` further on in the group, and return the batch received; a collective."""
+    leaves = list_leaves(batch)
+    described = [
+        [str(leaf.dtype).removeprefix("torch."), [*leaf.shape]] if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ]
+    rows = group.gather_json(described)
+    source, target = (group.rank - distance) % group.size, (group.rank + distance) % group.size
+    data = [leaf.detach().contiguous().view(-1).view(torch.uint8) for leaf in leaves if isinstance(leaf, Tensor)]
+    specs = [(getattr(torch, leaf[0]), leaf[1]) for leaf in rows[source] if isinstance(leaf, list)]
+    sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in specs]
+    sent, received = [0] * group.size, [0] * group.size
+    sent[target], received[source] = sum(part.numel() for part in data), sum(sizes)
+    parts = torch.split(group.all_to_all(torch.cat(data), sent, received), sizes)
+    tensors = iter(part.clone().view(dtype).view(shape) for part, (dtype, shape) in zip(parts, specs, strict=True))
+    values = [next(tensors) if isinstance(leaf, list) else leaf for leaf in rows[source]]
+    result: Batch = replace_leaves(batch, values)
+    return result
+
+
+def find_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) -> ReplayDifference | None:
+    """
+    Return the earliest difference among all microbatches' results, None without any.
+
+    `results` has the digests of each rank's own microbatch, of the rank before, and of the second one before.
+    """
+    size = len(ranks)
+    differences = []
+    for owner in range(size):
+        computers = [(owner + distance) % size for distance in range(3)]
+        passes = [results[computer][distance] for distance, computer in enumerate(computers)]
+        names = [*dict.fromkeys(name for digests in passes for name in digests)]
+        name = next((name for name in names if len({digests.get(name) for digests in passes}) > 1), None)
+        if name is not None:
+            values = [(ranks[computer], digests.get(name)) for computer, digests in zip(computers, passes, strict=True)]
+            differences.append((names.index(name), _choose_suspects(name, values)))
+    if not differences:
+        return None
+    first = min(index for index, _ in differences)
+    decided = [difference for index, difference in differences if index == first and difference.suspects]
+    return decided[0] if decided else next(difference for index, difference in differences if index == first)
+
+
+def _choose_suspects(tensor: str, values: Sequence[tuple[int, str | None]]) -> ReplayDifference:
+    """Return a difference with the ranks in disagreement with themselves, or else with two other ranks."""
+    ranks = [*dict.fromkeys(rank for rank, _ in values)]
+    unstable = [rank for rank in ranks if len({value for other, value in values if other == rank}) > 1]
+    if unstable:
+        return ReplayDifference(tensor, ranks, unstable, repeats=False)
+    value, votes = Counter(value for _, value in values).most_common(1)[0]
+    is_decided = len(ranks) > 2 and votes > 1
+    return ReplayDifference(tensor, ranks, [rank for rank, other in values if other != value] if is_decided else [])
+
+
+def describe_difference(step: int, verified_step: int, by_stage: Sequence[tuple[int, ReplayDifference]]) -> str:
+    """
+    Return a message about the earliest of the differences, which are given with their pipeline ranks.
+
+    `verified_step` is the last step whose replay had no difference, 0 without any.
+    """
+
+    def order(item: tuple[int, ReplayDifference]) -> tuple[bool, int]:
+        is_backward = item[1].tensor.startswith(BACKWARD)
+        return is_backward, -item[0] if is_backward else item[0]
+
+    first = min(map(order, by_stage))
+    earliest = [difference for item in by_stage for difference in item[1:] if order(item) == first]
+    decided = [difference for difference in earliest if difference.suspects] or earliest
+    suspects = sorted({rank for difference in decided for rank in difference.suspects})
+    tensor = decided[0].tensor
+    phase = "backward" if tensor.startswith(BACKWARD) else "forward"
+    if not suspects:
+        ranks = sorted({rank for difference in decided for rank in difference.ranks})
+        who = f"ranks {_join(ranks)} compute the same microbatch with different results"
+    elif all(difference.repeats for difference in decided):
+        who = f"rank {_join(suspects)} computes a microbatch with other results than the other ranks"
+    else:
+        who = f"rank {_join(suspects)} computes the same microbatch twice with different results"
+    known = f"from step {verified_step} or before" if verified_step else "from before the corruption"
+    return (
+        f"in step {step}, {who}; the first difference is {tensor}, in the {phase} pass: silent data corruption, or a "
+        "nondeterministic operation; stop the run, check or replace that machine, and resume from a checkpoint "
+        f"{known}, as later ones may be corrupt"
+    )
+
+
+def _join(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    """Set gradients, on any device, as the parameters' gradients on their own device."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _hook_gradient(digests: Digests, name: str, tree: Any) -> None:
+    """Record the gradient of a tree's first differentiable tensor in its backward pass."""
+
+    def record(gradient: Tensor) -> None:
+        digests[name] = hash_tensor(gradient)
+
+    for leaf in list_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(record)  # type: ignore[no-untyped-call]
+            return
+
+
+def _hash_tensors(tree: Any) -> str:
+    """Return one digest for all tensors in a tree."""
+    return ",".join(hash_tensor(leaf) for leaf in list_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _hash_first_loss(state: StepState) -> Digests:
+    """Return the digest of the first microbatch's loss, on ranks with the last stage."""
+    losses: Tensor = state[LOSSES]["loss"]
+    return {"the loss": hash_tensor(losses[0])} if len(losses) else {}
+
+
+def _hash_digests(digests: Mapping[str, str]) -> str:
+    """Return one digest for all."""
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()

@@ -1,0 +1,65 @@
+"""Memory policy that plans the run: what is kept, recomputed and offloaded within limits."""
+
+import logging
+import tomllib
+from collections.abc import Iterator
+from functools import cached_property
+
+import attrs
+import torch
+
+from drawloom.components.planning.calibrate import load_local_device_model
+from drawloom.components.planning.plan import plan
+from drawloom.components.planning.remedies import describe_excess
+from drawloom.components.planning.text import describe_choice
+from drawloom.components.ports.distributed import Device, Processes
+from drawloom.components.ports.memory_policy import MemoryChoice
+from drawloom.graph import ResolvedRecipe, UserError, above, component, setting
+from drawloom.graph.project import Recipe
+from drawloom.graph.wiring.node import NodeView
+
+log = logging.getLogger("drawloom.run")
+
+
+@component(impact="safe")
+class PlannedMemory:
+    """
+    The fastest planned use of memory within limits, chosen before the run allocates.
+
+    For each stage it chooses among keeping activations, recomputing them (activation checkpointing), and offloading
+    them to host memory; and where the optimizer's state is, if the optimizer can stream it. Rates are those of the
+    device's model, as in `drawloom plan`, which shows the choice and its cost.
+    """
+
+    recipe: ResolvedRecipe
+    device: Device
+    processes: Processes
+    limit: float | None = setting(
+        default=None, check=above(0), doc="bytes that a rank may use on its device; default: the device's memory"
+    )
+    host_limit: float | None = setting(
+        default=None,
+        check=above(0),
+        doc="bytes that a rank may use in host memory; default: its share of 85 % of the host's memory on a GPU",
+    )
+
+    @classmethod
+    def notes(cls, node: NodeView) -> Iterator[str]:
+        """Yield a sentence for `explain`."""
+        yield "keeps, recomputes or offloads by stage, whichever a plan finds fastest; `drawloom plan` shows the choice"
+
+    def choose(self) -> MemoryChoice:
+        return self._choice
+
+    @cached_property
+    def _choice(self) -> MemoryChoice:
+        device = load_local_device_model()
+        if self.device.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device.device).total_memory
+            device = attrs.evolve(device, memory=total)
+        recipe = Recipe.of(tomllib.loads(self.recipe.text))
+        planned = plan(recipe, device, self.processes.world_size)
+        if planned.choice is None or not planned.fits:
+            raise UserError(describe_excess(recipe, planned))
+        log.info("memory  %s", describe_choice(planned))
+        return planned.choice

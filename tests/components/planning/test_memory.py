@@ -1,0 +1,113 @@
+"""A memory policy in plans and in runs."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from drawloom import Recipe
+from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.planning import memory
+from drawloom.components.planning.plan import Plan, plan
+from drawloom.components.planning.text import as_data, format_plan
+from drawloom.graph import UserError
+
+SMALL = (
+    *("model.num_hidden_layers=2", "model.hidden_size=48", "model.num_attention_heads=4", "device.kind=cpu"),
+    *("model.num_key_value_heads=2", "model.head_dim=16", "model.intermediate_size=80", "vars.length=64"),
+    *("batch.global_size=8", "batch.micro_size=1", "precision.parameter=bfloat16", "precision.gradient=bfloat16"),
+    *("optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3"),
+)
+CHOSEN: dict[str, dict[str, Any]] = {
+    "memory": {"use": "planning.memory"},
+    "stages": {"memory": "@memory"},
+    "optimizer": {"memory": "@memory", "slot_bytes": 4096},
+}
+SLOTS = "optimizer.slot_bytes=4096"
+PIPELINE = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.gpipe")
+
+
+def plan_small(*words: str, limit: float | None = None, host_limit: float | None = None, **figures: Any) -> Plan:
+    """Plan the small recipe on a CPU with other figures, with a policy if there is a limit."""
+    recipe = Recipe.load("first_run", *SMALL, *words)
+    if limit is not None:
+        limits = {"limit": limit} | ({} if host_limit is None else {"host_limit": host_limit})
+        recipe = recipe.with_values(CHOSEN).with_values({"memory": limits})
+    return plan(recipe, attrs.evolve(find_device_model("cpu"), **figures))
+
+
+def settings_of(planned: Plan) -> list[str]:
+    """Return the words of the settings that make a plan's choice, which is alike for all its stages."""
+    choice = planned.choice
+    assert choice is not None
+    [policy] = {*choice.recompute}
+    offload = str(bool(choice.offloaded)).lower()
+    words = [f"stages.recompute={policy}", f"stages.offload={offload}", f"optimizer.states={choice.states}"]
+    return [*words, *[SLOTS] * (choice.states == "host")]
+
+
+def test_a_choice_is_the_fastest_of_all_settings_that_fit() -> None:
+    """Its plan equals the plan with these settings, and no settings that fit are faster, at every limit."""
+    every = [
+        plan_small(f"stages.recompute={policy}", *states)
+        for policy in ("none", "2", "blocks")
+        for states in ((), ("optimizer.states=host", SLOTS))
+    ]
+    peaks = sorted({max(planned.peak_memory_bytes) for planned in every})
+    for limit in (peaks[2], peaks[-1]):
+        chosen = plan_small(limit=limit)
+        assert chosen.fits
+        same = plan_small(*settings_of(chosen))
+        assert (chosen.peak_memory_bytes, chosen.time) == (same.peak_memory_bytes, same.time)
+        fitting = [planned for planned in every if max(planned.peak_memory_bytes) <= limit]
+        assert chosen.time.seconds <= min(planned.time.seconds for planned in fitting) * (1 + 1e-9)
+    assert chosen.time.seconds == chosen.kept_seconds
+    assert "everything is kept on the device" in format_plan(chosen)
+    assert not plan_small(limit=peaks[0] - 1).fits
+
+
+def test_state_moves_to_a_host_that_has_room_for_it() -> None:
+    """With a fast link it goes before activations are recomputed; without room on the host it stays."""
+    resident = plan_small()
+    limit = max(resident.peak_memory_bytes) - 1000
+    moved, stays = (plan_small(limit=limit, host_limit=room, host_link=1e15) for room in (1e9, 10.0))
+    assert moved.choice is not None and stays.choice is not None
+    assert (moved.choice.states, {*moved.choice.recompute}) == ("host", {"none"})
+    assert stays.choice.states == "device" and {*stays.choice.recompute} != {"none"}
+    assert as_data(moved)["choice"] == {"recompute": ["none"], "offloaded": [], "states": "host"}
+    assert "optimizer state in host memory" in format_plan(moved)
+
+
+def test_pipelines_offload_over_a_fast_link_and_recompute_beside_a_slow_one() -> None:
+    """The peak of both fits; offloading costs nothing if the link is fast."""
+    limit = max(plan_small(*PIPELINE).peak_memory_bytes) * 0.8
+    fast, slow = (plan_small(*PIPELINE, limit=limit, host_link=link) for link in (1e15, 1e3))
+    assert fast.choice is not None and slow.choice is not None
+    assert fast.fits and slow.fits and fast.choice.offloaded and not slow.choice.offloaded
+    assert fast.time.seconds == pytest.approx(fast.kept_seconds)
+    assert {*slow.choice.recompute} != {"none"}
+
+
+def test_a_run_uses_its_choice_and_refuses_what_never_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages and optimizer have the plan's policies; below the smallest plan the run is refused with remedies."""
+    monkeypatch.chdir(tmp_path)
+    resident = plan_small()
+    limits = {"memory": {"limit": max(resident.peak_memory_bytes) * 0.7}}
+    recipe = Recipe.load("first_run", *SMALL).with_values(CHOSEN).with_values(limits)
+    planned = plan(recipe, find_device_model("cpu"))
+    with recipe.open(["stages", "optimizer"]) as run:
+        assert planned.choice is not None and planned.choice.recompute == (run["stages"].local[0].recompute,)
+        assert bool(run["optimizer"].host_bytes()) == (planned.choice.states == "host")
+        assert run["stages"].local[0].recompute != "none" or run["optimizer"].host_bytes()
+    monkeypatch.setattr(memory, "describe_excess", lambda _, refused: f"{refused.device.memory} bytes")
+    tight = recipe.with_values({"memory": {"limit": 3e5}})
+    with pytest.raises(UserError, match="300000 bytes"), tight.open("stages"):
+        pass
+
+
+def test_settings_that_a_policy_chooses_are_refused() -> None:
+    """Recompute, offload and states belong to the policy."""
+    for word in ("stages.recompute=blocks", "stages.offload=true", "optimizer.states=host"):
+        [problem] = Recipe.load("first_run", *SMALL, word).with_values(CHOSEN).graph.problems
+        assert "chooses" in str(problem) and "remove it" in str(problem)

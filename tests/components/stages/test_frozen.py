@@ -1,0 +1,90 @@
+"""A frozen second model: refused recipes, and its memory in plans."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.planning.plan import plan
+from drawloom.graph.project import Recipe
+from support.qwen3 import SIZES, dense, whole
+
+TEACHER = SIZES | {"vocab_size": 257, "hidden_size": 40}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder with a teacher for 257 ids."""
+    model = dense(**TEACHER)
+    save_file(dict(whole(model).named_parameters()), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
+    return tmp_path
+
+
+def taught(base: Path, **tables: Any) -> Recipe:
+    """Return a student's recipe, with two layers and 257 ids."""
+    model = {"use": "model.qwen3.dense", **SIZES, "vocab_size": 257}
+    teacher = {"use": "stages.frozen", "model": {"use": "model.auto", "path": str(base)}}
+    tables = {"model": model, "teacher": teacher, "loss": {"use": "loss.distill"}} | tables
+    tables["batch"] = {"micro_size": 4}
+    run = {"name": "taught", "folder": str(base / "run")}
+    return Recipe.load("first_run").with_values(
+        {name: table for name, table in {**tables, "run": run}.items() if table}
+    )
+
+
+def problems(recipe: Recipe) -> list[str]:
+    return [str(problem) for problem in recipe.graph.problems]
+
+
+def test_wrong_loops_are_refused(base: Path) -> None:
+    """A recipe is refused if its teacher has other ids, random weights, no use, or is the trained model."""
+    assert problems(taught(base)) == []
+    loss = {"use": "loss.distill"}
+    flat = {"use": "stages.frozen", "model": {"use": "model.qwen3.dense", **TEACHER}, "weights": str(base)}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"model": {"vocab_size": 300}}, "[teacher.model] has a vocabulary of 257 ids, and [model] of 300"),
+        ({"teacher": None}, "[loss] compares with a frozen model, and the recipe has none"),
+        ({"loss": {"use": "loss.next_token"}}, "[loss] does not compare with [teacher]"),
+        ({"loss": loss | {"reference": "data"}}, "[loss] does not compare with [teacher]"),
+        ({"loss": loss | {"reference": "data", "temperature": 2.0}, "teacher": None}, "have the temperature 1"),
+        ({"teacher": {"use": "stages.frozen", "model": "@model"}}, "[teacher] would have random weights"),
+        ({"executor": {"frozen": "@stages"}}, "frozen needs a FrozenModel, but [stages] is 'stages.materialized'"),
+        ({"mesh": {"tensor": 3}}, "[teacher.model]"),
+        (
+            {"mesh": {"pipeline": 4}, "model": {"num_hidden_layers": 4}, "teacher": flat},
+            "2 layers can't be split over 4 ranks",
+        ),
+        (
+            {"schedule": {"use": "pipeline.schedules.circular"}, "executor": {"use": "pipeline.circular.executor"}},
+            "[loss] compares with another model on the last rank",
+        ),
+    ]
+    for tables, text in cases:
+        changed = {name: table for name, table in tables.items() if name == "model"}
+        others = {name: table for name, table in tables.items() if name != "model"}
+        found = problems(taught(base, **others).with_values(changed))
+        assert any(text in problem for problem in found), (text, found)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data_shard": 2}, {"pipeline": 2}], ids=["one", "shards", "stages"])
+def test_plans_count_the_memory_of_the_teacher(base: Path, mesh: dict[str, int]) -> None:
+    """A plan counts the teacher's parameters, and its hidden states for all microbatches."""
+    ranks = max(mesh.values(), default=1)
+    device = find_device_model("h100")
+    alone = plan(taught(base, teacher=None, loss={"use": "loss.next_token"}, mesh=mesh), device, ranks)
+    both = plan(taught(base, mesh=mesh), device, ranks)
+    weights = sum(parameter.nbytes for parameter in whole(dense(**TEACHER)).parameters())
+    added = [
+        sum(ours.persistent.values()) - sum(theirs.persistent.values())
+        for ours, theirs in zip(both.memory, alone.memory, strict=True)
+    ]
+    assert sum(added) == pytest.approx(weights, rel=0.6 if mesh else 1e-6)
+    assert all(size > 0 for size in added)
+    states = both.microbatches * both.rows.count * both.rows.length * TEACHER["hidden_size"] * torch.float32.itemsize
+    assert [memory.buffers.get("reference", 0) for memory in both.memory] == [*[0] * (len(both.memory) - 1), states]
+    assert both.time.reference > 0 == alone.time.reference
