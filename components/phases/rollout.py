@@ -36,7 +36,7 @@ class HeldRollout:
         part = {name: tensor[minibatch, rows] for name, tensor in self.tensors.items()}
         scores, totals = part.pop("scores"), part.pop("totals")
         completions = Completions(**part | {"is_ended": part["is_ended"] > 0})
-        return Scored(completions, group_size, names, scores, totals, self.age, self.temperature)
+        return Scored(completions, group_size, names, scores, totals, age=self.age, temperature=self.temperature)
 
     def next(self, epochs: int) -> "HeldRollout | None":
         """Return the rollout for the next step; None if it is used up."""

@@ -421,7 +421,9 @@ class Planner:
         update_flops = sum(user.update_flops() for user in users if isinstance(user, UpdateFlops))
         host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
         passes = 2 if self.device.is_gpu and self.nodes.defers_scaling else 4
-        return RankView(mesh, stages, sizes, passes, update_flops, host_bytes, next(iter(frozen), None))
+        return RankView(
+            mesh, stages, sizes, passes, update_flops, host_bytes=host_bytes, frozen_model=next(iter(frozen), None)
+        )
 
     def _record_stage_costs(
         self, views: Sequence["RankView"], program: Program, rows: int, policies: Sequence[Recompute]
