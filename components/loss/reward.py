@@ -64,8 +64,8 @@ def read_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
     source = open_safetensors_folder(folder)
     spec = source.specs().get(SCORE)
     if spec is None or spec.shape != shape:
-        found = "no" if spec is None else f"{spec.shape[0]} x {spec.shape[1]} numbers in"
-        text = f"head: {folder} has {found} {SCORE}, and the loss has {shape[0]} x {shape[1]}"
+        size = "no" if spec is None else f"{spec.shape[0]} x {spec.shape[1]} numbers in"
+        text = f"head: {folder} has {size} {SCORE}, and the loss has {shape[0]} x {shape[1]}"
         raise UserError(f"{text}; name the export of such a model, or leave head out", 2)
     return source.tensor(SCORE)
 

@@ -66,7 +66,7 @@ def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradie
 
 
 def peak_host_bytes_of(program: Program, rank: int, costs: Mapping[int, StageCosts]) -> int:
-    """Return the peak bytes of a rank's activations in host memory, from OFFLOAD until the backward pass."""
+    """Return a rank's peak activation bytes in host memory, from OFFLOAD until the backward pass."""
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     changes: Counter[int] = Counter()
     for start, end in list_offloaded_passes(actions, program.offloaded):
