@@ -1,4 +1,4 @@
-"""Simulation of a program: its makespan, its bubble, and every rank's peak memory."""
+"""A program's simulation: its makespan, its bubble, and every rank's peak memory."""
 
 from collections.abc import Iterator, Sequence
 

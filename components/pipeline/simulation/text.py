@@ -1,4 +1,4 @@
-"""Timeline as text: a row per rank, a few columns per unit of time."""
+"""Timeline as text: a row per rank, a few columns per time unit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
