@@ -44,7 +44,7 @@ class StageData:
 
 @output_class
 class ChoiceData:
-    """Choice of a memory policy."""
+    """A memory policy's choice."""
 
     recompute: Sequence[str] = output("recompute policy by stage")
     offloaded: Sequence[int] = output("stages whose activations wait in host memory")

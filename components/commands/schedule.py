@@ -439,7 +439,7 @@ def _simulate_and_summarize(
 
 
 def _offloads_activations(graph: Graph) -> bool:
-    """Return whether the recipe's stages offload activations to host memory."""
+    """Return whether stages offload activations to host memory."""
     return any(node.settings.get("offload") for node in graph.nodes.values() if "recompute" in node.settings)
 
 

@@ -13,7 +13,7 @@ class AdamW(AdamSettings):
     """AdamW with decoupled weight decay; norms and biases do not decay."""
 
     defers_scaling: ClassVar[bool] = True
-    scales_by_role: ClassVar[bool] = True
+    _scales_by_role: ClassVar[bool] = True
 
     betas: tuple[float, float] = setting(
         default=(0.9, 0.95),

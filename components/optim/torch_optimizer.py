@@ -88,7 +88,7 @@ class TorchOptimizer:
     Every trained parameter belongs to one optimizer.
     """
 
-    scales_by_role: ClassVar[bool] = False
+    _scales_by_role: ClassVar[bool] = False
 
     parameters: Parameters
     mesh: Mesh
@@ -101,7 +101,7 @@ class TorchOptimizer:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Refuse parametrizations for others, and warn about unmatched groups and about updates lost by rounding."""
         yield from warn_unmatched_patterns(node)
-        if not cls.scales_by_role:
+        if not cls._scales_by_role:
             yield from find_parametrization_faults(node)
         stages = node.neighbour("parameters")
         precision = stages and stages.neighbour("precision")

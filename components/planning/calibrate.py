@@ -75,13 +75,13 @@ def calibration_path(device: torch.device) -> Path:
 
 
 HOST_FRACTION = 0.85
-"""Fraction of a host's memory for state and activations; processes, caches and copies need the rest."""
+"""A host's memory fraction for state and activations; processes, caches and copies need the rest."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def _measure_host_memory() -> int:
-    """Return the host memory for each of this machine's GPUs, in bytes."""
+    """Return the host memory per local GPU, in bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = CGROUP_LIMIT.read_text("utf-8").strip() if CGROUP_LIMIT.is_file() else "max"
     total = min(total, int(limit)) if limit.isdigit() else total

@@ -27,8 +27,8 @@ class PlannedMemory:
     The fastest planned memory use within limits, chosen before the run allocates.
 
     For each stage it chooses among keeping activations, recomputing them (activation checkpointing), and offloading
-    them to host memory; and where the optimizer's state is, if the optimizer can stream it. Rates are those of the
-    device's model. `drawloom plan` shows the choice and its cost.
+    them to host memory; and where the optimizer's state is, if the optimizer can stream it. Rates are the device
+    model's. `drawloom plan` shows the choice and its cost.
     """
 
     recipe: ResolvedRecipe

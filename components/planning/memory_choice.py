@@ -114,5 +114,5 @@ class StagePolicies:
 
 
 def _is_within(size: int, limit: int) -> bool:
-    """Return whether a size is within a limit, or there is none."""
+    """Return whether a size is within a limit; 0 means none."""
     return not limit or size <= limit

@@ -134,7 +134,7 @@ class Nodes:
 
     @property
     def state_locations(self) -> tuple[StateLocation, ...]:
-        """Return a policy's options for the memory of optimizer state."""
+        """Return a policy's options for optimizer state."""
         users = {user for name in self.memory_policy_nodes for user, _ in self.graph.list_incoming_edges(name)}
         return ("device", "host") if users & {*self.streaming_optimizer_nodes} else ("device",)
 

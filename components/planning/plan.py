@@ -42,9 +42,9 @@ class RankMemory:
     """
     Bytes on a pipeline rank: persistent bytes by kind, buffers by kind, and the peak within a step.
 
-    Gradients belong to the step, because the first backward pass allocates them and the update frees them. During
+    Gradients belong to the step: the first backward pass allocates them, and the update frees them. During
     backward passes the gradients of sharded parameters (FSDP, ZeRO) may be whole: then they take `whole_gradients`.
-    `final_peak` is the bytes for gradients and their reduction when the step ends. `host` are the bytes of optimizer
+    `final_peak` is the bytes for gradients and their reduction when the step ends. `host` are the bytes for optimizer
     state and waiting activations in host memory.
     """
 
@@ -85,7 +85,7 @@ class Plan:
     """
     Estimate for a recipe on a device: memory by pipeline rank, and the step time.
 
-    `choice` is a memory policy's, and `kept_seconds` the step time if memory were unlimited; both are None if settings
+    `choice` is a memory policy's, and `kept_seconds` the step time with unlimited memory; both are None if settings
     decide.
     """
 
@@ -275,7 +275,7 @@ class Planner:
         return attrs.evolve(best, kept_seconds=kept)
 
     def _plan_policies(self, program: Program, rows: int, states: StateLocation) -> Plan:
-        """Plan the best recomputation and offloading of every stage, with the optimizer's state in this memory."""
+        """Plan every stage's best recomputation and offloading, with the optimizer's state in this memory."""
         views = self._build_rank_views(program, states)
         merged, keeps_all = merge_split_backwards(program), MemoryChoice.keep_all(program.stages, states)
         kept_costs = self._record_stage_costs(views, program, rows, keeps_all.recompute)
@@ -290,7 +290,7 @@ class Planner:
                 costs_by_policy[policy] = self._record_stage_costs(views, program, rows, policies)
 
         def count_bytes(rank: int, whole: Program, costs: Mapping[int, StageCosts]) -> RankBytes:
-            """Return a rank's bytes on the device and in host memory."""
+            """Count a rank's bytes on the device and in host memory."""
             memory = self._estimate_rank_memory(views[rank], rank, whole, costs)
             return RankBytes(memory.peak_bytes, memory.host)
 
@@ -309,7 +309,7 @@ class Planner:
         return attrs.evolve(chosen, choice=choice, kept_seconds=kept.time.seconds)
 
     def _build_cost_table(self, views: Sequence["RankView"], costs: Mapping[int, StageCosts]) -> CostTable:
-        """Return the seconds of passes, messages and copies to host memory."""
+        """Return the seconds for passes, messages and copies to host memory."""
         exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
         return cost_table(costs, exchanges, self._estimate_message_seconds(costs), self.device.host_link)
 

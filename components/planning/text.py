@@ -102,7 +102,7 @@ def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def describe_choice(plan: Plan) -> str:
-    """Return a memory policy's choice, and how much slower it is than unlimited memory, as text."""
+    """Return a memory policy's choice, and how much slower it is than unlimited memory."""
     if (choice := plan.choice) is None or plan.kept_seconds is None:
         return "by settings"
     parts = [f"recomputed: {recomputed}"] if (recomputed := describe_policies(choice.recompute)) else []

@@ -1,4 +1,4 @@
-"""Memory of a pipeline rank over a step: the live activations, action by action."""
+"""A pipeline rank's memory over a step: the live activations, action by action."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ class Peak:
 
 def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradients: Mapping[int, int]) -> Peak:
     """
-    Return the peak of a rank's activations and gradients if the step's first backward pass allocates gradients.
+    Return a rank's peak for activations and gradients if the step's first backward pass allocates gradients.
 
     `gradients` are bytes by stage. A stage's first backward pass allocates its gradients while it frees activations, so
-    the stage's peak is at the pass's beginning or end. Activations of offloaded stages wait in host memory.
+    the stage's peak is at the pass's beginning or end. Offloaded stages' activations wait in host memory.
     """
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     moves: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -66,7 +66,7 @@ def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradie
 
 
 def peak_host_bytes_of(program: Program, rank: int, costs: Mapping[int, StageCosts]) -> int:
-    """Return the peak bytes of a rank's activations in host memory, from OFFLOAD until the backward pass."""
+    """Return a rank's peak activation bytes in host memory, from OFFLOAD until the backward pass."""
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     changes: Counter[int] = Counter()
     for start, end in list_offloaded_passes(actions, program.offloaded):

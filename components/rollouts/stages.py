@@ -143,7 +143,7 @@ class StageRollouts:
             if self.exact and cache is not None:
                 logps = policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
             elif self.exact:
-                logps = _compute_training_logps(hidden, head, known, starts, ids, position, scale)
+                logps = _compute_training_logps(hidden, head, known, starts, ids, position=position, temperature=scale)
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
 
         outputs: dict[int, Tensor] = {}

@@ -110,7 +110,7 @@ def _list_dependency_keys(action: Action, channels: Channels) -> Iterator[Hashab
 
 
 def _list_updated_keys(action: Action, channels: Channels) -> Iterator[Hashable]:
-    """Yield keys under which an action becomes the latest event, for later actions to wait for."""
+    """Yield an action's keys as the latest event, for later actions to wait for."""
     if action.op in SHARD_OPS:
         yield "shards"
         if action.op == "UNSHARD":

@@ -1,4 +1,4 @@
-"""Simulation of a program: its makespan, its bubble, and every rank's peak memory."""
+"""A program's simulation: its makespan, its bubble, and every rank's peak memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -176,7 +176,7 @@ def _lower_all_ranks(program: Program, costs: Costs, sharding: Sharding | None) 
 
 
 def _collect_bars(line: RankProgram, events: Events, ops: Sequence[str]) -> list[Bar]:
-    """Return bars for a rank's actions with these ops, on shards or on the link to host memory."""
+    """Return bars for a rank's actions with these ops, on shards or the host link."""
     timed = [(action, events[get_event_key(action)]) for action in iterate_actions(line) if action.op in ops]
     return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
 

@@ -1,4 +1,4 @@
-"""Timeline as text: a row per rank, a few columns per unit of time."""
+"""Timeline as text: a row per rank, a few columns per time unit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -101,7 +101,7 @@ def _draw_row(simulation: Simulation, rank: int, labels: _Labels, scale: float) 
 
 
 def _draw_side_row(bars: Sequence[Bar], scale: float, labels: Mapping[str, str]) -> str:
-    """Return a rank's actions on shards by stage, or its transfers by microbatch, on one line."""
+    """Return a rank's actions on shards by stage, or its transfers by microbatch, as one line."""
     row = ""
     for bar in bars:
         row = row.ljust(round(bar.start * scale))
