@@ -1,4 +1,4 @@
-"""Processes, several at a time, which get this process's signals."""
+"""Processes, several at a time, with this process's signals."""
 
 import os
 import signal
