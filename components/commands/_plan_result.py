@@ -176,7 +176,7 @@ class SearchResult(Result):
 class CalibrationResult(Result):
     """Measured device, with --calibrate and without a recipe."""
 
-    path: Path = output("file with the measurements, which later plans use")
+    path: Path = output("file with the measurements, used by later plans")
     toml: str = output("measurements")
 
     def render(self, format: str) -> str:

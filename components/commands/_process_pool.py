@@ -1,4 +1,4 @@
-"""Processes, several at a time, with this process's signals forwarded."""
+"""Processes, several at a time, with this process's signals."""
 
 import os
 import signal

@@ -51,7 +51,7 @@ class PhaseDigests:
 
 @attrs.frozen
 class TraceDifference:
-    """First differing phase in two traces, and the differing names, in the order of the hashes."""
+    """First phase whose two traces differ, and the differing names, in the order of the hashes."""
 
     step: int
     phase: str
@@ -124,7 +124,7 @@ def read_comparable_metrics(run: Path) -> dict[int, dict[str, Any]]:
 
 def find_first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> TraceDifference | None:
     """
-    Return the first phase in both traces after which their hashes differ, or None.
+    Return the first phase in both traces with different hashes, or None.
 
     Names in only one of them are left out, unless nothing else differs there.
     """

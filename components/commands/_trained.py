@@ -74,7 +74,7 @@ def open_trained(
     """
     Open a run with a checkpoint's weights in this process, and return the container and the checkpoint's step.
 
-    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; of the port
+    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; for the port
     `every`, open all nodes. The run folder is only read, and the run may continue meanwhile.
     """
     with fetch_run_if_remote(options):
@@ -95,8 +95,8 @@ def open_trained_or_folder(
     """
     Open a run like `open_trained`, or a model folder with a `config.json`, such as an export.
 
-    A model folder's step is None unless the folder is an export. Raises UserError for a choice
-    of checkpoint.
+    A model folder's step is None unless the folder is an export. Raises UserError for
+    options to choose a checkpoint.
     """
     folder = options.run_folder
     if not isinstance(folder, Path) or not (folder / "config.json").is_file():

@@ -67,14 +67,14 @@ class EvaluateResult(Result):
 
 @output_class
 class EvaluateRewardsResult(Result):
-    """Mean rewards of completions by a run's weights."""
+    """Mean rewards for completions by a run's weights."""
 
     run_folder: Path | str = output("run folder, or the URL of its mirror")
     step: int = output("step of the checkpoint")
-    completions: int = output("number of completions")
-    reward: float | None = output("mean sum of the weighted rewards; null if no completion has a score")
+    completions: int = output("completion count")
+    reward: float | None = output("mean total reward, weighted; null if no completion has a score")
     rewards: Mapping[str, float | None] = output("mean by reward, without its weight")
-    length: float | None = output("mean number of tokens")
+    length: float | None = output("mean token count")
     truncated: float | None = output("fraction of completions that reached the maximum length without an end")
 
     def render(self, format: str) -> str:
@@ -123,7 +123,7 @@ def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateR
 
 
 def _prepare_generation(recipe: Recipe, samples: int | None) -> Recipe:
-    """Set the completions of each prompt. Raises UserError for a recipe without prompts and rewards."""
+    """Set the completion count per prompt. Raises UserError for a recipe without prompts and rewards."""
     names = recipe.graph.implementers(RewardEvaluation)
     if not names:
         text = "the run's recipe measures no rewards"

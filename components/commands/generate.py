@@ -1,4 +1,4 @@
-"""continue a prompt, or chat, with the weights of a run or of a model folder"""
+"""continue a prompt, or chat, with weights from a run or a model folder"""
 
 import argparse
 import sys
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class GenerateResult(Result):
     """Sampled text, printed as it comes."""
 
-    step: int | None = output("step of the checkpoint; null for a model folder without one")
+    step: int | None = output("the checkpoint's step; null for a model folder without one")
     prompt: str = output("prompt")
     continuation: str = output("sampled text after the prompt")
 
@@ -78,9 +78,9 @@ class ChatMessage:
 
 @output_class
 class ChatResult(Result):
-    """Conversation, whose answers are printed as they come."""
+    """Conversation; its answers are printed as they come."""
 
-    step: int | None = output("step of the checkpoint; null for a model folder without one")
+    step: int | None = output("the checkpoint's step; null for a model folder without one")
     messages: Sequence[ChatMessage] = output("all messages, in order")
 
     def render(self, format: str) -> str:
@@ -113,7 +113,7 @@ def _continue_text(run: Container, options: argparse.Namespace) -> str:
 
 
 def _chat(run: Container, options: argparse.Namespace) -> list[ChatMessage]:
-    """Answer the messages of the user, and return the conversation."""
+    """Answer the user's messages, and return the conversation."""
     tokenizer = run.get(Tokenizer)
     today = date.today().isoformat()
     prompts = TemplatePrompts(tokenizer=tokenizer, template=options.template, date=today, system=options.system)
@@ -151,7 +151,7 @@ def _answer(tokenizer: Tokenizer, sampler: Sampler, prompt: Sequence[int], token
 
 
 def _read_messages(prompt: str | None) -> Iterator[str]:
-    """Yield the prompt, or the lines of standard input without empty ones, with a prompt sign on a terminal."""
+    """Yield the prompt, or standard input's lines without empty ones, with a prompt sign on a terminal."""
     if prompt is not None:
         yield prompt
         return
@@ -165,7 +165,7 @@ def _read_messages(prompt: str | None) -> Iterator[str]:
 
 
 def _print_pieces(pieces: Iterable[str]) -> str:
-    """Print pieces of a text as they come, and a line end; return the text."""
+    """Print a text's pieces as they come, and a line end; return the text."""
     text = ""
     for piece in pieces:
         print_text(piece, end="")

@@ -177,7 +177,7 @@ def _make_launch_config(options: argparse.Namespace) -> LaunchConfig:
 
 
 STOPPED_CODES = {STOPPED + signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")}
-"""Exit codes after stop signals, which processes log themselves."""
+"""Exit codes after stop signals; processes log these themselves."""
 
 
 def print_failure_and_get_exit_code(error: ChildFailedError) -> int:

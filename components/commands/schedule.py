@@ -221,7 +221,7 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
 
 
 def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
-    """Load and check the recipe, which may need another machine's devices."""
+    """Load and check the recipe; it may need another machine's devices."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
     return recipe

@@ -166,7 +166,7 @@ class Runs:
         )
 
     def _is_step_hashed_by_all_ranks(self, step: int) -> bool:
-        """Return whether all ranks have written a step's state hashes, which may follow its checkpoint's commit."""
+        """Return whether all ranks have written a step's state hashes, perhaps after its checkpoint's commit."""
         files = (self.folder / "straight" / "digests").glob("rank-*.jsonl")
         return all(step in _read_state_hashes(self.folder / "resumed" / "digests" / path.name) for path in files)
 

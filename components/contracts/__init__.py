@@ -1,6 +1,8 @@
 """Contracts of ports: a module per module of ports, and a function per property that implementations must have."""
 
 FRAMEWORK_ONLY = {
+    "FrozenModel": "it has weights and stages on the ranks of a run, so runs test it",
+    "RepeatingExecutor": "it repeats the passes of a run's step, so runs test it",
     "HybridKernels": "it adds nothing to RecurrentKernels and ExpertKernels, whose contracts its kernels keep",
     "RewardEvaluation": "its completions and rewards are those of a run's other components, so runs test it",
     "TeacherPredictions": "it belongs to the rows of one packing, so runs test it",

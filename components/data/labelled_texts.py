@@ -19,8 +19,8 @@ class LabelledTexts(ChatCorpus):
     """
     Labelled texts in JSON-lines, Parquet and Arrow files.
 
-    A line has a `text`, encoded with an end token, or `messages`, rendered by the chat template, and a `label`, one of
-    `labels`. A document's weight of 1 is at its last token, where a classifier reads its hidden state: a document cut
+    A line has a `text`, encoded with an end token, or `messages`, rendered by the chat template, and a `label` from
+    `labels`. A document's weight, 1, is at its last token, where a classifier reads its hidden state: a document cut
     into several rows is judged by the last one.
     """
 

@@ -23,8 +23,8 @@ class PromptCollator:
     """
     Rows of prompts, one per example, with the example for the rewards.
 
-    An example has a `prompt`: a text, or a list of messages, which the chat template renders up to the beginning of
-    the answer.
+    An example has a `prompt`: a text, or a list of messages; the chat template renders them up to
+    the answer's beginning.
     """
 
     batch_type: ClassVar[type[Batch]] = PromptBatch

@@ -1,4 +1,4 @@
-"""Encoder of conversations for a model's answer, by a chat template."""
+"""Encoder from conversations to prompts, by a chat template."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property

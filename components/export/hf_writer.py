@@ -74,8 +74,8 @@ def write_hugging_face_folder(
     The group's stages together form the model. All ranks call this, and exchange their parameters through `workspace`,
     a folder visible to all ranks, or through their machine's shared memory. `max_shard` is in bytes; without `dtype`
     tensors keep their dtypes; `step` is the weights' step, if known. Adapters are merged into the
-    weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces that of the
-    language model. Raises UserError if the stages are not the whole model or the target exists.
+    weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the
+    language model's. Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
     config = model.hugging_face_config()
@@ -118,7 +118,7 @@ def write_hugging_face_folder(
 
 
 def make_sequence_config(config: dict[str, Any], head: SequenceHead) -> dict[str, Any]:
-    """Return the `config.json` of a language model with another head."""
+    """Return a language model's `config.json` with another head."""
     classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
     names = {str(number): label for number, label in enumerate(head.output_names)}
     numbers = {label: number for number, label in enumerate(head.output_names)}

@@ -20,10 +20,10 @@ from drawloom.graph.wiring.node import NodeView
 @component
 class Classifier(DecoderInputs):
     """
-    Classifier: the cross entropy of the labels of documents, such as those of `data.labelled_texts`.
+    Classifier: the cross entropy of documents' labels, such as from `data.labelled_texts`.
 
     The logits are a linear function of the hidden state at a document's last token, in float32. A document's weight is
-    the sum of its token weights. The named sum `accuracy`, weighted like the loss, counts documents whose label has the
+    its token weights' sum. The named sum `accuracy`, weighted like the loss, counts documents whose label has the
     largest logit.
     """
 

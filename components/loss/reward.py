@@ -42,9 +42,9 @@ class ScoreHead(nn.Module):
 
     def reset_parameters(self) -> None:
         """
-        Read the weight, or fill it with normal random numbers of standard deviation 1 / sqrt(width + 1).
+        Read the weight, or fill it with normal random numbers with standard deviation 1 / sqrt(width + 1).
 
-        Raises UserError if the folder has no head of this shape.
+        Raises UserError if the folder has no such head.
         """
         with torch.no_grad():
             if self.folder is None:
@@ -54,13 +54,13 @@ class ScoreHead(nn.Module):
                 self.weight.copy_(convert_tensors(distribute_like(SCORE, self.weight), {SCORE: weight})[SCORE])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return outputs (..., labels), at least float32, of hidden states (..., width)."""
+        """Return outputs (..., labels), at least float32, from hidden states (..., width)."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return hidden.to(dtype) @ self.weight.to(dtype).T
 
 
 def read_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
-    """Return the weight of the head in a folder. Raises UserError if the folder has no head of this shape."""
+    """Return a folder's head weight. Raises UserError if the folder has no head with this shape."""
     source = open_safetensors_folder(folder)
     spec = source.specs().get(SCORE)
     if spec is None or spec.shape != shape:

@@ -19,7 +19,7 @@ from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, between, component, setting
 
 MAX_SAMPLED = 16
-"""Number of microbatches in one call of the sampler."""
+"""Microbatches per sampler call."""
 
 
 @component(reads=("weights",), writes=("validation_reward", "initial_validation_reward"), impact="safe")
@@ -65,7 +65,7 @@ class EvaluateRewards:
         step.excluded_seconds += time.monotonic() - began
 
     def _measure_mean_reward(self) -> float | None:
-        """Return the mean reward of the validation prompts; None if no completion has one. A collective."""
+        """Return the validation prompts' mean reward; None if no completion has one. A collective."""
         return self.measure_rewards(self.data.batches()).reward
 
     def measure_rewards(self, batches: Iterable[Batch]) -> RewardMeans:

@@ -107,12 +107,12 @@ class ChatPrompts(Protocol):
 
     @property
     def answer_ends(self) -> frozenset[int]:
-        """Ids at the end of an answer. Raises UserError if the tokenizer has no chat template."""
+        """Ids to end an answer. Raises UserError if the tokenizer has no chat template."""
         ...
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """
-        Encode messages, each with `role` and `content`, up to the beginning of the next answer: int32 (tokens,).
+        Encode messages, each with `role` and `content`, up to the next answer's beginning: int32 (tokens,).
 
         Raises UserError if there is no chat template, or if it rejects the messages.
         """

@@ -242,14 +242,14 @@ SCORE = "score.weight"
 @runtime_checkable
 class SequenceHead(Protocol):
     """
-    A loss whose module is the head of transformers' AutoModelForSequenceClassification.
+    A loss whose module is a head for transformers' AutoModelForSequenceClassification.
 
-    The module's only parameter is `weight`, (labels, hidden_size), which exports write as `score.weight`.
+    The module's only parameter is `weight`, (labels, hidden_size); exports write it as `score.weight`.
     """
 
     @property
     def output_names(self) -> Sequence[str]:
-        """Names of the head's outputs."""
+        """The head's output names."""
         ...
 
 

@@ -152,7 +152,7 @@ class Reward(Protocol):
 @attrs.frozen
 class RewardMeans:
     """
-    Means over sampled completions, None over nothing: the sum of all rewards, and each reward by name.
+    Means over sampled completions, None over nothing: `reward` is the total, and `rewards` are by name.
 
     `length` is in tokens, and `truncated` the fraction of completions cut at the maximum length.
     """
@@ -166,7 +166,7 @@ class RewardMeans:
 
 @port
 class RewardEvaluation(Protocol):
-    """A measurement of the policy by the rewards of sampled completions."""
+    """A policy measurement by sampled completions' rewards."""
 
     def measure_rewards(self, batches: Iterable[Batch]) -> RewardMeans:
         """

@@ -1,0 +1,18 @@
+"""Contract for the port of parametrizations."""
+
+import math
+
+import attrs
+
+from drawloom.components.ports.parametrization import Parametrization
+from drawloom.graph.testing import expect
+
+
+def factors_are_positive_and_finite(parametrization: Parametrization) -> None:
+    """Factors of a wider and deeper decoder, for initial values, learning rates and outputs, are positive and finite."""
+    scaling = parametrization.scale_model(hidden_size=4096, num_hidden_layers=32)
+    for role in (scaling.outer, scaling.matrix, scaling.residual, scaling.vector):
+        for name, factor in attrs.asdict(role).items():
+            expect(0 < factor < math.inf, f"{name} is multiplied by {factor}")
+    for factor in (scaling.residual_multiplier, scaling.logit_multiplier):
+        expect(0 < factor < math.inf, f"outputs are multiplied by {factor}")
