@@ -117,12 +117,6 @@ class TorchGroup:
     def max(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def _check_losses(self) -> None:
-        """Raise UserError if ranks are lost: an aborted NCCL collective leaves wrong results, and no error."""
-        if self._monitor.on_loss is not None and self._monitor.is_broken and self.device.type == "cuda":
-            with self._convert_peer_errors("a collective"):
-                raise RuntimeError("its communicator was aborted")
-
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> None:
         sent = tensor.detach().to(self.device).contiguous()
@@ -140,9 +134,7 @@ class TorchGroup:
         gathered = moved.new_empty(self.size * moved.numel())
         with self._convert_peer_errors("an all-gather"):
             ALL_GATHER(gathered, moved.view(-1), group=self._handle)
-        result = gathered.view(self.size, *tensor.shape).to(tensor.device)
-        self._check_losses()
-        return result
+        return gathered.view(self.size, *tensor.shape).to(tensor.device)
 
     def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         # Two collectives, the shapes first, because all_gather needs tensors of equal size.
@@ -196,7 +188,6 @@ class TorchGroup:
         """Copy a collective's result `changed` into the original `tensor`, unless they share memory."""
         if changed.data_ptr() != tensor.data_ptr() or changed.device != tensor.device:
             tensor.copy_(changed)
-            self._check_losses()
 
 
 @attrs.frozen(eq=False)

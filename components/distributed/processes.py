@@ -179,12 +179,7 @@ class TorchProcesses:
             self._joined = False
             self._handles = {}
             self._close_communicators()
-            self._connections.aborts.clear()
-            if self.device.backend == "nccl" and self._next is not None:
-                # destroying waits for other ranks, which may be lost
-                dist.distributed_c10d._abort_process_group()
-            else:
-                dist.destroy_process_group()
+            dist.destroy_process_group()
         # stopped last: after a failure, the monitor kills a process that hangs in one of the calls above
         self._monitor.close()
         self._monitor = RankMonitor()
@@ -464,7 +459,6 @@ class TorchProcesses:
                     )
                     arguments = {"store": store, "rank": self.rank, "world_size": self.world_size}
                 dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **arguments)
-                self._register_abort(dist.group.WORLD)
             _set_timeout(dist.group.WORLD, self._limit)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses
             dist.distributed_c10d._world.group_count = 0  # torch numbers groups, and their names must agree later
@@ -507,11 +501,6 @@ class TorchProcesses:
                 self._monitor.declare_broken()
             raise
 
-    def _register_abort(self, group: Any) -> None:
-        """Let a loss abort a group or a communicator, if it is NCCL's."""
-        if self.device.backend == "nccl":
-            self._connections.aborts.append(group.abort)
-
     @property
     def _tensor_device(self) -> torch.device:
         """The device whose tensors the backend accepts."""
@@ -525,9 +514,7 @@ class TorchProcesses:
             # one split makes the groups of all sets; new_group would split the world's communicator once for each set
             parts = [list(ranks) for ranks in rank_sets]
             with self._meeting(name, range(self.world_size), self._limit) as timeout:
-                handle = dist.split_group(split_ranks=parts, timeout=timeout, group_desc=name)
-                self._register_abort(handle)
-            return handle
+                return dist.split_group(split_ranks=parts, timeout=timeout, group_desc=name)
         if len(own_ranks) == 1:
             return None
         # without local synchronization, every rank would have to make every group
@@ -576,7 +563,6 @@ class TorchProcesses:
         with _suppress_serialization_warning():
             backend = dist.ProcessGroupNCCL(store, rank, 2, options)
         backend.eager_connect_single_device(self._tensor_device)
-        self._register_abort(backend)
         return backend
 
     def _close_communicators(self) -> None:
@@ -584,7 +570,7 @@ class TorchProcesses:
         communicators, self._communicators = self._communicators, {}
         # destroy_process_group does not know these backends; gloo's backends close when they are freed
         for communicator in communicators.values() if self.device.backend == "nccl" else ():
-            (communicator.backend.shutdown if self._next is None else communicator.backend.abort)()
+            communicator.backend.shutdown()
 
 
 @attrs.define
