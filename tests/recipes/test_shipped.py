@@ -14,7 +14,18 @@ from support.chat import tokenizer_folder
 ROOT = Path(__file__).parents[2]
 PROJECT = Project.of("drawloom")
 OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
-FROM_A_BASE = ["finetune", "finetune_lora", "chat", "dpo", "grpo", "kto", "reward", "distill", "distill_offline"]
+FROM_A_BASE = [
+    "finetune",
+    "finetune_lora",
+    "chat",
+    "dpo",
+    "grpo",
+    "kto",
+    "reward",
+    "classify",
+    "distill",
+    "distill_offline",
+]
 PARAMETERS = {
     "qwen3_0_6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
