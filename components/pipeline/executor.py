@@ -38,7 +38,7 @@ from drawloom.components.ports.stages import FrozenModel, Stage, StageInputs, Tr
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.weights.adapted import disable_adapters
-from drawloom.graph import Problem, UserError, component, setting, wired
+from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute import mark_as_recomputation
 
@@ -73,7 +73,7 @@ class ProgramExecutor:
     mesh: Mesh
     neighbours: Neighbours
     device: Device
-    frozen: FrozenModel | None = wired(default=None)
+    frozen: FrozenModel | None = None
     streams: bool = setting(
         default=False,
         doc="one CUDA stream per stage, to run overlapping passes of a schedule concurrently; GPU only",
@@ -410,8 +410,9 @@ def check_frozen_model(executor: NodeView, loss: NodeView, stages: NodeView) -> 
     frozen, wants = executor.neighbour("frozen"), loss.settings.get("reference") == "model"
     if frozen is None:
         if wants:
-            text = f"[{loss.name}] compares with a frozen model, and the recipe has none"
-            yield loss.problem("reference", text, 'add [teacher] with use = "stages.frozen" and a model')
+            text = f"[{loss.name}] compares with a frozen model, and [{executor.name}] has none"
+            teacher = 'add [teacher] with use = "stages.frozen" and a model'
+            yield loss.problem("reference", text, f'{teacher}, and frozen = "@teacher" in [{executor.name}]')
         return
     if not wants:
         hint = 'write reference = "model" in the loss if it has this setting, or leave the node out'

@@ -191,7 +191,7 @@ def frozen(folder: Path) -> Mapping[str, Any]:
     module = whole(dense(**sizes, vocab_size=257, tie_word_embeddings=True))
     save_file(dict(module.named_parameters()), folder / "model.safetensors")
     teacher = {"use": "stages.frozen", "model": "@model", "weights": str(folder)}
-    return {"teacher": teacher, "loss": {"use": "loss.distill"}}
+    return {"teacher": teacher, "executor": {"frozen": "@teacher"}, "loss": {"use": "loss.distill"}}
 
 
 def store(folder: Path) -> Mapping[str, Any]:

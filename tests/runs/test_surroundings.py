@@ -149,7 +149,7 @@ def _run_with_little_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
         calls[0] += 1
         return allocate(self, size if calls[0] == 1 else 2**60)
 
-    put(Pool, "_allocate_targets", allocate_too_much)
+    put(Pool, "_allocate", allocate_too_much)
     put(Pool, "_release", lambda _self, _buffer: None)  # or the second copy would take the memory of the first
     return command(folder, arguments, None)
 

@@ -33,7 +33,7 @@ def no_fsync_of_folders() -> None:
     def nothing(_path: Path) -> None:
         return
 
-    put(durable_files, "sync", nothing)
+    put(durable_files, "flush_to_disk", nothing)
 
 
 def no_rename() -> None:
@@ -76,7 +76,7 @@ def manifest_first() -> None:
         if not path.name.startswith(writing.TEMP):
             sync(path)
 
-    put(durable_files, "sync", late)
+    put(durable_files, "flush_to_disk", late)
 
 
 def no_moments() -> None:

@@ -340,7 +340,7 @@ class _Watch:
             (ShardPlan, "take_snapshot", "copy"),
             (writing, "write_files_of_rank", "write"),
             (writing, "commit_folder", "commit"),
-            (durable_files, "rename", "rename"),
+            (durable_files, "rename_durably", "rename"),
             (writing, "remove_checkpoints", "rotate"),
             (Checkpointer, "close", "end"),
         ):

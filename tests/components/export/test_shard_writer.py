@@ -147,7 +147,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from drawloom.components.distributed.process_group import TorchGroup
-from drawloom.components.export.shard_writer import share, write_shares
+from drawloom.components.export.shard_writer import make_share, write_shares
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper_ops import distribute
@@ -159,7 +159,7 @@ whole = here.tensors()
 spread = convert_tensors(parallel(*(distribute(name, mesh, [Shard(0)]) for name in whole)), whole)
 world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
 mapper = here.mapper()
-mine = share(here.parameters(spread), mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)
+mine = make_share(here.parameters(spread), mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)
 write_shares(Path(sys.argv[3]), mine, world, 100, here.config_beside)
 os._exit(0)  # torch's threads do not always end in order
 """

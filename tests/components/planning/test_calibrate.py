@@ -45,6 +45,7 @@ def test_an_unknown_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """A known GPU has the figures of the table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     assert load_local_device_model() == find_device_model("h200")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Other 1")

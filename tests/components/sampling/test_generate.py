@@ -73,7 +73,7 @@ def test_a_text_has_the_same_logits_with_and_without_a_cache(family: Any, one_ra
     torch.manual_seed(0)
     module = whole(family())
     one, other = Whole(module, True), Whole(module, False)
-    texts = [draw_continuation(model, one_rank, context=5, end=-1, tokens=7) for model in (one, other)]
+    texts = [draw_continuation(model, one_rank, context=5, ends=frozenset(), tokens=7) for model in (one, other)]
     assert texts[0] == texts[1]
     for logits, wanted in zip(one.logits, other.logits, strict=True):
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)

@@ -31,6 +31,8 @@ def taught(base: Path, **tables: Any) -> Recipe:
     teacher = {"use": "stages.frozen", "model": {"use": "model.auto", "path": str(base)}}
     tables = {"model": model, "teacher": teacher, "loss": {"use": "loss.distill"}} | tables
     tables["batch"] = {"micro_size": 4}
+    if tables["teacher"]:
+        tables["executor"] = {"frozen": "@teacher"} | tables.get("executor", {})
     run = {"name": "taught", "folder": str(base / "run")}
     return Recipe.load("first_run").with_values(
         {name: table for name, table in {**tables, "run": run}.items() if table}
@@ -48,7 +50,7 @@ def test_wrong_loops_are_refused(base: Path) -> None:
     flat = {"use": "stages.frozen", "model": {"use": "model.qwen3.dense", **TEACHER}, "weights": str(base)}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"model": {"vocab_size": 300}}, "[teacher.model] has a vocabulary of 257 ids, and [model] of 300"),
-        ({"teacher": None}, "[loss] compares with a frozen model, and the recipe has none"),
+        ({"teacher": None}, "[loss] compares with a frozen model, and [executor] has none"),
         ({"loss": {"use": "loss.next_token"}}, "[loss] does not compare with [teacher]"),
         ({"loss": loss | {"reference": "data"}}, "[loss] does not compare with [teacher]"),
         ({"loss": loss | {"reference": "data", "temperature": 2.0}, "teacher": None}, "have the temperature 1"),
