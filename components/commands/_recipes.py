@@ -6,6 +6,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh, PerDimension
 from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.stages import FrozenModel
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
@@ -39,12 +40,14 @@ def add_overlay_option(parser: argparse.ArgumentParser) -> None:
 
 def find_only_node(graph: Graph, port: type, holder: str = "the recipe") -> str:
     """
-    Return the name of the only node that implements a port.
+    Return the name of the only node that implements a port, other than the models of teachers and references.
 
     Raises UserError about `holder`, the graph's owner, unless exactly one node does. Raises RecipeError if no node does
     and the graph has problems, because the missing node may have an unknown component.
     """
-    names = graph.implementers(port)
+    frozen = {*graph.implementers(FrozenModel)}
+    users = {name: {user for user, _ in graph.list_incoming_edges(name)} for name in graph.implementers(port)}
+    names = [name for name in users if not users[name] or not users[name] <= frozen]
     if not names:
         graph.require_valid()
     if len(names) != 1:
