@@ -51,7 +51,8 @@ class RunsResult(Result):
 def main(options: argparse.Namespace, project: Project) -> RunsResult:
     """Read the runs."""
     if not options.folder.is_dir():
-        raise UserError(f"there is no folder {options.folder}; give one with runs, such as runs", 2)
+        hint = "`drawloom run` makes it with the first run; or give the folder with your runs"
+        raise UserError(f"there is no folder {options.folder}; {hint}", 2)
     rows = sort_run_rows(read_run_rows(options.folder), options.sort, reverse=options.reverse)
     shown = [row for row in rows if options.state in (None, row.state)]
     for row in shown:
