@@ -39,7 +39,7 @@ LAYOUTS = {
     "shards": ("mesh.data_shard=2", "batch.micro_size=1"),
     "tensor": ("mesh.tensor=2",),
 }
-SAMPLED = ("reward", "reward/regex", "length", "truncated", "validation_reward", "tokens")
+SAMPLED = ("reward", "reward/rewards.regex", "length", "truncated", "validation_reward", "tokens")
 
 
 @pytest.fixture
