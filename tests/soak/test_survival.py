@@ -33,8 +33,7 @@ def test_a_run_survives_two_hundred_faults(tmp_path: Path) -> None:
     """No step is wrong, no process hangs or is left, and the next step after a kill is finished within seconds."""
     findings = _survive(tmp_path, 3, (), faults=200, seed=7, seconds=1200)
     assert findings.faults.total() >= 200 and findings.codes and {*findings.codes} == {143}
-    kills = sorted(findings.kills)
-    assert kills[int(len(kills) * 0.95)] < RECOVERY  # gloo's wait can't be broken if a kill meets connecting ranks
+    assert max(findings.kills) < RECOVERY
 
 
 @pytest.mark.soak

@@ -137,7 +137,6 @@ class Soak:
             self._pause(self.random.uniform(0, 1))
             if self.step <= before + 1:  # the others still recover
                 self.findings.faults["killed while the others recover"] += 1
-                start = time.monotonic()
                 os.kill(members.pop(), signal.SIGKILL)
         self._await_step(before + 2)  # the one in progress may have been finished
         (self.findings.stops if stops else self.findings.kills).append(time.monotonic() - start)
