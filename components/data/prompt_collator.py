@@ -1,25 +1,23 @@
 """Collator of prompts, texts or conversations, for rollouts."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
-import attrs
 import numpy as np
 import torch
 
 from drawloom.components.data.chat.corpus import check_messages
 from drawloom.components.data.chat.prompt import encode_prompt_messages
-from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer
+from drawloom.components.data.chat.prompt_renderer import PromptRenderer
+from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.components.ports.data import Example
 from drawloom.components.ports.rollouts import PromptBatch
 from drawloom.components.state.batch import Batch
-from drawloom.graph import component, setting
+from drawloom.graph import component
 
 
 @component
-class PromptCollator:
+class PromptCollator(PromptRenderer):
     """
     Rows of prompts, one per example, with the example for the rewards.
 
@@ -28,22 +26,6 @@ class PromptCollator:
     """
 
     batch_type: ClassVar[type[Batch]] = PromptBatch
-
-    tokenizer: Tokenizer
-    template: Path | None = setting(
-        default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
-    )
-    date: str | None = setting(default=None, doc="date for templates with today's date, such as 2025-01-31")
-    _renderer: ChatTemplate | None = attrs.field(init=False, default=None)
-
-    def close(self) -> None:
-        """End the process that renders templates, if one is running."""
-        if self._renderer is not None:
-            self._renderer.close()
-
-    def list_input_files(self) -> dict[str, list[Path]]:
-        """Return the template file, if there is one."""
-        return {} if self.template is None else {"template": [self.template]}
 
     def count(self, example: Example) -> int:
         """Count a prompt's tokens. Raises ValueError for an example without a prompt, or with an empty one."""
@@ -76,11 +58,4 @@ class PromptCollator:
         if not isinstance(self.tokenizer, ChatTokenizer):
             raise ValueError("its prompt has messages, and the tokenizer has no chat template; write a text")
         check_messages(messages)
-        if self._renderer is None:
-            text = self.tokenizer.chat_template if self.template is None else self.template.read_text("utf-8")
-            self._renderer = ChatTemplate(text, self.tokenizer.template_tokens, self.date)
-        return encode_prompt_messages(self.tokenizer, self._renderer, messages, tools)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what worker processes need; each starts a renderer of its own."""
-        return {**self.__dict__, "_renderer": None}
+        return encode_prompt_messages(self.tokenizer, self.open_template(self.tokenizer), messages, tools)

@@ -2,48 +2,31 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 
 from drawloom.components.data.chat.prompt import encode_prompt_messages, find_answer_end
-from drawloom.components.data.chat.template import ChatTemplate, RenderError
-from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer
+from drawloom.components.data.chat.prompt_renderer import PromptRenderer
+from drawloom.components.data.chat.template import RenderError
+from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.graph import UserError, component, setting
 
 
 @component(impact="safe", needs={"jinja2": "drawloom[chat]"})
-class TemplatePrompts:
+class TemplatePrompts(PromptRenderer):
     """
     Prompts for answers: a conversation rendered by the tokenizer's chat template.
 
     An answer ends with the tokenizer's end token, or with the template's control token after an answer.
     """
 
-    tokenizer: Tokenizer
-    template: Path | None = setting(
-        default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
-    )
-    date: str | None = setting(
-        default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
-    )
     system: str | None = setting(default=None, doc="system prompt, the first message of every conversation")
-    _renderer: ChatTemplate | None = attrs.field(init=False, default=None)
-
-    def close(self) -> None:
-        """End the process that renders templates, if one is running."""
-        if self._renderer is not None:
-            self._renderer.close()
-
-    def list_input_files(self) -> dict[str, list[Path]]:
-        """Return the template file, if there is one."""
-        return {} if self.template is None else {"template": [self.template]}
 
     @cached_property
     def answer_ends(self) -> frozenset[int]:
-        tokenizer, template = self._chat_tokenizer, self._open_template()
+        tokenizer = self._chat_tokenizer
+        template = self.open_template(tokenizer)
         try:
             end = find_answer_end(tokenizer, template)
         except RenderError:  # a template may require more than a question and an answer
@@ -52,8 +35,10 @@ class TemplatePrompts:
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        tokenizer = self._chat_tokenizer
+        template = self.open_template(tokenizer)
         try:
-            return encode_prompt_messages(self._chat_tokenizer, self._open_template(), [*first, *messages])
+            return encode_prompt_messages(tokenizer, template, [*first, *messages])
         except ValueError as error:
             prefix = "the chat template refuses the conversation: " if isinstance(error, RenderError) else ""
             raise UserError(f"{prefix}{error}") from error
@@ -66,19 +51,3 @@ class TemplatePrompts:
             text = f"the tokenizer {name} has no chat template and no control tokens"
             raise UserError(f"{text}; use a model that was trained on conversations, with its tokenizer", 2)
         return self.tokenizer
-
-    def _open_template(self) -> ChatTemplate:
-        """Return the renderer, started once. Raises UserError if the template is missing or unreadable."""
-        if self._renderer is None:
-            tokenizer = self._chat_tokenizer
-            self._renderer = ChatTemplate(self._read_template(tokenizer), tokenizer.template_tokens, self.date)
-        return self._renderer
-
-    def _read_template(self, tokenizer: ChatTokenizer) -> str | None:
-        """Return the template's text. Raises UserError if the file can't be read."""
-        if self.template is None:
-            return tokenizer.chat_template
-        try:
-            return self.template.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"template: {self.template} can't be read ({error}); name a jinja2 file", 2) from error
