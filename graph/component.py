@@ -172,7 +172,7 @@ class Traits:
     opens_first: str = ""
 
 
-def find_declared_flow(component: object) -> Flow:
+def find_declared_reads_and_writes(component: object) -> Flow:
     """Return the declared flow of a component, which is an object or a class; an empty one if it declares none."""
     traits: Traits | None = getattr(component, "__component__", None)
     return Flow() if traits is None else traits.flow
@@ -217,15 +217,15 @@ def component(
     - `notes(node)` yields lines about the node for `explain`, and for `draw` with the focus on it;
     - `resume_impact(node, key)` returns the effect of another value of a key on a resumed run, alone or with the reason
       as a tuple, or None;
-    - `settings_in_folder(settings, explicit_keys, folder)` returns settings for a run in the folder from which its
-      recipe was read; `explicit_keys` lists the keys that overlays or the command line set.
+    - `settings_to_stay_in_folder(settings, explicit_keys, folder)` returns settings for a run in the folder from which
+      its recipe was read; `explicit_keys` lists the keys that overlays or the command line set.
 
     The container calls `open()`, `close()` and `on_failure(error)` of objects with these methods. It opens and closes
-    other objects in the contexts that their `stage_context(stage, node)` returns, also before their own `open()`. `run
-    --dry-run` opens objects with `preview()`, which returns a description of the run before its first step. Before the
-    container opens the first node, it calls every `check_machine()`, and so does `check`: the method raises a UserError
-    if this machine lacks a file or device named in the settings. It reads little, leaves nothing open, and uses other
-    nodes only in their state before `open`.
+    other objects in the contexts that their `lifecycle_context(stage, node)` returns, also before their own `open()`.
+    `run --dry-run` opens objects with `preview()`, which returns a description of the run before its first step. Before
+    the container opens the first node, it calls every `check_files_and_device()`, and so does `check`: the method
+    raises a UserError if this machine lacks a file or device named in the settings. It reads little, leaves nothing
+    open, and uses other nodes only in their state before `open`.
     """
 
     def make(cls: type[T]) -> type[T]:

@@ -55,7 +55,7 @@ class Predecessor(Protocol):
 class StageWatcher(Protocol):
     """A component around the opening and closing of others, such as a timeout."""
 
-    def stage_context(self, stage: Stage, node: str) -> AbstractContextManager[None]:
+    def lifecycle_context(self, stage: Stage, node: str) -> AbstractContextManager[None]:
         """Return a context for opening or closing a node."""
         ...
 
@@ -64,7 +64,7 @@ class StageWatcher(Protocol):
 class MachineUser(Protocol):
     """A user of a file or device that this machine may lack."""
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """
         Raise UserError if this machine lacks a file or device of the settings.
 
@@ -87,7 +87,7 @@ class Previewable(Protocol):
 class StepSource(Protocol):
     """A root component whose run can be watched step by step."""
 
-    def iterate(self) -> Iterator[Any]:
+    def run_and_yield_steps(self) -> Iterator[Any]:
         """Run, and yield every step when it has ended."""
         ...
 
@@ -136,7 +136,7 @@ class FolderSettings(Protocol):
     """A component class with settings that depend on the folder of the recipe."""
 
     @classmethod
-    def settings_in_folder(
+    def settings_to_stay_in_folder(
         cls, settings: Mapping[str, Any], explicit_keys: Collection[str], folder: str
     ) -> Mapping[str, Any]:
         """Return settings for a run in `folder`; overlays or the command line set `explicit_keys`."""

@@ -80,7 +80,7 @@ class UserError(Exception):
         self.exit_code = exit_code
         self.prefix = ""
 
-    def set_node(self, position: Position | None, node: str) -> None:
+    def add_node_to_message(self, position: Position | None, node: str) -> None:
         """Prefix the message with the raising node, and with the position of the cause, if known."""
         self.prefix = f"{position}: [{node}] " if position else f"[{node}] "
 

@@ -18,7 +18,7 @@ from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe, merge_layers
 from drawloom.graph.recipe.overrides import nest_values, read_overrides
-from drawloom.graph.registry.imports import find_source
+from drawloom.graph.registry.imports import find_component_source
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
 from drawloom.graph.wiring.graph import Graph
@@ -47,7 +47,7 @@ class Project:
         registry = self.registry
         for package in packages:
             try:
-                registry = registry.with_source(find_source(package))
+                registry = registry.with_source(find_component_source(package))
             except (LookupError, ImportError, ValueError) as error:
                 raise UserError(f"--import {package}: {error}", exit_code=2) from error
         return attrs.evolve(self, registry=registry)
@@ -69,7 +69,7 @@ class Project:
         layers = read_layers(recipe, overlays, RecipeFolder(self.recipes), unsaved)
         return merge_layers(recipe, [*layers, Layer(str(COMMAND_LINE), values)])
 
-    def relocate(self, recipe: MergedRecipe) -> MergedRecipe:
+    def adapt_to_moved_run_folder(self, recipe: MergedRecipe) -> MergedRecipe:
         """Return a recipe from a run folder with settings for this folder, wherever the folder was moved to."""
         lock = os.path.join(recipe.source, LOCK)
         if not os.path.isfile(lock):
@@ -77,7 +77,7 @@ class Project:
         for name, table in recipe.nodes.items():
             leaves = {key: item for key, item in table.items.items() if isinstance(item, Leaf)}
             component = self.registry.find(str(leaves["use"].value)) if "use" in leaves else None
-            if in_folder := getattr(getattr(component, "cls", None), "settings_in_folder", None):
+            if in_folder := getattr(getattr(component, "cls", None), "settings_to_stay_in_folder", None):
                 written = [key for key, leaf in leaves.items() if leaf.layer.source != lock]
                 values = in_folder({key: leaf.value for key, leaf in leaves.items()}, written, recipe.source)
                 recipe = recipe.with_values(nest_values(name, values), recipe.source) if values else recipe
@@ -177,7 +177,7 @@ class Recipe:
     @cached_property
     def graph(self) -> Graph:
         """Its nodes and edges, with all problems."""
-        return self.project.graph(self.project.relocate(self.merged))
+        return self.project.graph(self.project.adapt_to_moved_run_folder(self.merged))
 
     def check(self, *, elsewhere: bool = False) -> list[Problem]:
         """
@@ -196,7 +196,7 @@ class Recipe:
         valid = self.graph.valid_nodes([root]) if root in self.graph.nodes else []
         container = Container(self.graph, valid, ResolvedRecipe("", ""))
         container.build()
-        return container.check_machine()
+        return container.check_files_and_device()
 
     def explain(self, target: str = "") -> str:
         """
@@ -212,7 +212,7 @@ class Recipe:
         title = Path(self.merged.source).stem
         return draw(self.graph.require_valid(), title, self.project.root, format, focus, step=step)
 
-    def resolved(self) -> str:
+    def to_resolved_toml(self) -> str:
         """Return the resolved recipe as TOML: every setting and edge, with its origin in a comment."""
         return resolve(self.graph.require_valid()).text
 
@@ -225,7 +225,9 @@ class Recipe:
         graph = self.graph.require_valid()
         needed = graph.topological_order([self.project.root])
         previewed = [name for name in needed if hasattr(graph.nodes[name].spec.cls, "preview")]
-        ports = {port for name in previewed for field in graph.nodes[name].spec.every_fields for port in field.ports}
+        ports = {
+            port for name in previewed for field in graph.nodes[name].spec.fields_of_kind_every for port in field.ports
+        }
         members = [name for port in ports for name in graph.implementers(port) if name in needed]
         with self.open([*members, *previewed]) as opened:
             return "\n".join(opened[name].preview() for name in previewed)

@@ -49,7 +49,7 @@ def make_setting_schema(kind: Any, check: Any = None) -> Schema:
 
 
 def make_value_schema(kind: Any) -> Schema:
-    """Return the schema for a type's values. Parts of a value may be variables."""
+    """Return the schema for a type's literal values; their entries and items may be variables."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in SIMPLE_TYPES:
         return dict(SIMPLE_TYPES[kind])
@@ -148,8 +148,10 @@ def recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] | None
         "type": "object",
         "required": ["use"],
         "properties": {"use": {"enum": [spec.use for spec in specs]}},
-        "anyOf": [*map(_make_ref, specs), True],
-        "allOf": [{"if": {"properties": {"use": {"const": spec.use}}}, "then": _make_ref(spec)} for spec in specs],
+        "anyOf": [*map(_make_schema_reference, specs), True],
+        "allOf": [
+            {"if": {"properties": {"use": {"const": spec.use}}}, "then": _make_schema_reference(spec)} for spec in specs
+        ],
     }
     components = {spec.use: _make_component_schema(spec, specs) for spec in specs}
     return {
@@ -193,7 +195,7 @@ def _make_directives_schema() -> Schema:
     }
 
 
-def _make_ref(spec: Spec) -> Schema:
+def _make_schema_reference(spec: Spec) -> Schema:
     return {"$ref": f"#/definitions/{spec.use}"}
 
 
@@ -223,7 +225,7 @@ def _make_key_schema(field: Field, specs: list[Spec]) -> Schema:
         return {
             "anyOf": [REFERENCE, VARIABLE, {"type": "object", "required": ["use"], "properties": names}]
         } | description
-    target = {"anyOf": [REFERENCE, VARIABLE, *map(_make_ref, fitting)]}
+    target = {"anyOf": [REFERENCE, VARIABLE, *map(_make_schema_reference, fitting)]}
     if field.kind == "mapping":
         return {"type": "object", "additionalProperties": target} | description
     return {"anyOf": [{"type": "array", "items": target}, VARIABLE]} | description

@@ -80,7 +80,7 @@ class ParamState:
         return self.exp_avg_scale is not None
 
     @property
-    def has_pairs(self) -> bool:
+    def has_adjacent_noise_pairs(self) -> bool:
         """Return whether all pairs of elements with a common random draw are neighbours in the weight."""
         return not any(number % PER_DRAW for number in (self.first, self.width, self.stride))
 
@@ -237,7 +237,7 @@ def _draw_noise_bits(param: ParamState, elements: Tensor, counter: int) -> Itera
     """
     offset = elements if param.is_contiguous else elements // param.width * param.stride + elements % param.width
     index = param.first + offset
-    if param.has_pairs:
+    if param.has_adjacent_noise_pairs:
         words = philox(param.key, index[::PER_DRAW] // PER_DRAW, counter)
         return (split_into_16bit_halves(word)[: len(elements)] for word in words)
     return (torch.where(index % 2 > 0, word >> 16, word & 0xFFFF) for word in philox(param.key, index // 2, counter))

@@ -34,7 +34,7 @@ MASKED = torch.finfo(torch.float32).min / 2
 """Score of a masked key: its weight is 0 beside any other key, and differences of scores are finite."""
 
 
-def with_more_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def apply_with_padded_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function of rows to x (..., width), as if it had at least `MIN_ROWS` rows; return (..., outputs)."""
     rows = x.shape[:-1].numel()
     if rows >= MIN_ROWS:

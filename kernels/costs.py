@@ -50,7 +50,9 @@ class _Registration:
 
     def costs(self, arguments: Mapping[str, Any]) -> OperationCosts:
         return OperationCosts(
-            _call_by_name(self.flops, arguments), _call_by_name(self.scratch, arguments), self.is_attention
+            _call_with_named_arguments(self.flops, arguments),
+            _call_with_named_arguments(self.scratch, arguments),
+            self.is_attention,
         )
 
 
@@ -110,7 +112,7 @@ def moves_data(operator: OpOverload, allocates: bool) -> bool:
     return allocates or bool(operator._schema.is_mutable)
 
 
-def _call_by_name(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def _call_with_named_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a cost function with the arguments named like its parameters."""
     return function(**{name: arguments[name] for name in signature(function).parameters})
 

@@ -65,14 +65,14 @@ class MatrixProduct(Addable):
     def compute_in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         """Return the product (rows, columns) in a dtype."""
         a, b = self.factors(*tensors)
-        if dtype != a.dtype and _has_wide_product(a, dtype):
+        if dtype != a.dtype and _can_write_product_in_dtype(a, dtype):
             return torch.mm(a, b, out_dtype=dtype)
         return torch.mm(a.to(dtype), b.to(dtype))
 
     def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
         """Add the product to `summed` (rows, columns) in the matmul's epilogue."""
         a, b = self.factors(*tensors)
-        if summed.dtype != a.dtype and _has_wide_product(a, summed.dtype):
+        if summed.dtype != a.dtype and _can_write_product_in_dtype(a, summed.dtype):
             torch.addmm(summed, a, b, out_dtype=summed.dtype, out=summed)
         else:
             torch.addmm(summed, a.to(summed.dtype), b.to(summed.dtype), out=summed)
@@ -111,7 +111,7 @@ def _has_hooks(weight: Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
-def _has_wide_product(a: Tensor, dtype: torch.dtype) -> bool:
+def _can_write_product_in_dtype(a: Tensor, dtype: torch.dtype) -> bool:
     """Return whether torch can write such factors' product in this dtype."""
     return not a.is_cpu and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
 

@@ -107,7 +107,7 @@ def _experts_of_rows(count: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
     return expert, (row < offsets[-1]).unsqueeze(-1)
 
 
-def _add(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
+def _add_bias_by_expert(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
     expert, is_used = _experts_of_rows(len(rows), offsets)
     added = upcast(bias)[expert]
     if scale is not None:
@@ -115,7 +115,7 @@ def _add(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> T
     return (upcast(rows) + torch.where(is_used, added, 0)).to(rows.dtype)
 
 
-def _sum_rows(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
+def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
     expert, is_used = _experts_of_rows(len(grad), offsets)
     wide = torch.where(is_used, upcast(grad) if scale is None else upcast(grad) * scale.unsqueeze(-1), 0)
     # Its order of additions is fixed, on a GPU, too.
@@ -123,9 +123,9 @@ def _sum_rows(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
     return summed.to(grad.dtype)
 
 
-def _sum_products(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
+def _sum_bias_products_by_row(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
     expert, is_used = _experts_of_rows(len(grad), offsets)
     return torch.where(is_used, upcast(grad) * upcast(bias)[expert], 0).sum(-1).to(scale.dtype)
 
 
-EAGER = ExpertBiasImplementation(_add, _sum_rows, _sum_products)
+EAGER = ExpertBiasImplementation(_add_bias_by_expert, _sum_rows_by_expert, _sum_bias_products_by_row)

@@ -19,13 +19,13 @@ from drawloom.kernels.deferred_grads import (
     supports_deferred_weight_gradient,
 )
 from drawloom.kernels.float8 import Float8Rows
-from drawloom.kernels.grouped_float8 import GroupedFloat8Kernels, ScaledRows, empty_experts
+from drawloom.kernels.grouped_float8 import GroupedFloat8Kernels, ScaledRows, allocate_rounded_experts
 from drawloom.kernels.linear_float8 import (
     FactorProduct,
     GradientDispatcher,
     KeptWeights,
     check_float8_operands,
-    round_input,
+    get_or_round_input,
 )
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import once_differentiable
@@ -41,7 +41,9 @@ def experts_float8(
     x bfloat16 (..., width), probabilities (tokens, top_k); gate_up (experts, 2 * inner, width), whose first half is
     the gate's, and down (experts, width, inner), both bfloat16.
     """
-    return _apply(kernels, x, probabilities, gate_up, down, routes.offsets, routes.dest_row, routes.source_choice)
+    return _multiply_by_experts(
+        kernels, x, probabilities, gate_up, down, routes.offsets, routes.dest_row, routes.source_choice
+    )
 
 
 def expert_rows_float8(
@@ -51,10 +53,10 @@ def expert_rows_float8(
     Compute `experts_float8` for rows (rows, width) sorted by expert, without sums: probabilities (rows,), ends int32
     (experts,); returns (rows, width).
     """
-    return _apply(kernels, rows, probabilities, gate_up, down, ends, None, None)
+    return _multiply_by_experts(kernels, rows, probabilities, gate_up, down, ends, None, None)
 
 
-def _apply(
+def _multiply_by_experts(
     kernels: GroupedFloat8Kernels,
     x: Tensor,
     probabilities: Tensor,
@@ -66,7 +68,7 @@ def _apply(
 ) -> Tensor:
     for weight in (gate_up, down):
         check_float8_operands(x, weight)
-    rows = round_input(kernels, x, False)
+    rows = get_or_round_input(kernels, x, False)
     gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in (gate_up, down)])
     result: Tensor = _ExpertsFloat8.apply(  # type: ignore[no-untyped-call]
         x, probabilities, gate_up, down, gradients, kernels, rows.data, rows.scale, ends, dest_row, source_choice
@@ -78,10 +80,10 @@ class KeptExperts(KeptWeights):
     """Rounded experts' weight (experts, outputs, inputs), kept in the same memory from one update to the next."""
 
     def allocate(self) -> Float8Rows:
-        return empty_experts(self.weights[0])
+        return allocate_rounded_experts(self.weights[0])
 
     def fill(self, kernels: Any) -> None:
-        kernels.round_experts(self.weights[0], self.rows)
+        kernels.round_experts_into(self.weights[0], self.rows)
 
 
 def _round_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -116,10 +118,12 @@ class _ExpertsFloat8(Function):
         """Return (tokens, width) for rounded x: data (tokens, width), scale (tokens,); without routes, also rows."""
         rows = data, scale, probabilities
         if dest_row is not None and source_choice is not None:
-            rows = kernels.take(ScaledRows(data, scale), probabilities, Routes(dest_row, source_choice, ends))
+            rows = kernels.copy_tokens_to_expert_rows(
+                ScaledRows(data, scale), probabilities, Routes(dest_row, source_choice, ends)
+            )
         first, first_scale, first_transposed = _round_weight(kernels, gate_up)
         gate_and_up = kernels.multiply_rows(rows[0], rows[1], first, first_scale, ends, True)
-        inner = call_recomputable_in_autograd_function(kernels.expert_swiglu, gate_and_up, rows[2])
+        inner = call_recomputable_in_autograd_function(kernels.quantize_expert_swiglu, gate_and_up, rows[2])
         second, second_scale, second_transposed = _round_weight(kernels, down)
         outputs = kernels.multiply_rows(inner[0], inner[1], second, second_scale, ends, True)
         ctx.transposed = first_transposed, second_transposed
@@ -141,28 +145,32 @@ class _ExpertsFloat8(Function):
         rows, top_k = tokens, 1
         if dest_row is not None:
             top_k = max(dest_row.shape[1], 1)
-            rows = ScaledRows(*kernels.take(tokens, None, Routes(dest_row, source_choice, ends))[:2])
-        transposed = _transpose_weight(kernels, down, second_scale, ctx.transposed[1])
+            rows = ScaledRows(
+                *kernels.copy_tokens_to_expert_rows(tokens, None, Routes(dest_row, source_choice, ends))[:2]
+            )
+        transposed = _get_transposed_rounded_weight(kernels, down, second_scale, ctx.transposed[1])
         grad_inner = kernels.multiply_rows(*rows, transposed, second_scale, ends, False)
         grad_down = grad_gate_up = grad_x = grad_probabilities = None
         if needs_second:
             left = ScaledRows(inner, inner_scale)
             right = ScaledRows(tokens.data, rows.scale)
-            inner_factor, grad_factor, scale = kernels.factors(left, right, source_choice, top_k, ends)
+            inner_factor, grad_factor, scale = kernels.prepare_outer_product_factors(
+                left, right, source_choice, top_k, ends
+            )
             product = FactorProduct(kernels.multiply_groups, 1)
             grad_down = ctx.weight_gradient(product, grad_factor, inner_factor, scale, ends.detach())
             del inner_factor, grad_factor
         del rows
-        *rounded, grad_probabilities = kernels.expert_swiglu_gradient(grad_inner, gate_and_up, probabilities)
+        *rounded, grad_probabilities = kernels.quantize_expert_swiglu_gradient(grad_inner, gate_and_up, probabilities)
         grad_both = ScaledRows(*rounded)
         del grad_inner
         if needs_first:
             right = ScaledRows(data.detach(), x_scale)
-            factors = kernels.factors(grad_both, right, source_choice, top_k, ends)
+            factors = kernels.prepare_outer_product_factors(grad_both, right, source_choice, top_k, ends)
             grad_gate_up = ctx.weight_gradient(FactorProduct(kernels.multiply_groups, 0), *factors, ends.detach())
             del factors
         if needs_x or (needs_probabilities and dest_row is not None):
-            transposed = _transpose_weight(kernels, gate_up, first_scale, ctx.transposed[0])
+            transposed = _get_transposed_rounded_weight(kernels, gate_up, first_scale, ctx.transposed[0])
             grad_x = kernels.multiply_rows(*grad_both, transposed, first_scale, ends, False)
             if dest_row is not None:
                 grad_x, grad_probabilities = kernels.sum_by_token(grad_x, grad_probabilities, dest_row)
@@ -171,6 +179,8 @@ class _ExpertsFloat8(Function):
         return *results, *(None,) * 7
 
 
-def _transpose_weight(kernels: GroupedFloat8Kernels, weight: Tensor, scale: Tensor, kept: Tensor | None) -> Tensor:
+def _get_transposed_rounded_weight(
+    kernels: GroupedFloat8Kernels, weight: Tensor, scale: Tensor, kept: Tensor | None
+) -> Tensor:
     """Return a rounded weight, transposed (experts, inputs, outputs)."""
-    return kernels.transpose_experts(weight, scale) if kept is None else kept
+    return kernels.quantize_transposed_experts(weight, scale) if kept is None else kept

@@ -68,7 +68,7 @@ class Float8Kernels(Protocol):
         """Round weights (outputs, inputs) by rows: elements (all outputs, inputs) and scales (all outputs,)."""
         ...
 
-    def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
+    def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         """Round weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
         ...
 
@@ -150,7 +150,7 @@ class EagerFloat8:
     def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return self.quantize_rows(torch.cat([*weights]), False)[:2]
 
-    def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
+    def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         return _transpose_rows((torch.cat([*weights]).float() / scale[:, None]).to(E4M3))
 
     def round_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:

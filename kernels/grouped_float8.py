@@ -35,7 +35,7 @@ class GroupedFactors(NamedTuple):
     Factors for a weight's gradient by expert: left @ right.T over an expert's columns, times its scale.
 
     `left` e4m3 (outputs, columns), `right` e4m3 (inputs, columns), `scale` float32 (experts,). An expert's columns are
-    its rows, padded with zeros to a multiple of GROUP; there are `count_columns` columns in total.
+    its rows, padded with zeros to a multiple of GROUP; there are `count_padded_columns` columns in total.
     """
 
     left: Tensor
@@ -48,7 +48,9 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
     Casts and products in float8 for experts; `ends` are the rows' ends by expert, int32 (experts,).
     """
 
-    def take(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> tuple[Tensor, Tensor, Tensor]:
+    def copy_tokens_to_expert_rows(
+        self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """
         Copy rounded tokens (tokens, width) to their choices' rows.
 
@@ -67,22 +69,22 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         """Round a weight (experts, outputs, inputs) by expert: e4m3 with this shape, and scales (experts,)."""
         ...
 
-    def transpose_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
+    def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Round a weight (experts, outputs, inputs) with scales (experts,): e4m3 (experts, inputs, outputs)."""
         ...
 
-    def round_experts(self, weight: Tensor, rows: Float8Rows) -> None:
+    def round_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
         """Fill `rows` with a weight's elements, scales by expert and transposed copy."""
         ...
 
-    def expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """
         Round silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up:
         e4m3 (rows, width) and scales (rows,).
         """
         ...
 
-    def expert_swiglu_gradient(
+    def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -93,7 +95,7 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         """
         ...
 
-    def factors(
+    def prepare_outer_product_factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
     ) -> GroupedFactors:
         """
@@ -117,12 +119,12 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         ...
 
 
-def count_columns(rows: int, experts: int) -> int:
+def count_padded_columns(rows: int, experts: int) -> int:
     """Return the columns in transposed copies, with at most GROUP - 1 padded columns by expert."""
     return (rows // GROUP + experts) * GROUP
 
 
-def empty_experts(weight: Tensor) -> Float8Rows:
+def allocate_rounded_experts(weight: Tensor) -> Float8Rows:
     """Return memory for a rounded weight (experts, outputs, inputs), scales by expert, and its transposed copy."""
     experts, outputs, inputs = weight.shape
     data, transposed = (
@@ -134,12 +136,14 @@ def empty_experts(weight: Tensor) -> Float8Rows:
 class EagerGroupedFloat8(EagerFloat8):
     """Casts and products in plain torch: operands are widened to float32."""
 
-    def take(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> tuple[Tensor, Tensor, Tensor]:
+    def copy_tokens_to_expert_rows(
+        self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes
+    ) -> tuple[Tensor, Tensor, Tensor]:
         top_k = max(routes.dest_row.shape[1], 1)
         is_used = routes.source_choice >= 0
         choice = routes.source_choice.where(is_used, 0).long()
         token = choice // top_k
-        data = _index(rows.data, token).view(torch.uint8).where(is_used[:, None], 0).view(E4M3)
+        data = _select_float8_rows(rows.data, token).view(torch.uint8).where(is_used[:, None], 0).view(E4M3)
         by_row = rows.scale.new_empty(0)
         if probabilities is not None:
             by_row = probabilities.flatten()[choice].where(is_used, 0)
@@ -155,19 +159,19 @@ class EagerGroupedFloat8(EagerFloat8):
         scale = compute_power_of_two_scales(wide.abs().amax((1, 2)))
         return (wide / scale[:, None, None]).to(E4M3), scale
 
-    def transpose_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
+    def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
         return (weight.float() / scale[:, None, None]).to(E4M3).transpose(1, 2).contiguous()
 
-    def round_experts(self, weight: Tensor, rows: Float8Rows) -> None:
+    def round_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
         data, scale = self.quantize_experts(weight)
         for target, source in zip(rows, (data, scale, data.transpose(1, 2)), strict=True):
             target.copy_(source)
 
-    def expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = gate_and_up.float().chunk(2, -1)
         return self.quantize_rows(swiglu_eager(gate, up, probabilities.float()), False)[:2]
 
-    def expert_swiglu_gradient(
+    def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         (gate, up), wide = gate_and_up.float().chunk(2, -1), upcast(grad)
@@ -175,7 +179,7 @@ class EagerGroupedFloat8(EagerFloat8):
         gradients = compute_swiglu_gradients(gate, up, wide * probabilities.float().unsqueeze(-1))
         return *self.quantize_rows(torch.cat(gradients, 1), False)[:2], grad_probabilities
 
-    def factors(
+    def prepare_outer_product_factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
     ) -> GroupedFactors:
         count = len(left.data)
@@ -187,11 +191,11 @@ class EagerGroupedFloat8(EagerFloat8):
         largest = product.new_zeros(len(ends)).scatter_reduce(0, expert, product.where(is_used, 0), "amax")
         scale = largest.clamp_min(MIN_SCALE)
         folded = (left.data.float() * (product / scale[expert])[:, None]).to(E4M3)
-        rows = right.data if choices is None else _index(right.data, choices.clamp_min(0).long() // top_k)
+        rows = right.data if choices is None else _select_float8_rows(right.data, choices.clamp_min(0).long() // top_k)
         begins = ends.roll(1).index_fill(0, ends.new_zeros(1).long(), 0)
-        padded = _pad_ends(ends)
+        padded = _compute_padded_ends(ends)
         column = row - begins[expert] + padded.roll(1).index_fill(0, ends.new_zeros(1).long(), 0)[expert]
-        columns = count_columns(count, len(ends))
+        columns = count_padded_columns(count, len(ends))
         column = column.where(is_used, columns)
         return GroupedFactors(_spread_columns(folded, column, columns), _spread_columns(rows, column, columns), scale)
 
@@ -200,17 +204,17 @@ class EagerGroupedFloat8(EagerFloat8):
         return (grouped_gemm.EAGER.rows(a.float(), matrices, ends) * a_scale[:, None]).bfloat16()
 
     def multiply_groups(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-        product = grouped_gemm.EAGER.matrices(left.t().float(), right.t().float(), _pad_ends(ends))
+        product = grouped_gemm.EAGER.matrices(left.t().float(), right.t().float(), _compute_padded_ends(ends))
         return (product * scale[:, None, None]).bfloat16()
 
 
-def _pad_ends(ends: Tensor) -> Tensor:
+def _compute_padded_ends(ends: Tensor) -> Tensor:
     """Return the columns' ends by expert."""
     counts = ends.diff(prepend=ends.new_zeros(1))
     return ((counts + GROUP - 1) // GROUP * GROUP).cumsum(0).to(ends.dtype)
 
 
-def _index(data: Tensor, rows: Tensor) -> Tensor:
+def _select_float8_rows(data: Tensor, rows: Tensor) -> Tensor:
     """Return e4m3 rows (n, width); torch does not index float8 on a CPU."""
     return data.view(torch.uint8)[rows].view(E4M3)
 

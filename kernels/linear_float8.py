@@ -50,7 +50,7 @@ def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tenso
     Return x @ weight.T + bias (..., outputs), multiplied in float8: x (..., inputs), weight (outputs, inputs), bias
     (outputs,), all bfloat16; layers with the same tensor x round it once.
     """
-    return _multiply(kernels, x, [weight], bias)[0]
+    return _multiply_by_weights_in_float8(kernels, x, [weight], bias)[0]
 
 
 def linears_float8(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -58,13 +58,15 @@ def linears_float8(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor])
     Return x @ weight.T (..., outputs) for up to three weights (outputs, inputs), multiplied in float8: x (..., inputs),
     all bfloat16. The input's gradient is one product.
     """
-    return _multiply(kernels, x, weights, None)
+    return _multiply_by_weights_in_float8(kernels, x, weights, None)
 
 
-def _multiply(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> tuple[Tensor, ...]:
+def _multiply_by_weights_in_float8(
+    kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None
+) -> tuple[Tensor, ...]:
     for weight in weights:
         check_float8_operands(x, weight)
-    rows = round_input(kernels, x, _need_gradients(weights))
+    rows = get_or_round_input(kernels, x, _need_gradients(weights))
     gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
     result: tuple[Tensor, ...] = _LinearFloat8.apply(x, bias, gradients, kernels, *rows, *weights)  # type: ignore[no-untyped-call]
     return result
@@ -82,7 +84,7 @@ def linear_quantized_float8(
 
     `dequantize` maps the weight's storage (outputs, units) to the weight, bfloat16 (outputs, inputs).
     """
-    rows = round_input(kernels, x, False)
+    rows = get_or_round_input(kernels, x, False)
     y: Tensor = _FrozenLinearFloat8.apply(x, stored, dequantize, kernels, *rows[:2])  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
@@ -95,7 +97,7 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
     weights = gate, up, down
     for weight in weights:
         check_float8_operands(x, weight)
-    rows = round_input(kernels, x, _need_gradients([gate, up]))
+    rows = get_or_round_input(kernels, x, _need_gradients([gate, up]))
     gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
     result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
@@ -129,7 +131,7 @@ def _need_gradients(weights: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
 
 
-def round_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
+def get_or_round_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
     """Round x (..., width) by rows, with or without a transposed copy; the latest tensors are rounded only once."""
     if x.is_inference():  # without a version
         return _quantize(kernels, x, transposed)
@@ -145,7 +147,7 @@ def round_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Ro
 
 def _find_rounded(x: Tensor) -> _Rounded | None:
     reference: ref[_Rounded] | None = getattr(x, "float8", None)
-    return reference and reference()
+    return reference() if reference is not None else None
 
 
 def keep_rounded_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
@@ -210,9 +212,11 @@ def _round_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8R
     return kept.rows
 
 
-def _transpose_weights(kernels: Float8Kernels, weights: Sequence[Tensor], scale: Tensor, kept: Tensor) -> Tensor:
+def _get_transposed_rounded_weights(
+    kernels: Float8Kernels, weights: Sequence[Tensor], scale: Tensor, kept: Tensor
+) -> Tensor:
     """Return rounded weights, transposed (inputs, all outputs)."""
-    return kept if kept.numel() else kernels.transpose_weights(weights, scale)
+    return kept if kept.numel() else kernels.quantize_transposed_weights(weights, scale)
 
 
 @supports_deferred_weight_gradient
@@ -252,7 +256,7 @@ class _LinearFloat8(Function):
         rounded = kernels.quantize_gradient(rows, weight_scale, x_scale if any(ctx.needs_weights) else None)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            elements = _transpose_weights(kernels, weights, weight_scale, ctx.transposed)
+            elements = _get_transposed_rounded_weights(kernels, weights, weight_scale, ctx.transposed)
             grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
                 ctx.inputs_shape
             )
@@ -288,7 +292,7 @@ class _FrozenLinearFloat8(Function):
         stored, weight_scale = ctx.saved_tensors
         kernels: Float8Kernels = ctx.kernels
         rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], weight_scale, None)
-        elements = kernels.transpose_weights([ctx.dequantize(stored)], weight_scale)
+        elements = kernels.quantize_transposed_weights([ctx.dequantize(stored)], weight_scale)
         grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
         return grad_x, None, None, None, None, None
 
@@ -392,7 +396,7 @@ class _MlpFloat8(Function):
         del grad_inner  # as large as the products that follow
         grad_x = None
         if ctx.needs_input_grad[0]:
-            elements = _transpose_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
+            elements = _get_transposed_rounded_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
             grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
                 ctx.inputs_shape
             )
@@ -415,7 +419,7 @@ def _compute_down_projection_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, 
     kernels: Float8Kernels = ctx.kernels
     needs_down = ctx.needs_weights[2]
     rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], scale, inner_scale if needs_down else None)
-    elements = _transpose_weights(kernels, [down], scale, ctx.transposed[1])
+    elements = _get_transposed_rounded_weights(kernels, [down], scale, ctx.transposed[1])
     grad_inner = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False)
     if not needs_down:
         return grad_inner, None

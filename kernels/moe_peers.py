@@ -73,7 +73,7 @@ class EagerPeerExchange:
         return torch.cat(list(tokens[0]))[choice // top_k], row_scalars
 
     @staticmethod
-    def stage_sums(
+    def publish_token_sums(
         rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
     ) -> None:
         """
@@ -86,7 +86,7 @@ class EagerPeerExchange:
             by_choice.copy_(gather_rows(scalars.unsqueeze(1), dest_row).squeeze(2))
 
     @staticmethod
-    def read_sums(
+    def read_and_add_token_sums(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """

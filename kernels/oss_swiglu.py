@@ -28,7 +28,7 @@ class _ClampedSwiGlu(Function):
         """Return (..., width) in the same dtype as gate_and_up (..., 2 * width); scale is (...)."""
         ctx.save_for_backward(gate_and_up, scale)
         ctx.bounds = alpha, limit
-        return as_new_tensor(_compute(gate_and_up, scale, alpha, limit))
+        return as_new_tensor(_compute_oss_swiglu(gate_and_up, scale, alpha, limit))
 
     @staticmethod
     @once_differentiable
@@ -47,7 +47,7 @@ class _ClampedSwiGlu(Function):
         return torch.cat([grad_gate, grad_up], -1).to(gate_and_up.dtype), grad_scale, None, None
 
 
-def _compute(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+def _compute_oss_swiglu(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
     gate, up = upcast(gate_and_up).chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     result = (up + 1) * gate * torch.sigmoid(alpha * gate)

@@ -388,7 +388,7 @@ class Selective:
                 self._results[address] = ref(result), result._version
 
     def _pack(self, tensor: Tensor) -> Saved:
-        weak, version = self._results.get(_address(tensor), (_nothing, 0))
+        weak, version = self._results.get(_address(tensor), (_return_none, 0))
         result: Any = weak()
         if result is None or result._version != version or tensor.dtype != result.dtype:
             return Kept(tensor)
@@ -401,7 +401,7 @@ class Selective:
 _selective: ContextVar[Selective | None] = ContextVar("selective", default=None)
 
 
-def _nothing() -> None:
+def _return_none() -> None:
     return None
 
 

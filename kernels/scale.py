@@ -9,7 +9,9 @@ from torch import Tensor
 from drawloom.kernels.operation import why_no_triton
 
 
-def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (), write: bool = True) -> Tensor:
+def scale_and_sum_squares(
+    tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (), write: bool = True
+) -> Tensor:
     """
     Multiply tensors (any shapes and float dtypes) in place by a factor, float64 () on their device.
 
@@ -31,17 +33,20 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (
 
 
 def _choose_implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tuple[bool, ...], bool], Tensor]:
-    """Return `scale_triton` or `scale_eager`; Triton is imported only if it is used."""
+    """Return `scale_and_sum_squares_triton` or `scale_and_sum_squares_eager`; Triton is imported only if it is used."""
     if not by_triton:
-        return scale_eager
-    from drawloom.kernels.triton.scale import scale_triton
+        return scale_and_sum_squares_eager
+    from drawloom.kernels.triton.scale import scale_and_sum_squares_triton
 
-    return scale_triton
+    return scale_and_sum_squares_triton
 
 
-def scale_eager(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool], write: bool = True) -> Tensor:
+def scale_and_sum_squares_eager(
+    tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool], write: bool = True
+) -> Tensor:
     """
-    Compute `scale` for tensors with one dtype and one flag per tensor; products with 16-bit numbers are in float32.
+    Compute `scale_and_sum_squares` for tensors with one dtype and one flag per tensor; products with 16-bit numbers are
+    in float32.
     """
     if not write:
         tensors, counted = [tensor.clone() for tensor in compress(tensors, counted)], [True] * sum(counted)

@@ -130,7 +130,7 @@ class LoraLinear(Linear, AdaptedLayer):
             fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.in_features))
             self.lora_B.zero_()
             if self.form.dora:
-                weight = self.dequantize_if_quantized(ModelParameter(self.weight).whole())
+                weight = self.dequantize_if_quantized(ModelParameter(self.weight).gather_whole())
                 # In float64, so that the sum over ranks rounds to the same number as the sum on one rank.
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
                 self.lora_magnitude.copy_(self._ranks_sharing_weight_rows.all_reduce(squares).sqrt())
@@ -209,11 +209,11 @@ class LoraEmbedding(Embedding, AdaptedLayer):
     def make_peft_mapper(self, name: str) -> Mapper:
         """Transpose A, because it is (rank, vocab_size) in PEFT."""
 
-        def swap(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        def transpose_factor_a(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             return [tensors[0].T.contiguous()]
 
         start = f"{PEFT}{name}.lora_embedding_"
-        first = TensorGroup((f"{name}.lora_A",), (f"{start}A",), swap, swap)
+        first = TensorGroup((f"{name}.lora_A",), (f"{start}A",), transpose_factor_a, transpose_factor_a)
         return parallel(Mapper((first,)), rename({f"{name}.lora_B": f"{start}B"}))
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
@@ -293,17 +293,17 @@ class LoraExperts(Experts, AdaptedLayer):
         PEFT wraps the module once per parameter, so the first parameter's factors belong to `base_layer`.
         """
 
-        def first(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        def flatten_factor_a(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             return [tensors[0].flatten(0, 1)]
 
-        def second(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        def flatten_factor_b(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             return [tensors[0].permute(1, 2, 0).flatten(1)]
 
         groups = []
         for index, leaf in enumerate(self.adapted):
             start = f"{PEFT}{name}.{'base_layer.' * (len(self.adapted) - 1 - index)}"
-            groups.append(TensorGroup((f"{name}.{leaf}_lora_A",), (f"{start}lora_A.weight",), first))
-            groups.append(TensorGroup((f"{name}.{leaf}_lora_B",), (f"{start}lora_B.weight",), second))
+            groups.append(TensorGroup((f"{name}.{leaf}_lora_A",), (f"{start}lora_A.weight",), flatten_factor_a))
+            groups.append(TensorGroup((f"{name}.{leaf}_lora_B",), (f"{start}lora_B.weight",), flatten_factor_b))
         return Mapper(tuple(groups))
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:

@@ -19,7 +19,7 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest_if_sizes_match,
     step_of_checkpoint,
 )
-from drawloom.components.checkpoint.memory import HeldState, StateMemory, newest_common_step, share_states
+from drawloom.components.checkpoint.memory import HeldState, StateMemory, broadcast_states, find_newest_recoverable_step
 from drawloom.components.checkpoint.reader import no_valid_checkpoint_error
 from drawloom.components.checkpoint.restore import (
     LoadedCheckpoint,
@@ -40,7 +40,7 @@ from drawloom.components.ports.run import (
     RunFolder,
     Stateful,
     Step,
-    check_cadence,
+    describe_cadence_fault,
     is_due,
 )
 from drawloom.components.ports.staging import Stager
@@ -86,7 +86,7 @@ class Checkpointer:
     recipe: ResolvedRecipe
     staging: Stager | None = None
     every: Cadence = setting(
-        default="last", check=check_cadence, doc="steps between checkpoints; the last step is always saved"
+        default="last", check=describe_cadence_fault, doc="steps between checkpoints; the last step is always saved"
     )
     keep: int = setting(default=3, check=at_least(1), doc="how many of the newest checkpoints to keep")
     keep_every: int | None = setting(
@@ -106,10 +106,10 @@ class Checkpointer:
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
-        self._world, self._group = self.mesh.world, self.processes.control_group("checkpoint")
-        if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_losses:
+        self._world, self._group = self.mesh.world, self.processes.make_control_group("checkpoint")
+        if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_rank_losses:
             self._memory, self._joins_others = self._memory or StateMemory(), self.processes.generation > 0
-        run_on_rank0(self._world, lambda: commit.prepare_checkpoints_folder(self._checkpoints_folder))
+        run_on_rank0(self._world, lambda: commit.create_checkpoints_folder_and_clean_up(self._checkpoints_folder))
 
     def hand_over(self) -> StateMemory | None:
         """Return the memory with the newest states, for the run's next attempt in this process; None without one."""
@@ -130,11 +130,11 @@ class Checkpointer:
     def run_phase(self, step: Step) -> None:
         """Save at the cadence, in the background if staging copies. At the last step, wait until the save is done."""
         if self._pending is not None and self._is_done_on_all_ranks(self._pending):
-            self._finish_pending_save()
+            self._wait_for_pending_save()
         if self.saves_after(step):
             self._stage_and_start_write(step)
             if step.is_last or not self._saves_in_background:
-                self._finish_pending_save(required=step.is_last)
+                self._wait_for_pending_save(required=step.is_last)
 
     def saves_after(self, step: Step) -> bool:
         """Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back."""
@@ -147,20 +147,20 @@ class Checkpointer:
         Raises UserError on every rank if the save fails on any rank; earlier checkpoints are unchanged.
         """
         self._stage_and_start_write(step)
-        self._finish_pending_save(required=True)
+        self._wait_for_pending_save(required=True)
 
     def wait_until_staged(self) -> None:
         """Wait until the stager has copied the state, which may change from then on."""
         if self.staging is not None:
             self.staging.synchronize_staging()
         if self._memory is not None:
-            self._memory.copy()
+            self._memory.copy_referenced_states()
 
     def keep_in_memory(self, step: Step) -> None:
         if self._memory is None:
             return
         if not step.goes_back:
-            self._memory.hold(step.index, self.states)
+            self._memory.reference_states(step.index, self.states)
         assert isinstance(self.processes, SurvivingProcesses)
         joining = torch.tensor(0 if step.is_last else int(self.processes.has_spares()))
         self._world.max(joining)
@@ -174,7 +174,7 @@ class Checkpointer:
         Skips a corrupt checkpoint with a warning. Raises UserError if all are corrupt, or if the disk has no
         space for another checkpoint.
         """
-        self._finish_pending_save()  # in a run that goes back, the newest checkpoint may be pending
+        self._wait_for_pending_save()  # in a run that goes back, the newest checkpoint may be pending
         joins_others, self._joins_others = self._joins_others, False
         if joins_others and (done := self._restore_from_memory()):
             return done
@@ -187,7 +187,7 @@ class Checkpointer:
         self._check_free_disk_space(loaded.manifest.total_file_bytes if loaded else 0)
         return self._saved
 
-    def known_steps(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
+    def recorded_step_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
         for checkpoint in list_checkpoints(self._checkpoints_folder):
             if (manifest := read_manifest_if_sizes_match(checkpoint)) is not None:
@@ -199,7 +199,7 @@ class Checkpointer:
 
     @property
     def _saves_in_background(self) -> bool:
-        return self.staging is not None and self.staging.copies
+        return self.staging is not None and self.staging.makes_copies
 
     @cached_property
     def _retention(self) -> Retention:
@@ -207,7 +207,7 @@ class Checkpointer:
 
     @cached_property
     def _make_commit_protocol(self) -> commit.CommitProtocol:
-        return commit.CommitProtocol(self._group, ShardPlan.of(self.states, self._world), self.recipe)
+        return commit.CommitProtocol(self._group, ShardPlan.compare_across_ranks(self.states, self._world), self.recipe)
 
     def _restore_from_memory(self) -> int:
         """
@@ -221,7 +221,7 @@ class Checkpointer:
         indices = self.mesh.indices
         own = [[*states], [indices.pipeline, indices.data_shard, indices.context, indices.tensor]]
         steps, positions = zip(*self._world.gather_json(own), strict=True)
-        step = newest_common_step(steps, positions)
+        step = find_newest_recoverable_step(steps, positions)
         saved = run_on_rank0(
             self._world, lambda: [step_of_checkpoint(path) for path in list_checkpoints(self._checkpoints_folder)]
         )
@@ -230,12 +230,12 @@ class Checkpointer:
             return 0
         own_states = states[step].states if step in states else None
         if any(step not in other for other in steps):
-            received = share_states(own_states, self.states, self.mesh.replicas)
+            received = broadcast_states(own_states, self.states, self.mesh.replicas)
             log.info("%s the state after step %d", "received" if own_states is None else "sent", step)
             own_states = received if own_states is None else own_states
         run_on_all_ranks(self._world, lambda: self._load_state_from_memory(own_states or {}))
         slices = {name: slices_by_sharded_entry(node) for name, node in self.states.items()}
-        self._memory.keep(HeldState(step, own_states or {}, slices))  # for another loss in the next step
+        self._memory.replace_states_by(HeldState(step, own_states or {}, slices))  # for another loss in the next step
         self._saved = step if step == newest else 0
         log.info("restored the state after step %d from memory", step)
         return step
@@ -249,7 +249,7 @@ class Checkpointer:
         """Stage and write a snapshot for an unsaved step, in the background if staging copies."""
         if step.index == self._saved:
             return
-        self._finish_pending_save()  # the pending save first: two copies of the state may not fit into memory
+        self._wait_for_pending_save()  # the pending save first: two copies of the state may not fit into memory
         plan, checkpoint = self._make_commit_protocol.plan, self._checkpoints_folder / f"step-{step.index}"
         snapshot, sizes = run_on_all_ranks(
             self._world,
@@ -295,7 +295,7 @@ class Checkpointer:
         self._world.max(waiting)
         return not waiting.item()
 
-    def _finish_pending_save(self, *, required: bool = False) -> None:
+    def _wait_for_pending_save(self, *, required: bool = False) -> None:
         """
         Wait for the pending save, if there is one.
 

@@ -48,15 +48,15 @@ class StateMemory:
     _copy: HeldState | None = attrs.field(init=False, default=None)
     _current: HeldState | None = attrs.field(init=False, default=None)
 
-    def hold(self, step: int, states: Mapping[str, Stateful]) -> None:
-        """Reference the state after a step. Tensors must not change before `copy`."""
+    def reference_states(self, step: int, states: Mapping[str, Stateful]) -> None:
+        """Reference the state after a step. Tensors must not change before `copy_referenced_states`."""
         self._current = HeldState(
             step,
             {name: map_leaves(_detach_leaf, node.state_dict()) for name, node in states.items()},
             {name: slices_by_sharded_entry(node) for name, node in states.items()},
         )
 
-    def copy(self) -> None:
+    def copy_referenced_states(self) -> None:
         """Copy the referenced state, if there is one, in place of the older copy."""
         if self._current is not None:
             current, self._current, self._copy = self._current, None, None
@@ -66,12 +66,12 @@ class StateMemory:
         """Return the states in memory, one or two, by step."""
         return {state.step: state for state in (self._copy, self._current) if state is not None}
 
-    def keep(self, state: HeldState) -> None:
+    def replace_states_by(self, state: HeldState) -> None:
         """Replace all states in memory by this one."""
         self._copy, self._current = state, None
 
 
-def newest_common_step(steps: Sequence[Sequence[int]], positions: Sequence[Any]) -> int:
+def find_newest_recoverable_step(steps: Sequence[Sequence[int]], positions: Sequence[Any]) -> int:
     """
     Return the newest step in some rank's memory at each position in a replica, 0 without any.
 
@@ -83,7 +83,9 @@ def newest_common_step(steps: Sequence[Sequence[int]], positions: Sequence[Any])
     return max(set.intersection(*by_position.values()), default=0)
 
 
-def share_states(states: Mapping[str, Any] | None, nodes: Mapping[str, Stateful], replicas: Group) -> dict[str, Any]:
+def broadcast_states(
+    states: Mapping[str, Any] | None, nodes: Mapping[str, Stateful], replicas: Group
+) -> dict[str, Any]:
     """
     Return all nodes' states, sent by a rank that has them, without states that differ by rank.
 

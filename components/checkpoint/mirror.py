@@ -79,10 +79,10 @@ class Mirror:
         except StoreError as error:
             raise UserError(f"url: {error}; check the URL and the credentials, or remove [listeners.mirror]") from error
         if step:
-            self._check_recipe_is_recorded((run / LOCK).read_text("utf-8"))
+            self._check_recorded_recipe_is_equal((run / LOCK).read_text("utf-8"))
             log.info("%s: the checkpoint of step %d comes from %s", run, step, self.url)
 
-    def _check_recipe_is_recorded(self, recorded: str) -> None:
+    def _check_recorded_recipe_is_equal(self, recorded: str) -> None:
         changes = [change for change in self.recipe.changes(recorded) if change.impact != "safe"]
         if changes and not self.recipe.accept_changes:
             lines = "\n".join(f"  {change}" for change in changes)
@@ -94,7 +94,7 @@ class Mirror:
         copy, run = self._copy, self.folder.folder
         self._last = self.clock()
         if copy is not None:
-            self._pending = submit_in_new_thread("mirror", lambda: copy.copy_changes(run))
+            self._pending = submit_in_new_thread("mirror", lambda: copy.upload_changes_and_prune(run))
 
     def _wait_for_copy(self) -> None:
         """Wait up to `timeout` for the current copy, if any, and warn if it is not complete."""

@@ -12,7 +12,7 @@ from drawloom.components.ports.run import METRIC_TOTALS, Event, EventKind, RunFo
 from drawloom.components.ports.stages import Parameters
 from drawloom.components.state.trees import list_labelled_children
 from drawloom.components.storage.appended_file import AppendedFile
-from drawloom.components.storage.regular_file import create_folder
+from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.step_log import encode_row
 from drawloom.components.storage.tensor_source import hash_tensor
 from drawloom.graph import Every, component
@@ -21,7 +21,7 @@ INITIAL = "the start of the step"
 """Phase of the first line: the values before any phase."""
 
 
-def hash_file_name(rank: int | str) -> str:
+def get_hashes_file_name(rank: int | str) -> str:
     """Return the file of a rank, or a pattern for all with "*", in the folder of hashes."""
     return f"phases-{rank}.jsonl"
 
@@ -51,7 +51,7 @@ class PhaseHashes:
             return
         if self._file is None:
             self._file = AppendedFile.open(
-                create_folder(self.folder.folder / FOLDER) / hash_file_name(self.mesh.world.rank)
+                create_folder_unless_link(self.folder.folder / FOLDER) / get_hashes_file_name(self.mesh.world.rank)
             )
         digests = dict(self._iterate_digests(event.step))
         line = encode_row({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})

@@ -32,7 +32,7 @@ from drawloom.components.storage.state_tree import (
     Tree,
     iterate_tensor_leaves,
     list_dict_entries,
-    narrow_tree,
+    narrow_tensors_to_slices,
     unpack_state,
 )
 from drawloom.components.storage.strict_json import parse_strictly
@@ -93,7 +93,7 @@ def load_node_state(checkpoint: Path, node: str) -> dict[str, Any]:
         manifest = read_manifest(checkpoint)
         reader = Reader(checkpoint, manifest)
         ranks = range(manifest.world_size if node in manifest.sharded else 1)
-        state = reader.join_states(ranks, lambda _rank, name: name == node).get(node, {})
+        state = reader.read_and_join_states(ranks, lambda _rank, name: name == node).get(node, {})
     except CorruptCheckpointError as error:
         raise UserError(f"{checkpoint} is corrupt: {error}") from error
     if node not in (saved := [*manifest.replicated, *manifest.sharded, *manifest.local]):
@@ -129,7 +129,7 @@ class Reader:
                 raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
         return self._trees[rank]
 
-    def join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
+    def read_and_join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
         """
         Return the picked states from several ranks, by node, with slices assembled. Raises
         CorruptCheckpointError.
@@ -168,7 +168,9 @@ class Reader:
                         for name, saved in iterate_tensor_leaves(subtree):
                             uses.setdefault(name, []).append((saved, _slice_to_read_or_none(pick, rank, node, entry)))
             read = self._read_tensors(rank, uses)
-            cut = narrow_tree({"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None})
+            cut = narrow_tensors_to_slices(
+                {"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None}
+            )
             states: dict[str, dict[str, Any]] = unpack_state(cut, {name: tensor for name, (tensor, _) in read.items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{tree_file_name(rank)} does not match its tensors: {error}") from error

@@ -29,7 +29,7 @@ Stamp = tuple[int, int]
 
 @attrs.define
 class RemoteCopy:
-    """Copy of one run folder; `copy_changes` brings it up to date, and `fetch_checkpoint` reads it."""
+    """Copy of one run folder; `upload_changes_and_prune` brings it up to date, and `fetch_checkpoint` reads it."""
 
     store: ObjectStore
     _stamps: dict[str, Stamp] = attrs.field(factory=dict)
@@ -39,7 +39,7 @@ class RemoteCopy:
         """Return whether a checkpoint of the run is not copied; reads no file and asks no store."""
         return any(path.name not in self._copied for path in list_checkpoints(run / FOLDER))
 
-    def copy_changes(self, run: Path) -> None:
+    def upload_changes_and_prune(self, run: Path) -> None:
         """
         Copy new checkpoints and changed files, and remove checkpoints no longer in the run.
 
@@ -53,9 +53,9 @@ class RemoteCopy:
         self._copied = whole
         for checkpoint in list_checkpoints(run / FOLDER):
             if checkpoint.name not in whole:
-                self._put_checkpoint(checkpoint)
+                self._upload_checkpoint(checkpoint)
         for name in SMALL_FILES:
-            self._put_if_changed(run / name, name)
+            self._upload_if_changed(run / name, name)
         local = {path.name for path in list_checkpoints(run / FOLDER)}
         for name in remote - local if local else ():
             self.store.remove(f"{FOLDER}/{name}/{MANIFEST}")
@@ -75,7 +75,7 @@ class RemoteCopy:
         faults: Mapping[str, str] = {}
         for name in reversed(names):
             if step in (None, step_of_checkpoint(Path(name))) and MANIFEST in self.store.list_names(f"{FOLDER}/{name}"):
-                if not (fault := self._get_checkpoint(run, name)):
+                if not (fault := self._download_and_verify_checkpoint(run, name)):
                     for file in NEEDED_FILES:
                         if file in self.store.list_names():
                             self.store.download(file, run / file)
@@ -86,7 +86,7 @@ class RemoteCopy:
             raise UserError(f"{self.store.url} has only damaged checkpoints: {listed}")
         return 0
 
-    def _put_checkpoint(self, checkpoint: Path) -> None:
+    def _upload_checkpoint(self, checkpoint: Path) -> None:
         manifest = read_manifest_if_sizes_match(checkpoint)
         if manifest is None:
             return  # corrupt, or just removed
@@ -98,7 +98,7 @@ class RemoteCopy:
             return
         self._copied.add(checkpoint.name)
 
-    def _put_if_changed(self, file: Path, name: str) -> None:
+    def _upload_if_changed(self, file: Path, name: str) -> None:
         try:
             status = file.stat()
             stamp = status.st_mtime_ns, status.st_size
@@ -108,7 +108,7 @@ class RemoteCopy:
         except FileNotFoundError:
             return
 
-    def _get_checkpoint(self, run: Path, name: str) -> str:
+    def _download_and_verify_checkpoint(self, run: Path, name: str) -> str:
         """Copy and verify a checkpoint, and return its fault; a damaged copy is removed."""
         temporary = run / FOLDER / f".tmp-{name}" / name  # the run removes leftovers of this name
         for file in self.store.list_names(f"{FOLDER}/{name}"):

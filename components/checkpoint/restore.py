@@ -54,7 +54,7 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> 
         slices = wanted.get(name, {})
         return True if slices is None else slices
 
-    loaded = reader.join_states(_ranks_to_read(manifest, rank), pick)
+    loaded = reader.read_and_join_states(_ranks_to_read(manifest, rank), pick)
     verified = {name: sorted(blocks) for name, blocks in reader.verified.items()}
     return LoadedCheckpoint(checkpoint, manifest, loaded, _list_saved_entries_by_node(reader), verified)
 
@@ -112,7 +112,7 @@ def load_states_into_nodes(loaded: LoadedCheckpoint, states: Mapping[str, Statef
     """Load the states into their nodes. A node without one (a new rank of a larger world) keeps its initial state."""
     for name, node in states.items():
         if name in loaded.states:
-            _load_node(loaded.checkpoint, name, node, loaded.states[name])
+            _load_state_into_node(loaded.checkpoint, name, node, loaded.states[name])
 
 
 def _ranks_to_read(manifest: Manifest, rank: int) -> Iterable[int]:
@@ -139,7 +139,7 @@ def _check_entries_are_equal(checkpoint: Path, name: str, saved: set[str], curre
     raise _misfit_error(checkpoint, name, differences)
 
 
-def _load_node(checkpoint: Path, name: str, node: Stateful, state: dict[str, Any]) -> None:
+def _load_state_into_node(checkpoint: Path, name: str, node: Stateful, state: dict[str, Any]) -> None:
     try:
         node.load_state_dict(state)
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:

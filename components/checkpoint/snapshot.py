@@ -61,7 +61,7 @@ class ShardPlan:
     rank: int
 
     @classmethod
-    def of(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
+    def compare_across_ranks(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
         """Compare all ranks' nodes. A collective over all ranks."""
         slices = {
             name: entries for name, node in states.items() if (entries := slices_by_sharded_entry(node)) is not None
@@ -86,18 +86,20 @@ class ShardPlan:
         Return this rank's part of the state; a stager copies it, so the state may change while it is
         written.
         """
-        tree, tensors = self._pack({name: node.state_dict for name, node in states.items()})
+        tree, tensors = self._pack_states_of_rank({name: node.state_dict for name, node in states.items()})
         count = sum(tensor.nbytes for tensor in tensors.values())
         return Snapshot(tree, tensors if stager is None else stager.stage(tensors), count, _collect_metrics(step))
 
     def forecast_bytes(self, states: Mapping[str, Stateful], growing: Mapping[str, GrowingState]) -> int:
         """Estimate this rank's checkpoint bytes once all state exists."""
         sources = {name: node.state_dict for name, node in states.items()}
-        tree, tensors = self._pack(sources | {name: node.forecast_state for name, node in growing.items()})
+        tree, tensors = self._pack_states_of_rank(
+            sources | {name: node.forecast_state for name, node in growing.items()}
+        )
         # twice the tree: it is a file, and headers of tensor files repeat its names, with shapes, dtypes and offsets
         return sum(tensor.nbytes for tensor in tensors.values()) + 2 * len(json.dumps(tree))
 
-    def _pack(self, sources: Mapping[str, Callable[[], dict[str, Any]]]) -> Packed:
+    def _pack_states_of_rank(self, sources: Mapping[str, Callable[[], dict[str, Any]]]) -> Packed:
         """Pack this rank's part of the functions' states."""
         own_part: dict[str, dict[str, Any]] = {}
         for name, source in sources.items():

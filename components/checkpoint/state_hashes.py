@@ -6,7 +6,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
-from drawloom.components.storage.regular_file import create_folder
+from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.state_tree import list_dict_entries, pack_state
 from drawloom.components.storage.step_log import RestartedLog, StepLog
 from drawloom.components.storage.tensor_source import hash_bytes, hash_tensor
@@ -29,7 +29,7 @@ class StateHashes:
     states: Every[Stateful]
 
     _log: RestartedLog = attrs.field(
-        init=False, default=attrs.Factory(lambda self: RestartedLog(self._open_log), takes_self=True)
+        init=False, default=attrs.Factory(lambda self: RestartedLog(self._open_truncated_log), takes_self=True)
     )
 
     def run_phase(self, step: Step) -> None:
@@ -45,9 +45,11 @@ class StateHashes:
         """Close the file."""
         self._log.close()
 
-    def _open_log(self, step: int) -> StepLog:
+    def _open_truncated_log(self, step: int) -> StepLog:
         """Open this rank's log, without lines from `step` on."""
-        step_log = StepLog.open(create_folder(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl")
+        step_log = StepLog.open(
+            create_folder_unless_link(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl"
+        )
         step_log.rewind(step - 1)
         return step_log
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from drawloom.components.data.mixture import list_document_sources
 from drawloom.components.data.order.stream import compute_row_shares, list_row_sources
 from drawloom.components.ports.corpus import ChatTokenizer, Split, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, RowsOfTokens, TracedRows, token_batch
+from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, RowsOfTokens, TracedRows, require_token_batch
 from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.cli.terminal import escape_control_characters
 
@@ -30,7 +30,9 @@ def format_statistics(rows: PackedDataset) -> str:
     mixed = any(source.name for source in list_row_sources(rows))
     lines = [head + (" share of tokens, of rows" if mixed else "")]
     for split in SPLITS:
-        lines.append(_format_rows_line(split, rows.count(split), rows.fill_rate(split), _document_lengths(rows, split)))
+        lines.append(
+            _format_rows_line(split, rows.count_rows(split), rows.fill_rate(split), _document_lengths(rows, split))
+        )
         if mixed:
             lines += _format_source_lines(rows, split)
     return "\n".join(line.rstrip() for line in lines)
@@ -66,7 +68,7 @@ def summarize_splits(rows: PackedDataset) -> list[SplitData]:
     return [
         SplitData(
             split,
-            rows.count(split),
+            rows.count_rows(split),
             rows.fill_rate(split),
             None if (known := lengths[split]) is None else len(known),
             None if known is None else int(known.sum(dtype=np.int64)),
@@ -77,10 +79,10 @@ def summarize_splits(rows: PackedDataset) -> list[SplitData]:
 
 def read_row(rows: PackedDataset, split: Split, row: int) -> RowData:
     """Return a row as data."""
-    batch = token_batch(rows.batch(split, [row]), "data show")
+    batch = require_token_batch(rows.batch(split, [row]), "data show")
     tensors = (batch.tokens, batch.targets, batch.weights, batch.document_ids)
     tokens, targets, weights, ids = (tensor[0].tolist() for tensor in tensors)
-    sources = list(rows.sources(split, row)) if isinstance(rows, TracedRows) else []
+    sources = list(rows.describe_row_origins(split, row)) if isinstance(rows, TracedRows) else []
     return RowData(
         split=split, row=row, tokens=tokens, targets=targets, weights=weights, document_ids=ids, sources=sources
     )
@@ -122,14 +124,14 @@ def print_row(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer 
     tokens, and ⟦ ⟧ enclose tokens with target weight. Without a tokenizer, tokens are numbers.
     """
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    batch = token_batch(rows.batch(split, [row]), "data show")
+    batch = require_token_batch(rows.batch(split, [row]), "data show")
     tokens, targets, weights, ids = (
         tensor[0].numpy() for tensor in (batch.tokens, batch.targets, batch.weights, batch.document_ids)
     )
     # the batch stores a target's weight at the token before the target
     own = np.concatenate([[0.0], weights[:-1]])
     console.print(f"{split} row {row}: {len(tokens)} tokens, {int((targets != IGNORE_INDEX).sum())} targets")
-    sources = rows.sources(split, row) if isinstance(rows, TracedRows) else []
+    sources = rows.describe_row_origins(split, row) if isinstance(rows, TracedRows) else []
     for number in range(int(ids.max()) + 1):
         indices = np.flatnonzero(ids == number)
         source = sources[number] if number < len(sources) else "padding" if sources else f"document {number}"
@@ -162,6 +164,6 @@ def _decode_pieces(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Iterator[
             yield "<end>"
         else:
             # A tokenizer of chats writes control tokens out, which `decode` leaves away.
-            decode = tokenizer.decode_control if isinstance(tokenizer, ChatTokenizer) else tokenizer.decode
+            decode = tokenizer.decode_with_control_tokens if isinstance(tokenizer, ChatTokenizer) else tokenizer.decode
             text = decode([token])
             yield escape_control_characters("".join(VISIBLE.get(letter, letter) for letter in text))

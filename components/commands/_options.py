@@ -63,7 +63,7 @@ def parse_output_path(text: str) -> Path:
 
 
 @contextmanager
-def report_write_errors(path: Path) -> Iterator[None]:
+def convert_write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError, such as a full disk, into a UserError that names `--to`."""
     try:
         yield

@@ -18,7 +18,7 @@ import tomli
 
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
-from drawloom.components.checkpoint.phase_hashes import INITIAL, hash_file_name
+from drawloom.components.checkpoint.phase_hashes import INITIAL, get_hashes_file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import read_mesh_sizes
 from drawloom.components.commands.verify_resume import MACHINE_METRICS
@@ -79,10 +79,10 @@ def read_recorded_hashes(run: Path) -> list[PhaseDigests]:
     Names on other ranks begin with the rank.
     """
     rows: dict[tuple[int, str], dict[str, str]] = {}
-    ranks = len(list((run / DIGESTS).glob(hash_file_name("*"))))
+    ranks = len(list((run / DIGESTS).glob(get_hashes_file_name("*"))))
     for rank in range(ranks):
         own: dict[tuple[int, str], dict[str, str]] = {}
-        for line in read_lines(run / DIGESTS / hash_file_name(rank)):
+        for line in read_lines(run / DIGESTS / get_hashes_file_name(rank)):
             try:
                 row = json.loads(line)
                 own[row["step"], row["phase"]] = {**row["digests"]}
@@ -200,7 +200,7 @@ class Replayer:
     def _replay_in_processes(self, recipe: Recipe, last_step: int, ranks: int) -> None:
         """Repeat a run in one process per rank. Raises UserError with the end of their output if one fails."""
         path = self.folder / f"{self._count[0]}.toml"
-        path.write_text(recipe.resolved(), "utf-8")
+        path.write_text(recipe.to_resolved_toml(), "utf-8")
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", PROCESS]
         command = [sys.executable, "-m", *launcher, str(path), str(last_step), *self.imports]
         threads = {THREADS: str(count_threads_per_process(ranks))}

@@ -37,7 +37,7 @@ class AxisInterval:
     high: float
     scale: str
 
-    def draw_value_text(self, generator: random.Random) -> str:
+    def sample_value_text(self, generator: random.Random) -> str:
         """Draw a number, and return it as text with four significant digits."""
         if self.scale == "uniform":
             return f"{generator.uniform(self.low, self.high):.4g}"
@@ -90,7 +90,7 @@ def make_sweep_points(
     elif not axes:
         raise UserError("there is nothing to vary; write several values, such as optimizer.lr=1e-3,3e-4", 2)
     elif count is not None:
-        return _draw_points(axes, common_words, count, seed)
+        return _sample_points(axes, common_words, count, seed)
     else:
         points = [_make_point(keys, values, common_words) for values in _combine_values(axes)]
     names = [point.name for point in points]
@@ -118,13 +118,13 @@ def _check_point_count(count: int) -> None:
         )
 
 
-def _draw_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
+def _sample_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
     """Draw `count` different points; `common` are words for all points. Raises UserError if the axes have too few."""
     _check_point_count(count)
     generator, points = random.Random(seed), dict[str, Point]()
     for _ in range(count * MAX_DRAWS):
         values = [
-            axis.interval.draw_value_text(generator) if axis.interval else generator.choice(axis.values)
+            axis.interval.sample_value_text(generator) if axis.interval else generator.choice(axis.values)
             for axis in axes
         ]
         point = _make_point([axis.key for axis in axes], values, common)

@@ -64,7 +64,7 @@ def fetch_run_if_remote(options: argparse.Namespace) -> Iterator[None]:
 
 
 @contextmanager
-def open_trained(
+def open_trained_run(
     project: Project,
     options: argparse.Namespace,
     *ports: type,
@@ -89,18 +89,18 @@ def open_trained(
 
 
 @contextmanager
-def open_trained_or_folder(
+def open_trained_run_or_model_folder(
     project: Project, options: argparse.Namespace, *ports: type
 ) -> Iterator[tuple[Container, int | None]]:
     """
-    Open a run like `open_trained`, or a model folder with a `config.json`, such as an export.
+    Open a run like `open_trained_run`, or a model folder with a `config.json`, such as an export.
 
     A model folder's step is None unless the folder is an export. Raises UserError for
     options to choose a checkpoint.
     """
     folder = options.run_folder
     if not isinstance(folder, Path) or not (folder / "config.json").is_file():
-        with open_trained(project, options, *ports) as (run, step):
+        with open_trained_run(project, options, *ports) as (run, step):
             yield run, step
         return
     if options.average or options.best or options.step is not None:
@@ -185,7 +185,7 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
     data: dict[str, Any] = tomli.loads(_read_text(lock))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") in ("stages.materialized", "stages.frozen"):
-            _remove_initial_weights(data, node)
+            _remove_initial_weight_settings(data, node)
         if isinstance(node, dict) and node.get("use") in ("loss.reward", "loss.classification"):
             node.pop("head", None)  # the checkpoint has the head
         if isinstance(node, dict) and node.get("use") == "distributed.mesh":
@@ -196,7 +196,7 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
         if isinstance(node, dict) and str(node.get("use")).startswith("pipeline.schedules."):
             data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
     for copies in files.glob("*/*"):
-        _use_file_copies(data, copies)
+        _replace_path_by_copy(data, copies)
     return Recipe.of(data, str(lock), project=project)
 
 
@@ -210,7 +210,7 @@ FOLDER_MODELS = ("model.auto", "model.transformers")
 """Components that load the weights of the folder `path`, unless `weights` is false."""
 
 
-def _remove_initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
+def _remove_initial_weight_settings(data: dict[str, Any], stages: dict[str, Any]) -> None:
     """Remove the stages' initial weights, except frozen ones, because checkpoints lack them."""
     model = stages.get("model")
     model = model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
@@ -222,7 +222,7 @@ def _remove_initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> Non
         stages.pop("weights", None)  # the initial weights are not needed, and may be gone
 
 
-def _use_file_copies(data: dict[str, Any], copies: Path) -> None:
+def _replace_path_by_copy(data: dict[str, Any], copies: Path) -> None:
     """Replace a node's file path by the path to its copy, and a folder path by the folder with copies."""
     node: Any = data
     for part in copies.parent.name.split("."):  # a member of a group is a table in the group's table

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from drawloom.components.commands._curve_text import draw_curves
-from drawloom.components.commands._options import parse_output_path, report_write_errors
+from drawloom.components.commands._options import convert_write_errors, parse_output_path
 from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import Drawings, RunRecord, read_run_record, unique_run_names
 from drawloom.components.report.run_table import find_run_folders
@@ -102,7 +102,7 @@ def main(options: argparse.Namespace, project: Project) -> CompareResult:
         known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
         raise UserError(f"--metric {unknown[0]}: no step has this metric in all runs; they have {', '.join(known)}", 2)
     if options.to is not None:
-        with report_write_errors(options.to):
+        with convert_write_errors(options.to):
             replace_file(options.to, render_page(runs).encode())
     return CompareResult(
         groups=[_compare_at_last_steps(group, ends) for group in groups],

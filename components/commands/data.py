@@ -101,8 +101,10 @@ def _print_rows_or_summarize(options: argparse.Namespace, recipe: Recipe) -> Row
         rows = objects[name]
         tokenizer = objects[tokenizers[0]] if tokenizers else None
         for row in options.row:
-            if not 0 <= row < rows.count(options.split):
-                known = f"rows 0 to {rows.count(options.split) - 1}" if rows.count(options.split) else "no rows"
+            if not 0 <= row < rows.count_rows(options.split):
+                known = (
+                    f"rows 0 to {rows.count_rows(options.split) - 1}" if rows.count_rows(options.split) else "no rows"
+                )
                 raise UserError(f"--row {row}: {options.split} has {known}", 2)
             print_row(rows, options.split, row, tokenizer)
         shown = [read_row(rows, options.split, row) for row in options.row]

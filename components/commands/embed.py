@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
-from drawloom.components.commands._trained import add_run_arguments, open_trained
+from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
+from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -87,7 +87,7 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
         for part in split_files_into_parts(find_files(options.paths), options.field)
         for document in part.documents()
     )
-    with open_trained(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
+    with open_trained_run(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
         request = HiddenStates(_resolve_negative_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
         pooled, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
@@ -99,7 +99,7 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
     if empty:
         print_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
     states = torch.cat(pooled)
-    with report_write_errors(options.to):
+    with convert_write_errors(options.to):
         write_safetensors_file(options.to, {"hidden_states": states})
     return EmbedResult(options.run_folder, step, options.to, list(states.shape), empty)
 

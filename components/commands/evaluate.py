@@ -11,12 +11,18 @@ import attrs
 import torch
 
 from drawloom.components.commands._options import integer_parser
-from drawloom.components.commands._trained import add_run_arguments, open_trained
+from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
-from drawloom.components.ports.data import PackedDataset, TokenBatch, count_target_bytes, has_pairs, token_batch
+from drawloom.components.ports.data import (
+    PackedDataset,
+    TokenBatch,
+    count_target_bytes,
+    require_token_batch,
+    uses_document_pairs,
+)
 from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, make_state_of_batches, sum_losses
 from drawloom.components.ports.rollouts import Reward, RewardEvaluation
 from drawloom.components.ports.run import Batching
@@ -96,11 +102,11 @@ def main(options: argparse.Namespace, project: Project) -> EvaluateResult | Eval
     corpus = _make_corpus_node(options.corpus) if options.corpus else None
     change = partial(_replace_data_by_corpus, corpus=corpus, stride=options.stride) if corpus else None
     ports = (Executor, PackedDataset, Batching, Tokenizer, *([TokenCorpus] if corpus else []))
-    with open_trained(project, options, *ports, change=change) as (run, step):
+    with open_trained_run(project, options, *ports, change=change) as (run, step):
         rows = run.get(PackedDataset)
-        if not rows.count(split) and options.corpus:
+        if not rows.count_rows(split) and options.corpus:
             raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
-        if not rows.count(split):
+        if not rows.count_rows(split):
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
         return _measure_loss(run, split, options.run_folder, step)
 
@@ -109,11 +115,11 @@ def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateR
     """Complete all validation prompts, and return the mean rewards."""
     if options.corpus:
         raise UserError("--generate completes the prompts of the run; leave --corpus out", 2)
-    change = partial(_prepare_generation, samples=options.samples)
+    change = partial(_set_completion_count, samples=options.samples)
     ports = (RewardEvaluation, PackedDataset, Batching)
-    with open_trained(project, options, *ports, every=Reward, change=change) as (run, step):
+    with open_trained_run(project, options, *ports, every=Reward, change=change) as (run, step):
         rows, size = run.get(PackedDataset), run.get(Batching).micro_size
-        count = rows.count("validation")
+        count = rows.count_rows("validation")
         if not count:
             raise UserError(f"{options.run_folder}: the validation split has no prompts to complete", 2)
         starts = range(0, count, size)
@@ -122,7 +128,7 @@ def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateR
     return EvaluateRewardsResult(options.run_folder, step, **attrs.asdict(means))
 
 
-def _prepare_generation(recipe: Recipe, samples: int | None) -> Recipe:
+def _set_completion_count(recipe: Recipe, samples: int | None) -> Recipe:
     """Set the completion count per prompt. Raises UserError for a recipe without prompts and rewards."""
     names = recipe.graph.implementers(RewardEvaluation)
     if not names:
@@ -133,7 +139,7 @@ def _prepare_generation(recipe: Recipe, samples: int | None) -> Recipe:
 
 def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> EvaluateResult:
     """Evaluate all rows of a split, and return the mean loss per token, or per pair with preference data."""
-    rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
+    rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_byte_counts()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
     for batches in _load_microbatch_lists(rows, split, run.get(Batching).micro_size):
         state = make_state_of_batches(batches)
@@ -143,7 +149,7 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
         named = state[LOSSES]["sums"]
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
         text_bytes += sum(float(count_target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
-    unit = "pairs" if has_pairs(type(rows)) else "tokens"
+    unit = "pairs" if uses_document_pairs(type(rows)) else "tokens"
     has_nats = not math.isnan(nats)  # other losses have no cross entropy
     # Tokens at the end of a document stand for no byte, and are part of the loss.
     return EvaluateResult(
@@ -187,7 +193,7 @@ def _replace_data_by_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int 
         )  # packing of examples and of pairs
         changes[name] = {"use": "data.packing.windows", "length": length} | ({"stride": stride} if stride else {})
     for name in graph.implementers(Loss):
-        if has_pairs(graph.nodes[name].spec.cls):
+        if uses_document_pairs(graph.nodes[name].spec.cls):
             changes[name] = {"use": "loss.next_token"}
     for name, values in changes.items():
         recipe = recipe.with_values(nest_values(name, values), "--corpus")
@@ -206,7 +212,9 @@ def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str
 
 def _load_microbatch_lists(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
     """Yield a split's rows as lists of at most MAX_LOADED microbatches with `size` rows."""
-    starts = range(0, rows.count(split), size)
-    indices = [range(start, min(start + size, rows.count(split))) for start in starts]
+    starts = range(0, rows.count_rows(split), size)
+    indices = [range(start, min(start + size, rows.count_rows(split))) for start in starts]
     for first in range(0, len(indices), MAX_LOADED):
-        yield [token_batch(rows.batch(split, batch), "evaluate") for batch in indices[first : first + MAX_LOADED]]
+        yield [
+            require_token_batch(rows.batch(split, batch), "evaluate") for batch in indices[first : first + MAX_LOADED]
+        ]

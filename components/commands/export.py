@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.commands._trained import add_run_arguments, open_trained
+from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import LanguageModel
@@ -33,7 +33,7 @@ class ExportResult(Result):
 
 def main(options: argparse.Namespace, project: Project) -> ExportResult:
     """Export the weights."""
-    with open_trained(project, options, LanguageModel, Stages, Tokenizer, Loss) as (run, step):
+    with open_trained_run(project, options, LanguageModel, Stages, Tokenizer, Loss) as (run, step):
         loss = run.get(Loss)
         head = loss if isinstance(loss, SequenceHead) else None
         stages, tokenizer = run.get(Stages), run.get(Tokenizer)

@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.components.commands._options import integer_parser, parse_temperature
-from drawloom.components.commands._trained import add_run_arguments, open_trained_or_folder
+from drawloom.components.commands._trained import add_run_arguments, open_trained_run_or_model_folder
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Tokenizer
@@ -94,13 +94,13 @@ def main(options: argparse.Namespace, project: Project) -> GenerateResult | Chat
         raise UserError("--prompt: there is no text to continue; add --prompt TEXT, or --chat to answer messages", 2)
     if not options.chat and (options.system is not None or options.template is not None):
         raise UserError("--system and --template are for conversations; add --chat", 2)
-    with open_trained_or_folder(project, options, Predictor, Tokenizer, Mesh, LanguageModel) as (run, step):
+    with open_trained_run_or_model_folder(project, options, Predictor, Tokenizer, Mesh, LanguageModel) as (run, step):
         if options.chat:
-            return ChatResult(step, _chat(run, options))
-        return GenerateResult(step, options.prompt, _continue_text(run, options))
+            return ChatResult(step, _print_answers(run, options))
+        return GenerateResult(step, options.prompt, _print_continuation(run, options))
 
 
-def _continue_text(run: Container, options: argparse.Namespace) -> str:
+def _print_continuation(run: Container, options: argparse.Namespace) -> str:
     """Print the prompt and its continuation as it comes; return the continuation."""
     tokenizer, context = run.get(Tokenizer), options.context or TEXT_CONTEXT
     sampler = _make_sampler(run, options, context=context, ends=frozenset({tokenizer.eos_id}))
@@ -112,24 +112,26 @@ def _continue_text(run: Container, options: argparse.Namespace) -> str:
     return _print_pieces(chain([first], pieces))
 
 
-def _chat(run: Container, options: argparse.Namespace) -> list[ChatMessage]:
+def _print_answers(run: Container, options: argparse.Namespace) -> list[ChatMessage]:
     """Answer the user's messages, and return the conversation."""
     tokenizer = run.get(Tokenizer)
     today = date.today().isoformat()
     prompts = TemplatePrompts(tokenizer=tokenizer, template=options.template, date=today, system=options.system)
     with closing(prompts):
-        sampler = _make_sampler(run, options, context=_find_chat_context(run, options), ends=prompts.answer_ends)
+        sampler = _make_sampler(
+            run, options, context=_choose_chat_context_length(run, options), ends=prompts.answer_end_ids
+        )
         messages: list[ChatMessage] = []
         for text in _read_messages(options.prompt):
             messages.append(ChatMessage("user", text))
             prompt = prompts.encode_messages(
                 [{"role": message.role, "content": message.content} for message in messages]
             ).tolist()
-            messages.append(ChatMessage("assistant", _answer(tokenizer, sampler, prompt, options.tokens)))
+            messages.append(ChatMessage("assistant", _print_answer(tokenizer, sampler, prompt, options.tokens)))
     return messages if options.system is None else [ChatMessage("system", options.system), *messages]
 
 
-def _answer(tokenizer: Tokenizer, sampler: Sampler, prompt: Sequence[int], tokens: int | None) -> str:
+def _print_answer(tokenizer: Tokenizer, sampler: Sampler, prompt: Sequence[int], tokens: int | None) -> str:
     """Print an answer as it comes, and return it. Raises UserError if the conversation is longer than the context."""
     tokens = min(tokens or CHAT_TOKENS, sampler.context - len(prompt))
     if tokens < 1:
@@ -139,12 +141,12 @@ def _answer(tokenizer: Tokenizer, sampler: Sampler, prompt: Sequence[int], token
     sampler = attrs.evolve(sampler, context=len(prompt) + tokens)
     ids: list[int] = []
 
-    def sampled() -> Iterator[int]:
+    def iterate_sampled_ids() -> Iterator[int]:
         for token in sampler.sample_continuation(prompt, tokens):
             ids.append(token)
             yield token
 
-    answer = _print_pieces(stream_text(tokenizer, sampled()))
+    answer = _print_pieces(stream_text(tokenizer, iterate_sampled_ids()))
     if len(ids) == tokens:
         print_text(f"(the answer is cut after {tokens} tokens)", "stderr")
     return answer
@@ -174,7 +176,7 @@ def _print_pieces(pieces: Iterable[str]) -> str:
     return text
 
 
-def _find_chat_context(run: Container, options: argparse.Namespace) -> int:
+def _choose_chat_context_length(run: Container, options: argparse.Namespace) -> int:
     """Return the longest conversation in tokens. Raises UserError if --context exceeds the model's positions."""
     longest = run.get(LanguageModel).max_sequence_length
     if options.context and longest and options.context > longest:

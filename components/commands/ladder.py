@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from drawloom.components.commands._ladder_plot import Panel, draw_panels
-from drawloom.components.commands._ladder_sizes import Dimension, Values, format_overlay, scale_sizes
+from drawloom.components.commands._ladder_sizes import Dimension, Values, format_overlay, make_scaled_model_overlay
 from drawloom.components.commands._options import (
+    convert_write_errors,
     integer_parser,
     parse_positive_integers,
     parse_positive_number,
-    report_write_errors,
 )
 from drawloom.components.commands._power_law import PowerLaw, fit_power_law
 from drawloom.components.ports.flops import CountsFlops
@@ -164,13 +164,16 @@ def main(options: argparse.Namespace, project: Project) -> LadderResult:
     if len(multiples) < 2:
         raise UserError("--multiples: one size has no slope; write two or more, such as 1,2,4", 2)
     dimension, parametrization = options.dimension, options.parametrization
-    sizes = {multiple: scale_sizes(recipe.graph, multiple, dimension, parametrization) for multiple in multiples}
+    sizes = {
+        multiple: make_scaled_model_overlay(recipe.graph, multiple, dimension, parametrization)
+        for multiple in multiples
+    }
     rungs = []
     for multiple, values in sizes.items():
         scaled = recipe.with_values(values)
         scaled.check()
         text = format_overlay(values, f"{multiple} times the {dimension} of {options.recipe}, {parametrization}.")
-        rungs.append(_measure_rung(scaled, multiple, options.steps, options.lr, dimension, text))
+        rungs.append(_train_and_measure_rung(scaled, multiple, options.steps, options.lr, dimension, text))
     if options.to is not None:
         _write_overlays(options.to, rungs)
     slopes = {layer: _fit_log_log_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms}
@@ -179,7 +182,7 @@ def main(options: argparse.Namespace, project: Project) -> LadderResult:
     return LadderResult(parametrization, dimension, options.steps, rungs, slopes=slopes, flat=flat, fit=fit)
 
 
-def _measure_rung(
+def _train_and_measure_rung(
     recipe: Recipe, multiple: int, steps: int, rates: Sequence[float], dimension: Dimension, overlay: str
 ) -> LadderRung:
     """Train a size at the recipe's learning rate, and at `rates`."""
@@ -187,7 +190,7 @@ def _measure_rung(
     rms = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
     if dimension == "depth":  # sizes have no other layer in common
         rms = {LAST_LAYER: rms[max(rms, key=int)]}
-    losses = {rate: _measure_final_loss(recipe, steps, rate) for rate in rates}
+    losses = {rate: _train_and_measure_final_loss(recipe, steps, rate) for rate in rates}
     best = min(losses, key=lambda rate: losses[rate]) if losses else None
     loss = _average_last_quarter(columns) if best is None else losses[best]
     return LadderRung(
@@ -222,7 +225,7 @@ def _train_and_read_metrics(
         return read_metrics(Path(folder) / "run").columns, flops
 
 
-def _measure_final_loss(recipe: Recipe, steps: int, rate: float) -> float:
+def _train_and_measure_final_loss(recipe: Recipe, steps: int, rate: float) -> float:
     """Train with a learning rate, and return the mean loss over the last quarter."""
     names = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1:
@@ -245,5 +248,5 @@ def _write_overlays(folder: Path, rungs: Sequence[LadderRung]) -> None:
     """Write the overlay for every size, x<multiple>.toml."""
     folder.mkdir(parents=True, exist_ok=True)
     for rung in rungs:
-        with report_write_errors(folder / f"x{rung.multiple}.toml"):
+        with convert_write_errors(folder / f"x{rung.multiple}.toml"):
             replace_file(folder / f"x{rung.multiple}.toml", rung.overlay.encode())

@@ -93,7 +93,7 @@ class _Agent(LocalElasticAgent):
         codes = [handler.proc.poll() for handler in workers.subprocess_handlers.values()]
         if any(codes) and self._workers_survive_loss(worker_group):
             if None in codes:
-                self._replace_lost(worker_group)
+                self._restart_lost_workers(worker_group)
                 return RunResult(state=WorkerState.HEALTHY)
             if OK in codes:  # of a worker that has completed the run without the lost ones
                 values = {worker.global_rank: None for worker in worker_group.workers}
@@ -101,7 +101,7 @@ class _Agent(LocalElasticAgent):
         outcome: RunResult = super()._monitor_workers(worker_group)
         return outcome
 
-    def _replace_lost(self, worker_group: WorkerGroup) -> None:
+    def _restart_lost_workers(self, worker_group: WorkerGroup) -> None:
         """Start lost workers again, as often as restarts are allowed. The run admits them at the end of a step."""
         workers: Any = self._pcontext
         for local_rank, handler in workers.subprocess_handlers.items():
@@ -115,13 +115,15 @@ class _Agent(LocalElasticAgent):
     def _has_failed(self, worker_group: WorkerGroup) -> bool:
         """Return whether the run ends because of a failure, or its store does not answer."""
 
-        def ask() -> bool:
-            generation = Generation.from_json(self._connect(worker_group, self._surviving).get(CURRENT).decode())
-            return bool(self._connect(worker_group, generation.name).check(["failure"]))
+        def query_store() -> bool:
+            generation = Generation.from_json(
+                self._connect_to_store(worker_group, self._surviving).get(CURRENT).decode()
+            )
+            return bool(self._connect_to_store(worker_group, generation.name).check(["failure"]))
 
-        return call_store_with_timeout(STORE_SECONDS, ask) is not False
+        return call_store_with_timeout(STORE_SECONDS, query_store) is not False
 
-    def _connect(self, worker_group: WorkerGroup, name: str) -> Any:
+    def _connect_to_store(self, worker_group: WorkerGroup, name: str) -> Any:
         group: Any = worker_group  # torch declares the address as None
         return connect_to_launch_store(group.master_addr, group.master_port, name, STORE_SECONDS)
 
@@ -130,10 +132,10 @@ class _Agent(LocalElasticAgent):
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         attempt = f"{worker_group.spec.rdzv_handler.get_run_id()}{restarts}"
 
-        def ask() -> bool:
-            return bool(self._connect(worker_group, attempt).check([CONTINUES]))
+        def query_store() -> bool:
+            return bool(self._connect_to_store(worker_group, attempt).check([CONTINUES]))
 
-        if self._surviving != attempt and call_store_with_timeout(STORE_SECONDS, ask):
+        if self._surviving != attempt and call_store_with_timeout(STORE_SECONDS, query_store):
             self._surviving = attempt
         return self._surviving == attempt
 

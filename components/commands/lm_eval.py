@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
-from drawloom.components.commands._trained import add_run_arguments, open_trained
+from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
+from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.data.sources.files import import_package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
@@ -67,7 +67,7 @@ def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
     manager = TaskManager(include_path=[str(path) for path in options.include or ()] or None)
     if unknown := [name for name in options.tasks if not manager.match_tasks([name])]:
         raise UserError(f"--tasks: no task is called {unknown[0]!r}; `lm-eval ls tasks` shows those of the package", 2)
-    with open_trained(project, options, Predictor, Tokenizer, Mesh) as (run, step):
+    with open_trained_run(project, options, Predictor, Tokenizer, Mesh) as (run, step):
         pipeline = run.get(Mesh).pipeline_group
         model = RunModel(run.get(Predictor), run.get(Tokenizer), pipeline, options.context, options.rows)
         try:
@@ -79,7 +79,7 @@ def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
             raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
     if options.to is not None:
         summary = {name: value for name, value in results.items() if name != "samples"}
-        with report_write_errors(options.to):
+        with convert_write_errors(options.to):
             replace_file(options.to, json.dumps({"step": step, **summary}, indent=2, default=str).encode() + b"\n")
     return LmEvalResult(options.run_folder, step, results["results"])
 

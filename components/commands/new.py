@@ -61,7 +61,7 @@ def main(options: argparse.Namespace, project: Project) -> NewResult:
     is_file = options.base.endswith(".toml")
     extends = os.path.relpath(options.base, path.parent) if is_file else options.base
     head = HEAD.format(path=path, base=options.base, name=path.stem, extends=dumps(extends), quoted=dumps(path.stem))
-    text = "\n".join([head, *_comment_out(recipe.graph)])
+    text = "\n".join([head, *_format_nodes_as_comments(recipe.graph)])
     try:
         file = path.open("x", encoding="utf-8")
     except FileExistsError as error:
@@ -77,7 +77,7 @@ def main(options: argparse.Namespace, project: Project) -> NewResult:
     return NewResult(path, options.base)
 
 
-def _comment_out(graph: Graph) -> Iterator[str]:
+def _format_nodes_as_comments(graph: Graph) -> Iterator[str]:
     """Yield the variables, and every node with the settings that the recipe or its bases set, as comments."""
     if graph.recipe.vars:
         yield "# [vars]"

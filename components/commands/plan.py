@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 
-from drawloom.components.commands._options import parse_output_path, report_write_errors
+from drawloom.components.commands._options import convert_write_errors, parse_output_path
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
@@ -92,7 +92,7 @@ def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceMod
     if overlay is not None:
         head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
         try:
-            with report_write_errors(overlay):
+            with convert_write_errors(overlay):
                 replace_file(overlay, f"{head}\n{choices[0].format_overlay}\n".encode())
         except UserError:
             print_text(format_search_table(choices))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from drawloom.components.commands._options import (
+    convert_write_errors,
     integer_parser,
     parse_output_path,
     parse_positive_number,
-    report_write_errors,
 )
 from drawloom.components.commands._recipes import add_overlay_option, find_only_node
 from drawloom.components.parallel.float8_layers import find_float8_candidates
@@ -72,7 +72,7 @@ def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
     evidence = _measure_float8_effects(recipe.with_values({node: float8}), options.steps)
     text = format_evidence_overlay(evidence, node, options.recipe, options.steps, options.tolerance)
     if options.to is not None:
-        with report_write_errors(options.to):
+        with convert_write_errors(options.to):
             replace_file(options.to, text.encode())
     return PrecisionResult(text, options.to)
 
@@ -187,15 +187,15 @@ class _Probe:
         self._run_pass_in_float8([])  # compiles and allocates
         loss, gradients, seconds = self._run_pass_in_float8([])
 
-        def effect(layers: Sequence[Float8Layer]) -> Effect:
+        def measure_effect(layers: Sequence[Float8Layer]) -> Effect:
             other_loss, others, time_of_pass = self._run_pass_in_float8(layers)
             return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
 
-        effect([*self.layers.values()])
+        measure_effect([*self.layers.values()])
         for layer in {_get_weight_shapes(layer): layer for layer in self.layers.values()}.values():
-            effect([layer])  # compiles the casts of its shape
-        together = effect([*self.layers.values()])
-        return Evidence({name: effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
+            measure_effect([layer])  # compiles the casts of its shape
+        together = measure_effect([*self.layers.values()])
+        return Evidence({name: measure_effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
 
     def _run_pass_in_float8(self, float8_layers: Sequence[Float8Layer]) -> tuple[float, list[Tensor], float]:
         """Return the mean loss, the gradients and the seconds of a pass with float8 in these layers."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import RowPiece, build_batch
@@ -56,7 +56,7 @@ def main(options: argparse.Namespace, project: Project) -> ReferenceResult:
     with recipe.open(names) as run:
         rows = _add_reference_logps(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
-    with report_write_errors(options.to):
+    with convert_write_errors(options.to):
         replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
     return ReferenceResult(options.to, len(lines))
 
@@ -90,6 +90,6 @@ def _sum_logps_by_answer(data: Preferences, executor: ProgramExecutor, pairs: Se
     documents = TokenArrays.concatenate(ids, choose_id_dtype(data.vocab_size), weights)
     rows = [[RowPiece(number, 0, len(answer_ids))] for number, answer_ids in enumerate(ids)]
     batch = build_batch(documents, rows, max(map(len, ids)), data.eos_id)
-    if (logps := executor.token_logps(batch)) is None:
+    if (logps := executor.reference_token_logps(batch)) is None:
         raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
     return logps.sum(1, dtype=torch.float64).view(-1, 2).cpu()

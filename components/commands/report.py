@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.commands._options import parse_output_path, report_write_errors
+from drawloom.components.commands._options import convert_write_errors, parse_output_path
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.page import render_page
@@ -54,7 +54,7 @@ def main(options: argparse.Namespace, project: Project) -> ReportResult:
     ]
     target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
     content = render_page(runs).encode()
-    with report_write_errors(target):
+    with convert_write_errors(target):
         replace_file(target, content)
     return ReportResult(target, len(content), [run.name for run in runs])
 

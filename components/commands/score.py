@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
-from drawloom.components.commands._trained import add_run_arguments, open_trained
+from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
+from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.feedback import encode_answer
+from drawloom.components.data.feedback import encode_prompt_and_answer
 from drawloom.components.data.sources.rows import Line, read_object_lines
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
@@ -55,7 +55,7 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     written = []
-    with open_trained(project, options, ProgramExecutor, ChatTokenizer, Scorer) as (run, step):
+    with open_trained_run(project, options, ProgramExecutor, ChatTokenizer, Scorer) as (run, step):
         tokenizer = run.get(ChatTokenizer)
         text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
         with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
@@ -66,7 +66,7 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
             while batch := [*islice(encoded, options.rows)]:
                 scores = _score_answers(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
                 written += [line.row | {"score": score} for (line, _), score in zip(batch, scores, strict=True)]
-    with report_write_errors(options.to):
+    with convert_write_errors(options.to):
         replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
     return ScoreResult(options.run_folder, step, options.to, len(written))
 
@@ -74,7 +74,7 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
 def _encode_prompt_and_completion(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
     """Return a line's ids, int64 (tokens,). Raises UserError with the line's position if it is malformed."""
     try:
-        return torch.from_numpy(encode_answer(tokenizer, line.row, template).ids.astype("int64"))
+        return torch.from_numpy(encode_prompt_and_answer(tokenizer, line.row, template).ids.astype("int64"))
     except ValueError as error:
         raise UserError(f"{line.position}: {error}") from error
 
@@ -87,10 +87,10 @@ def _score_answers(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[
     context = TokenContext(positions, (positions >= lengths[:, None]).long())  # padding is a separate document
     outputs: dict[int, Tensor] = {}
 
-    def finish(hidden: Tensor, head: Head) -> Tensor:
+    def score_hidden_states(hidden: Tensor, head: Head) -> Tensor:
         return scorer.score_tokens(hidden)
 
-    executor.infer_microbatches([(tokens, context)], outputs.__setitem__, finish)
+    executor.infer_microbatches([(tokens, context)], outputs.__setitem__, score_hidden_states)
     if not outputs:
         raise UserError("the last pipeline stage is on another rank; start the command in one process", 2)
     yield from outputs[0].float().cpu()[torch.arange(len(answers)), lengths - 1].tolist()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
 from drawloom.components.commands._process_pool import pool_with_signal_forwarding
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.commands._slurm import format_array_script
@@ -172,7 +172,7 @@ def _write_array_script(options: argparse.Namespace, folder: Path, commands: Seq
     limit = options.jobs if options.jobs > 1 else None
     script = format_array_script(folder.name, commands, folder, max_parallel_tasks=limit, options=options.sbatch)
     folder.mkdir(parents=True, exist_ok=True)  # SLURM does not create it for its output
-    with report_write_errors(options.submit):
+    with convert_write_errors(options.submit):
         replace_file(options.submit, script.encode())
     print_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
 

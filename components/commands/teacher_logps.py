@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
@@ -63,8 +63,8 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
     names = [find_only_node(graph, port, options.recipe) for port in (ProgramExecutor, PackedRows)]
     with recipe.open(names) as run:
         rows, executor = run.get(PackedRows), run.get(ProgramExecutor)
-        counts: dict[str, int] = {split: rows.count(split) for split in SPLITS}
-        with report_write_errors(options.to):
+        counts: dict[str, int] = {split: rows.count_rows(split) for split in SPLITS}
+        with convert_write_errors(options.to):
             options.to.mkdir(parents=True)
             for split in SPLITS:
                 with (
@@ -84,14 +84,14 @@ def _predict_top_tokens(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows."""
 
-    def finish(hidden: Tensor, head: Head) -> Tensor:
+    def compute_top_logps(hidden: Tensor, head: Head) -> Tensor:
         return torch.stack([_top_tokens_with_logps(row, head, top_k) for row in hidden])
 
-    for first in range(0, rows.count(split), rows_at_a_time):
-        batch = rows.batch(split, range(first, min(first + rows_at_a_time, rows.count(split))))
+    for first in range(0, rows.count_rows(split), rows_at_a_time):
+        batch = rows.batch(split, range(first, min(first + rows_at_a_time, rows.count_rows(split))))
         outputs: dict[int, Tensor] = {}
         executor.infer_microbatches(
-            [(batch.tokens, TokenContext(batch.positions, batch.document_ids))], outputs.__setitem__, finish
+            [(batch.tokens, TokenContext(batch.positions, batch.document_ids))], outputs.__setitem__, compute_top_logps
         )
         if not outputs:
             raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)

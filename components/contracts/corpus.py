@@ -59,7 +59,7 @@ def ids_are_below_vocab_size_and_no_text_has_eos(tokenizer: Tokenizer) -> None:
 
 def ids_have_as_many_bytes_as_the_text(tokenizer: Tokenizer) -> None:
     """A text's ids have as many bytes as the text, and eos_id has none."""
-    table = tokenizer.token_bytes()
+    table = tokenizer.token_byte_counts()
     expect(table.dtype == np.int64 and table.shape == (tokenizer.vocab_size,), f"{table.dtype} {table.shape} of bytes")
     expect(table[tokenizer.eos_id] == 0, f"the end of a document has {table[tokenizer.eos_id]} bytes")
     for text in TEXTS:
@@ -135,17 +135,19 @@ def equal_settings_yield_equal_documents_and_fingerprints(one: TokenCorpus, othe
 def every_document_has_a_source_and_sources_differ(corpus: TokenCorpus) -> None:
     """Every document has a source, and sources differ."""
     documents = corpus.documents("train")
-    sources = [documents.source(number) for number in range(min(20, len(documents.lengths)))]
+    sources = [documents.describe_origin(number) for number in range(min(20, len(documents.lengths)))]
     expect(all(sources) and len(set(sources)) == len(sources), f"sources are missing or equal: {sources}")
 
 
 def only_templates_encode_control_tokens(tokenizer: ChatTokenizer) -> None:
     """A template encodes a control token as one id, and no text can produce that id."""
     for token in tokenizer.control_tokens:
-        (number,) = tokenizer.encode_control(token).tolist()
+        (number,) = tokenizer.encode_with_control_tokens(token).tolist()
         expect(number not in tokenizer.encode(f"a {token} b").tolist(), f"a text can forge {token}")
-        expect(number in tokenizer.encode_control(f"a {token} b").tolist(), f"a template can't write {token}")
-        expect(token in tokenizer.decode_control([number]), f"{token} is not written out")
+        expect(
+            number in tokenizer.encode_with_control_tokens(f"a {token} b").tolist(), f"a template can't write {token}"
+        )
+        expect(token in tokenizer.decode_with_control_tokens([number]), f"{token} is not written out")
 
 
 def prompts_depend_on_every_message(prompts: ChatPrompts) -> None:
@@ -158,4 +160,4 @@ def prompts_depend_on_every_message(prompts: ChatPrompts) -> None:
     for index, message in enumerate(messages):
         others = [*messages[:index], {**message, "content": "four"}, *messages[index + 1 :]]
         expect(not np.array_equal(ids, prompts.encode_messages(others)), f"message {index} is not in the prompt")
-    expect(prompts.answer_ends, "no id ends an answer")
+    expect(prompts.answer_end_ids, "no id ends an answer")

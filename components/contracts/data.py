@@ -21,7 +21,7 @@ from drawloom.components.ports.data import (
     TokenBatch,
     TrainingData,
     ValidationData,
-    token_batch,
+    require_token_batch,
 )
 from drawloom.components.state.batch import Batch
 from drawloom.graph.testing import BrokenContractError, expect
@@ -38,8 +38,8 @@ def batches_have_the_declared_class_and_sizes(rows: PackedDataset) -> None:
 
     A token batch's tensors have shape (rows, length); weights are float32, the others int64.
     """
-    expect(rows.length >= 1 and rows.count("train") >= 1, "there are no rows, or rows without tokens")
-    batch = rows.batch("train", [0, rows.count("train") - 1])
+    expect(rows.length >= 1 and rows.count_rows("train") >= 1, "there are no rows, or rows without tokens")
+    batch = rows.batch("train", [0, rows.count_rows("train") - 1])
     declared = rows.batch_type or Batch
     expect(isinstance(batch, declared), f"a batch is a {type(batch).__name__}, and batch_type is {declared.__name__}")
     _expect_leaves_with_equal_rows_and_tokens(batch)
@@ -51,9 +51,9 @@ def batches_have_the_declared_class_and_sizes(rows: PackedDataset) -> None:
 
 def a_row_does_not_depend_on_other_rows(one: PackedDataset, other: PackedDataset) -> None:
     """A row does not depend on earlier batches or on the other rows in its batch."""
-    last = one.count("train") - 1
+    last = one.count_rows("train") - 1
     expect(
-        other.count("train") == one.count("train"),
+        other.count_rows("train") == one.count_rows("train"),
         "two data sets with the same settings have different numbers of rows",
     )
     batch, reversed_batch = one.batch("train", [0, last]), other.batch("train", [last, 0])
@@ -68,7 +68,7 @@ def fill_rate_is_the_fraction_of_tokens(rows: PackedDataset) -> None:
     """The fill rate is in (0, 1], and equals the fraction of tokens that are not padding."""
     rate = rows.fill_rate("train")
     expect(0 < rate <= 1, f"a fill rate of {rate}")
-    count = rows.count("train")
+    count = rows.count_rows("train")
     if count > 200:
         return
     batches = [rows.batch("train", [row]) for row in range(count)]
@@ -80,7 +80,7 @@ def fill_rate_is_the_fraction_of_tokens(rows: PackedDataset) -> None:
 
 def targets_are_the_next_tokens(rows: PackedDataset) -> None:
     """A token's target is the next token in its document, and positions count from 0; only for token batches."""
-    batch = rows.batch("train", list(range(min(8, rows.count("train")))))
+    batch = rows.batch("train", list(range(min(8, rows.count_rows("train")))))
     if not isinstance(batch, TokenBatch):
         return
     inside = batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
@@ -93,7 +93,7 @@ def targets_are_the_next_tokens(rows: PackedDataset) -> None:
 
 def tokens_without_a_target_have_weight_0(rows: PackedDataset) -> None:
     """Weights are finite and nonnegative, 0 for tokens without a target, and not all 0."""
-    batch = rows.batch("train", list(range(min(8, rows.count("train")))))
+    batch = rows.batch("train", list(range(min(8, rows.count_rows("train")))))
     expect(
         bool(batch.weights.isfinite().all()) and bool((batch.weights >= 0).all()), "a weight is negative or infinite"
     )
@@ -114,14 +114,14 @@ def _expect_leaves_with_equal_rows_and_tokens(batch: Batch) -> None:
 def sources_partition_the_rows(rows: MeasuredRows) -> None:
     """Sources cover the rows without gaps, and the tokens in a source's rows add up to its token count."""
     for split in SPLITS:
-        tokens, end = rows.row_tokens(split), 0
+        tokens, end = rows.row_token_counts(split), 0
         for source in rows.row_sources(split):
             counts = tokens[end : end + source.rows]
             expect(source.first == end, f"{source} begins at {source.first}, and the rows before end at {end}")
             total = int(counts.sum())
             expect(total == source.tokens, f"{source} has {source.tokens} tokens, and its rows {total}")
             end += source.rows
-        expect(end == len(tokens) == rows.count(split), f"sources have {end} rows of {rows.count(split)}")
+        expect(end == len(tokens) == rows.count_rows(split), f"sources have {end} rows of {rows.count_rows(split)}")
 
 
 SOURCES = [RowSource("one", 0, 7, 56, 1.0), RowSource("other", 7, 5, 40, 2.0)]
@@ -174,8 +174,11 @@ def an_example_becomes_one_row_of_the_length(collator: Collator) -> None:
         )
     both = collator.collate(EXAMPLES, 6)
     for number, example in enumerate(EXAMPLES):
-        ids, alone = [*example["input_ids"]], token_batch(collator.collate([example], 6), "the contract")
-        expect(collator.count(example) == len(ids), f"{len(ids)} tokens are counted as {collator.count(example)}")
+        ids, alone = [*example["input_ids"]], require_token_batch(collator.collate([example], 6), "the contract")
+        expect(
+            collator.count_tokens(example) == len(ids),
+            f"{len(ids)} tokens are counted as {collator.count_tokens(example)}",
+        )
         for name in TENSORS:
             single, shared = getattr(alone, name), getattr(both, name)[number]
             expect(single.shape == (1, 6) and torch.equal(single[0], shared), f"{name} depend on other rows")
@@ -230,7 +233,7 @@ def tokens_by_source_never_decrease(progress: SourceProgress) -> None:
 
 def microbatches_have_at_most_the_counted_rows(data: ValidationData) -> None:
     """The microbatches have at most the counted rows, and these are at most all the split's rows."""
-    used, count = data.row_counts()
+    used, count = data.count_evaluated_and_total_rows()
     rows = sum(batch.row_count for batch in data.batches())
     expect(0 < rows <= used <= count, f"{rows} rows in microbatches, {used} of {count} by its own count")
 

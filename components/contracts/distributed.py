@@ -14,7 +14,7 @@ def device_allocates_tensors_and_counts_memory(device: Device) -> None:
     tensor = torch.zeros(2, device=device.device)
     expect(tensor.device.type == device.device.type, f"a tensor is on {tensor.device}")
     expect(device.backend in ("gloo", "nccl"), f"the backend is {device.backend!r}")
-    expect(device.memory() >= 0, f"{device.memory()} bytes are in use")
+    expect(device.measure_peak_memory() >= 0, f"{device.measure_peak_memory()} bytes are in use")
 
 
 def dimension_sizes_multiply_to_the_world_size(mesh: Mesh) -> None:

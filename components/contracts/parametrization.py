@@ -10,7 +10,7 @@ from drawloom.graph.testing import expect
 
 def factors_are_positive_and_finite(parametrization: Parametrization) -> None:
     """Factors for a wider and deeper decoder are positive and finite."""
-    scaling = parametrization.scale_model(hidden_size=4096, num_hidden_layers=32)
+    scaling = parametrization.compute_scaling_for_size(hidden_size=4096, num_hidden_layers=32)
     for role in (scaling.outer, scaling.matrix, scaling.residual, scaling.vector):
         for name, factor in attrs.asdict(role).items():
             expect(0 < factor < math.inf, f"{name} is multiplied by {factor}")

@@ -232,7 +232,7 @@ def _expect_same_sums(sums: Tensor, expected: Tensor, when: str) -> None:
     expect(is_close, f"{when}, loss and weight are {sums.tolist()} and not {expected.tolist()}")
 
 
-def _sum_training_losses(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
+def _train_and_sum_losses_and_weights(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from a training pass, float64 (2,)."""
     state = make_state_of_batches(batches)
     executor.train(state)
@@ -248,7 +248,7 @@ def _sum_evaluation_losses(executor: Executor, batches: Sequence[TokenBatch]) ->
 
 def training_and_evaluation_have_equal_losses(executor: Executor) -> None:
     """Training and evaluation on the same microbatches have the same loss and weight."""
-    sums = _sum_training_losses(executor, [_make_token_batch()])
+    sums = _train_and_sum_losses_and_weights(executor, [_make_token_batch()])
     expect(bool(sums[0].isfinite()), f"the loss is {sums[0].item()}")
     _expect_same_sums(_sum_evaluation_losses(executor, [_make_token_batch()]), sums, "evaluated")
 
@@ -260,7 +260,9 @@ def dividing_a_batch_does_not_change_its_sums(executor: Executor) -> None:
         _sum_evaluation_losses(executor, parts), _sum_evaluation_losses(executor, whole), "in four microbatches"
     )
     _expect_same_sums(
-        _sum_training_losses(executor, parts), _sum_training_losses(executor, whole), "trained in four microbatches"
+        _train_and_sum_losses_and_weights(executor, parts),
+        _train_and_sum_losses_and_weights(executor, whole),
+        "trained in four microbatches",
     )
 
 

@@ -37,7 +37,7 @@ from drawloom.components.ports.run import (
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.state.step_state import MissingStateError, StepState
-from drawloom.graph.component import find_declared_flow
+from drawloom.graph.component import find_declared_reads_and_writes
 from drawloom.graph.testing import expect
 
 VALUES: dict[str, Any] = {
@@ -76,7 +76,7 @@ class ObservedState(StepState):
 
 def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
     """Yield two steps with the values that the phase requires; nothing if no shipped phase writes one of the values."""
-    flow = find_declared_flow(phase)
+    flow = find_declared_reads_and_writes(phase)
     required = [name for name in (*flow.reads, *flow.changes) if not name.endswith("?") and name not in IN_PARAMETERS]
     if set(required) <= VALUES.keys():
         for index in (1, 2):
@@ -88,7 +88,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
     for step in _steps_with_declared_values(phase):
         with suppress(MissingStateError):
             phase.run_phase(step)
-        flow = find_declared_flow(phase)
+        flow = find_declared_reads_and_writes(phase)
         declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
         undeclared = ", ".join(sorted(_observe_state(step).read - declared))
         expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
@@ -96,7 +96,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
 
 def writes_only_what_it_declares(phase: Phase) -> None:
     """A phase writes only values that it declares to write or change; `check` relies on it to order phases."""
-    flow = find_declared_flow(phase)
+    flow = find_declared_reads_and_writes(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
         undeclared = sorted(_observe_state(step).written - {*flow.writes, *flow.changes})
@@ -164,7 +164,7 @@ def _observe_state(step: Step) -> ObservedState:
 
 def _measure_on_a_single_rank(metric: Metric, step: Step) -> typing.Mapping[str, Value]:
     """Return the values of a metric at a step on a single rank."""
-    parts = metric.update(step)
+    parts = metric.measure_on_rank(step)
     for name, part in parts.items():
         expect(name in metric.accumulators, f"{name!r} is none of its accumulators")
         shape = metric.accumulators[name].shape
@@ -293,7 +293,7 @@ def _expect_entries_in_forecast(state: Any, forecast: Any, where: str) -> None:
 
 def known_steps_count_from_1_and_have_numbers(node: KnownSteps) -> None:
     """Known steps are counted from 1, and their values are numbers or None."""
-    for step, values in node.known_steps():
+    for step, values in node.recorded_step_values():
         expect(type(step) is int and step >= 1, f"{step!r} is not a step")
         kinds = {type(value) for value in values.values()}
         expect(kinds <= {int, float, type(None)}, f"step {step} has values of {kinds}")
@@ -389,11 +389,11 @@ def a_step_may_be_saved_twice(restorer: Restorer) -> None:
     expect(restorer.restore() == 1, "step 1 was saved twice, and is not restored")
 
 
-def a_task_is_finished_only_after_finish(task: FinalTask) -> None:
-    """A task is not finished before `finish` and finished after it, and `finish` may be called again."""
+def a_task_is_finished_only_after_it_ran(task: FinalTask) -> None:
+    """A task is not finished before `run_after_training` and finished after it, also after a second call."""
     expect(not task.is_finished(1), "the task is finished before it has run")
     for _ in range(2):
-        task.finish(1)
+        task.run_after_training(1)
         expect(task.is_finished(1), "the task has run and is not finished")
 
 
@@ -404,11 +404,11 @@ def after_restore_accepts_a_new_run(node: AfterRestore) -> None:
 
 def environment_choices_are_strings_and_repeatable(source: EnvironmentSource) -> None:
     """Names and values are texts, and the same at every call, because the process keeps its choices."""
-    chosen = dict(source.list_machine_choices())
+    chosen = dict(source.list_automatic_choices())
     expect(
         all(isinstance(text, str) and text for item in chosen.items() for text in item), f"{chosen} has other values"
     )
-    expect(chosen == dict(source.list_machine_choices()), "a second call returns other choices")
+    expect(chosen == dict(source.list_automatic_choices()), "a second call returns other choices")
 
 
 def read_files_exist_by_name_of_setting(node: ReadsFiles) -> None:

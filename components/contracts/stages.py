@@ -12,7 +12,7 @@ from drawloom.components.ports.stages import (
     Stages,
     TrainableStages,
     Transform,
-    gradient_or_zeros,
+    get_or_create_gradient,
 )
 from drawloom.graph.testing import expect
 
@@ -75,10 +75,10 @@ def owned_parameters_are_a_subset(parameters: SpreadParameters) -> None:
 def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
     """A gradient of ones becomes the number of ranks with the parameter."""
     for _, parameter in parameters.named_parameters():
-        gradient_or_zeros(parameter).fill_(1)
+        get_or_create_gradient(parameter).fill_(1)
     parameters.sum_gradients()
     for name, parameter in parameters.named_parameters():
-        gradient = gradient_or_zeros(parameter)
+        gradient = get_or_create_gradient(parameter)
         ranks = float(gradient.flatten()[0])
         expect(ranks >= 1 and ranks.is_integer(), f"the gradients of {name}, ones on each rank, add up to {ranks}")
         expect(bool((gradient == ranks).all()), f"the gradient of {name} is summed in part")
@@ -106,12 +106,12 @@ def compute_gradients_become_master_gradients(stages: TrainableStages) -> None:
     """Gradients of compute weights become gradients of master weights."""
     for stage in stages.local:
         for parameter in stage.module.parameters():
-            gradient_or_zeros(parameter).fill_(1)
+            get_or_create_gradient(parameter).fill_(1)
     stages.hand_over_gradients()
     for stage in stages.local:
         for name, parameter in stage.named_parameters():
             expect(parameter.grad is not None, f"{name} gets no gradient")
-            expect(bool((gradient_or_zeros(parameter) == 1).all()), f"the gradient of {name} is changed")
+            expect(bool((get_or_create_gradient(parameter) == 1).all()), f"the gradient of {name} is changed")
 
 
 def first_stage_input_is_a_meta_tensor_like_tokens(inputs: StageInputs) -> None:
@@ -138,7 +138,7 @@ def transformed_modules_stay_on_the_meta_device(transform: Transform) -> None:
     expect(not lost, f"the parameters {', '.join(lost)} are called otherwise, so that no checkpoint fits")
 
 
-def transformed_modules_keep_their_shapes(transform: Transform) -> None:
+def transformed_modules_keep_output_shapes(transform: Transform) -> None:
     """A transformed module returns outputs with the same shape."""
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))

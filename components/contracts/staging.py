@@ -43,7 +43,7 @@ def the_state_may_change_after_staging(stager: Stager) -> None:
     state = _make_state(1.0)
     copied = _stage_and_wait(stager, state)
     state["whole"].fill_(2.0)
-    _expect_state_filled_with(copied, 1.0 if stager.copies else 2.0, "after a change of the state")
+    _expect_state_filled_with(copied, 1.0 if stager.makes_copies else 2.0, "after a change of the state")
 
 
 def a_copy_in_use_is_not_overwritten(stager: Stager) -> None:
@@ -56,7 +56,7 @@ def a_copy_in_use_is_not_overwritten(stager: Stager) -> None:
 
 def staging_an_uncopyable_value_raises_type_error(stager: Stager) -> None:
     """Staging a lock, which can't be copied, raises TypeError, unless the stager copies nothing."""
-    if not stager.copies:
+    if not stager.makes_copies:
         return
     try:
         _stage_and_wait(stager, {"a": {"lock": threading.Lock()}})

@@ -43,7 +43,7 @@ class Bytes:
         """Decode ids as text. Invalid UTF-8 becomes U+FFFD; ids that are not bytes are skipped."""
         return bytes(token_id for token_id in ids if 0 <= token_id < END).decode("utf-8", "replace")
 
-    def token_bytes(self) -> np.ndarray:
+    def token_byte_counts(self) -> np.ndarray:
         """Return 1 for bytes and 0 for the end token; int64 (257,)."""
         return np.append(np.ones(END, np.int64), 0)
 

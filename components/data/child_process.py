@@ -23,7 +23,7 @@ class ChildProcess:
         code = self.process.exitcode or 0
         return f"was killed by {Signals(-code).name}" if code < 0 else f"exited (exit code {code})"
 
-    def stop(self) -> None:
+    def kill_and_close(self) -> None:
         """Kill the process, which has no state to lose, and close the pipe."""
         self.process.kill()
         self.process.join()

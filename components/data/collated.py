@@ -62,11 +62,11 @@ class Collated:
         """Free the examples."""
         self._splits.clear()
 
-    def count(self, split: Split) -> int:
+    def count_rows(self, split: Split) -> int:
         return len(self._splits[split])
 
     def fill_rate(self, split: Split) -> float:
-        return self._tokens[split] / (self.count(split) * self.length) if self.count(split) else 1.0
+        return self._tokens[split] / (self.count_rows(split) * self.length) if self.count_rows(split) else 1.0
 
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
         """Return the examples' rows. Raises UserError with the name of an example that can't be collated."""
@@ -79,13 +79,13 @@ class Collated:
             raise
         return batch
 
-    def sources(self, split: Split, row: int) -> list[str]:
+    def describe_row_origins(self, split: Split, row: int) -> list[str]:
         """Return the name of the row's example, as a list."""
         return [self._get_example_name(split, row)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return row counts by split, and a sample's digest."""
-        return {split: {"rows": self.count(split), "sha256": self._hash_sampled_rows(split)} for split in SPLITS}
+        return {split: {"rows": self.count_rows(split), "sha256": self._hash_sampled_rows(split)} for split in SPLITS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
@@ -104,7 +104,7 @@ class Collated:
     def _count_example_tokens(self, split: Split, index: int) -> int:
         """Count an example's tokens. Raises UserError if they are more than `max_length`."""
         with self._add_example_name_to_errors(split, index):
-            tokens = self.collator.count(self._splits[split][index])
+            tokens = self.collator.count_tokens(self._splits[split][index])
             if tokens > self.max_length:
                 raise ValueError(f"it has {tokens} tokens, and rows {self.max_length}; cut it, or raise max_length")
             return tokens
@@ -128,7 +128,7 @@ class Collated:
 
     def _hash_sampled_rows(self, split: Split) -> str:
         """Hash up to MAX_ROWS_COMPARED rows, evenly spread over a split."""
-        count = self.count(split)
+        count = self.count_rows(split)
         spread = (index * count // MAX_ROWS_COMPARED for index in range(MAX_ROWS_COMPARED))
         rows = [*spread] if count > MAX_ROWS_COMPARED else range(count)
         return hashlib.sha256("".join(compute_row_digests(self.batch(split, rows))).encode()).hexdigest()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from drawloom.components.data.chat.corpus import ChatCorpus, check_messages, remove_key
+from drawloom.components.data.chat.corpus import ChatCorpus, check_messages, copy_without_key
 from drawloom.components.data.chat.encode import Encoded, encode_completion, encode_rendered
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import Message, render_turns
@@ -55,7 +55,7 @@ class Conversations(ChatCorpus):
             raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
         check_messages([*prompt, *trained])
         weights = [0.0] * len(prompt) + [self._get_turn_weight(message) for message in trained]
-        return [remove_key(message, "weight") for message in (*prompt, *trained)], weights
+        return [copy_without_key(message, "weight") for message in (*prompt, *trained)], weights
 
     def _get_turn_weight(self, message: Mapping[str, Any]) -> float:
         """

@@ -35,7 +35,7 @@ class Feedback(ChatCorpus):
         """Return a line's document, with label 1 or -1. Raises ValueError for a malformed line."""
         if not isinstance(label := row.get("label"), bool):
             raise ValueError(f"its label is {label!r}; write {FORMS}")
-        return [attrs.evolve(encode_answer(self.tokenizer, row, template), label=1.0 if label else -1.0)]
+        return [attrs.evolve(encode_prompt_and_answer(self.tokenizer, row, template), label=1.0 if label else -1.0)]
 
     def format_nothing_trained_error(self) -> str:
         return f"no line has an answer; write {FORMS}"
@@ -56,7 +56,7 @@ class Feedback(ChatCorpus):
         ]
 
 
-def encode_answer(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> Encoded:
+def encode_prompt_and_answer(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> Encoded:
     """Encode a line's prompt and completion, with the completion trained. Raises ValueError for a malformed line."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
-from drawloom.components.data.sources.files import make_local_file
+from drawloom.components.data.sources.files import describe_local_file
 from drawloom.components.data.sources.tables import ArrowPart
 from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError, between, component, setting
@@ -30,7 +30,7 @@ class HuggingFaceDataset:
         default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
     )
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Read every dataset's first document. Raises UserError if a folder or the column is missing."""
         for name in filter(None, (self.train, self.validation)):
             next(iterate_texts(self._list_arrow_files(name)[:1]), None)
@@ -61,7 +61,7 @@ class HuggingFaceDataset:
         if state is None:
             raise UserError(f"path: {folder} is not a data set: it has no state.json; write one with `save_to_disk`")
         files = [entry["filename"] for entry in state["_data_files"]]
-        return [ArrowPart(make_local_file(file, folder / file), self.field) for file in files]
+        return [ArrowPart(describe_local_file(file, folder / file), self.field) for file in files]
 
 
 def _read_json(path: Path) -> Any:

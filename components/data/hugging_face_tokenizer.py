@@ -44,10 +44,10 @@ class HuggingFaceTokenizer:
 
         Logs a warning if the file is in a model folder, and transformers returns other ids for this folder.
         """
-        self.check_machine()
+        self.check_files_and_device()
         warn_if_transformers_ids_differ(self._tokenizer_file.parent, self)
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Read the file. Raises UserError if the package, the file or the end token is missing."""
         _ = self.eos_id
 
@@ -103,14 +103,14 @@ class HuggingFaceTokenizer:
     def control_tokens(self) -> list[str]:
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
 
-    def encode_control(self, text: str) -> np.ndarray:
+    def encode_with_control_tokens(self, text: str) -> np.ndarray:
         self._tokenizer.encode_special_tokens = False
         try:
             return self.encode(text)
         finally:
             self._tokenizer.encode_special_tokens = True
 
-    def decode_control(self, ids: Sequence[int]) -> str:
+    def decode_with_control_tokens(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -122,7 +122,7 @@ class HuggingFaceTokenizer:
         """Decode ids as text, without special tokens."""
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
-    def token_bytes(self) -> np.ndarray:
+    def token_byte_counts(self) -> np.ndarray:
         """
         Return each id's byte count, from the vocabulary: int64 (vocab_size,).
 

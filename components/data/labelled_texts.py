@@ -35,7 +35,7 @@ class LabelledTexts(ChatCorpus):
         """Return a line's document, with its label's number. Raises ValueError for a malformed line."""
         label, text, messages = row.get("label"), row.get("text"), row.get("messages")
         if label not in self.labels:
-            raise ValueError(f"its label is {label!r}, and labels has {', '.join(self.labels)}; write {FORMS}")
+            raise ValueError(f"its label is {label!r}; write one of {', '.join(self.labels)}, as in {FORMS}")
         if isinstance(text, str):
             ids = np.append(self.tokenizer.encode(text), np.int32(self.tokenizer.eos_id))
         elif isinstance(messages, list):

@@ -17,8 +17,8 @@ from drawloom.components.ports.data import (
     RowOrder,
     TokenBatch,
     find_batch_types,
-    has_pairs,
-    token_batch,
+    require_token_batch,
+    uses_document_pairs,
 )
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension
 from drawloom.components.ports.run import Batching
@@ -99,7 +99,7 @@ class Loader:
 
     def open(self) -> None:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
-        if self.rows.count("train") == 0:
+        if self.rows.count_rows("train") == 0:
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
         self._build_row_stream([])
         if self.workers:
@@ -129,7 +129,7 @@ class Loader:
         if not self._checked:
             check_batch(self.rows, batches[0])
             check_ranks_have_consistent_batches(
-                self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0]
+                self.mesh.world, self.batching.dp_rank, self.rows.count_rows("train"), batches[0]
             )
             self._checked = True
         self._step = step
@@ -138,7 +138,7 @@ class Loader:
     def split_documents_for_step(self, batch: Batch, step: int) -> Batch:
         """Cut a batch's documents to the step's maximum length."""
         length = self.max_document_length_at(step)
-        return batch if length is None else split_long_documents(token_batch(batch, "lengths"), length)
+        return batch if length is None else split_long_documents(require_token_batch(batch, "lengths"), length)
 
     def max_document_length_at(self, step: int) -> int | None:
         """Return the step's maximum document length; None if documents are not cut."""
@@ -241,7 +241,7 @@ class Loader:
                 yield rows.problem("length", text, f"write a length that is a multiple of {2 * ranks}")
             for writer, batch_type in find_batch_types(rows):
                 yield from _check_batch_division(writer, batch_type, ranks, node)
-        if node.settings["lengths"] and rows and has_pairs(rows.component):
+        if node.settings["lengths"] and rows and uses_document_pairs(rows.component):
             text = "lengths would cut documents, and a cut pair can't be compared"
             yield node.problem("lengths", text, "leave it out, or use rows without pairs")
         for index, stage in enumerate(node.settings["lengths"]):

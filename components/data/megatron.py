@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.splits import ChosenDocuments, split_documents
+from drawloom.components.data.store.splits import ChosenDocuments, select_split_documents
 from drawloom.components.ports.corpus import DocumentPart, Split
 from drawloom.graph import UserError, between, component, setting
 
@@ -33,7 +33,7 @@ class Megatron:
     )
     _documents: Any = attrs.field(init=False, default=None)
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Open the index, and check both files' sizes. Raises UserError for other files, and for truncated ones."""
         self._documents = MegatronDocuments.open(self.path)
 
@@ -42,7 +42,7 @@ class Megatron:
         keys *= np.uint64(0x9E3779B97F4A7C15)
         keys ^= keys >> np.uint64(32)
         keys *= np.uint64(0xBF58476D1CE4E5B9)
-        return split_documents(self._documents, keys, split, self.validation_fraction)
+        return select_split_documents(self._documents, keys, split, self.validation_fraction)
 
 
 @attrs.frozen(eq=False)
@@ -99,7 +99,7 @@ class MegatronDocuments:
         begin, end = self._document_starts[document : document + 2].tolist()
         return DocumentPart(self._token_ids[begin + first : min(begin + last, end)])
 
-    def source(self, document: int) -> str:
+    def describe_origin(self, document: int) -> str:
         """Return the document's file and number."""
         return f"{self.path}.bin:{document}"
 

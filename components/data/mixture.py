@@ -47,10 +47,10 @@ class MixedDocuments:
         source, number = self._locate_document(document)
         return source.documents.read(number, first, last)
 
-    def source(self, document: int) -> str:
+    def describe_origin(self, document: int) -> str:
         """Return the source's name, and the document's origin in it."""
         source, number = self._locate_document(document)
-        return f"{source.name}: {source.documents.source(number)}"
+        return f"{source.name}: {source.documents.describe_origin(number)}"
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -88,7 +88,7 @@ class Mixture:
     )
     _mixed: dict[Split, MixedDocuments] = attrs.field(init=False, factory=dict)
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Raise UserError if two sources have different vocabularies."""
         first, *others = self.sources
         for other in others:

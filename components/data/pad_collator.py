@@ -25,7 +25,7 @@ class PadCollator:
     side: Literal["left", "right"] = setting(default="right", doc="padding side")
     pad_id: int = setting(default=0, check=between(0, 2**31), doc="padding token id")
 
-    def count(self, example: Example) -> int:
+    def count_tokens(self, example: Example) -> int:
         """Count an example's tokens. Raises ValueError if it is empty, or if labels or weights differ in length."""
         if "input_ids" not in example:
             raise ValueError(f"it has {', '.join(example) or 'no keys'}, but not the token ids, input_ids")
@@ -47,7 +47,7 @@ class PadCollator:
             np.zeros(shape, np.int64),
         )
         for row, example in enumerate(examples):
-            count = self.count(example)
+            count = self.count_tokens(example)
             begin = length - count if self.side == "left" else 0
             example_span, padding_span = slice(begin, begin + count), slice(0, begin) if begin else slice(count, length)
             tokens[row, example_span] = _convert_to_ids(example["input_ids"])
@@ -57,7 +57,7 @@ class PadCollator:
             documents[row, max(example_span.start, padding_span.start) :] = 1
             if count == length:
                 documents[row] = 0
-        padding = tokens.size - sum(self.count(example) for example in examples)
+        padding = tokens.size - sum(self.count_tokens(example) for example in examples)
         return TokenBatch.from_numpy(
             tokens=tokens,
             targets=targets,

@@ -27,7 +27,7 @@ class PromptCollator(PromptRenderer):
 
     batch_type: ClassVar[type[Batch]] = PromptBatch
 
-    def count(self, example: Example) -> int:
+    def count_tokens(self, example: Example) -> int:
         """Count a prompt's tokens. Raises ValueError for an example without a prompt, or with an empty one."""
         return len(self._encode_prompt(example))
 

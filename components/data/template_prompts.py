@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from drawloom.components.data.chat.prompt import encode_prompt_messages, find_answer_end
+from drawloom.components.data.chat.prompt import encode_prompt_messages, find_answer_end_token
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
 from drawloom.components.data.chat.template import RenderError
 from drawloom.components.ports.corpus import ChatTokenizer
@@ -24,11 +24,11 @@ class TemplatePrompts(PromptRenderer):
     system: str | None = setting(default=None, doc="system prompt, the first message of every conversation")
 
     @cached_property
-    def answer_ends(self) -> frozenset[int]:
+    def answer_end_ids(self) -> frozenset[int]:
         tokenizer = self._chat_tokenizer
         template = self.open_template(tokenizer)
         try:
-            end = find_answer_end(tokenizer, template)
+            end = find_answer_end_token(tokenizer, template)
         except RenderError:  # a template may require more than a question and an answer
             end = None
         return frozenset({tokenizer.eos_id} if end is None else {tokenizer.eos_id, end})

@@ -81,7 +81,7 @@ class TokenArrays:
         label = None if self.labels is None else float(self.labels[document])
         return DocumentPart(self.ids.numpy()[part], weights, reference, label)
 
-    def source(self, document: int) -> str:
+    def describe_origin(self, document: int) -> str:
         """Return the document's name and number."""
         return f"{self.name} {document}"
 

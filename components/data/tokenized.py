@@ -4,7 +4,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.data.store.splits import split_documents
+from drawloom.components.data.store.splits import select_split_documents
 from drawloom.components.data.store.store import Store
 from drawloom.components.ports.corpus import Split, TokenDocuments
 from drawloom.graph import UserError, between, component, setting
@@ -29,11 +29,11 @@ class Tokenized:
     _validation: Store | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Open the stores, unless `check_machine` has."""
+        """Open the stores, unless `check_files_and_device` has."""
         if self._train is None:
-            self.check_machine()
+            self.check_files_and_device()
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Open the stores. Raises UserError if one is damaged, or if their tokenizers differ."""
         self._train = _open_store("path", self.path)
         if self.validation_path is not None:
@@ -64,7 +64,7 @@ class Tokenized:
     def documents(self, split: Split) -> TokenDocuments:
         if self._validation is not None:
             return self._train if split == "train" else self._validation
-        return split_documents(self._train, self._train.document_hashes, split, self.validation_fraction)
+        return select_split_documents(self._train, self._train.document_hashes, split, self.validation_fraction)
 
 
 def _open_store(key: str, path: Path) -> Store:

@@ -56,7 +56,7 @@ class TokenizedText:
         writable.
         """
         if isinstance(self.corpus, DividedCorpus):
-            self._splits = {split: self._open_store(self.corpus.parts(split), split) for split in SPLITS}
+            self._splits = {split: self._open_or_build_store(self.corpus.parts(split), split) for split in SPLITS}
         else:
             self._splits = {split: tokenize_split(self.corpus, self.tokenizer, split) for split in SPLITS}
 
@@ -77,7 +77,7 @@ class TokenizedText:
     def documents(self, split: Split) -> TokenDocuments:
         return self._splits[split]
 
-    def _open_store(self, parts: Sequence[Part], split: Split) -> Store:
+    def _open_or_build_store(self, parts: Sequence[Part], split: Split) -> Store:
         """Open a split's cached store, after writing or completing it if necessary."""
         plan = json.dumps(make_store_plan(parts, self.tokenizer))
         cache = self.cache if self.cache is not None else self.job.path.parent / CACHE

@@ -21,12 +21,12 @@ class Validation:
 
     def open(self) -> None:
         """Log that there is no evaluation if the corpus has no validation rows."""
-        if self.rows.count("validation") == 0:
+        if self.rows.count_rows("validation") == 0:
             log.info("the validation split is empty, so there is no evaluation")
 
-    def row_counts(self) -> tuple[int, int]:
+    def count_evaluated_and_total_rows(self) -> tuple[int, int]:
         """Count the evaluated rows over all ranks, and all validation rows."""
-        return len(self.choose_row_indices()), self.rows.count("validation")
+        return len(self.choose_row_indices()), self.rows.count_rows("validation")
 
     def batches(self) -> Iterator[Batch]:
         """
@@ -41,11 +41,11 @@ class Validation:
         for start in range(0, largest_share, size):
             rows = own_indices[start : start + size]
             batch = self.rows.batch("validation", rows or indices[:1])
-            yield batch if rows else batch.without_weights()
+            yield batch if rows else batch.with_zero_weights()
 
     def choose_row_indices(self) -> list[int]:
         """Return the evaluated rows' sorted numbers."""
-        available = self.rows.count("validation")
+        available = self.rows.count_rows("validation")
         # evenly spaced, because neighbouring rows often share a document
         used = min(self.rows_used, available)
         return [index * available // used for index in range(used)]

@@ -106,18 +106,18 @@ class Workers:
         """Yield batches for an endless iterator over row indices, with `batches_ahead` requests in flight."""
         # batches that an earlier iterator requested are discarded
         while self._requested:
-            self._take_batch(timeout)
+            self._wait_for_next_batch(timeout)
         for rows in islice(requests, batches_ahead):
             self._request_batch(rows)
         for rows in requests:
-            batch = self._take_batch(timeout)
+            batch = self._wait_for_next_batch(timeout)
             self._request_batch(rows)
             yield batch
 
     def close(self) -> None:
         """Kill all workers."""
         while self.members:
-            self.members.pop().child.stop()
+            self.members.pop().child.kill_and_close()
 
     def _request_batch(self, rows: Sequence[int]) -> None:
         """Request a batch from the next worker. Raises UserError if the worker has ended."""
@@ -128,7 +128,7 @@ class Workers:
             raise UserError(f"workers: {error} {self._describe_rows(rows)}; {error.hint}") from error
         self._requested.append((worker, rows))
 
-    def _take_batch(self, timeout: float) -> Batch:
+    def _wait_for_next_batch(self, timeout: float) -> Batch:
         """Return the oldest requested batch. Errors name its rows and their sources."""
         worker, rows = self._requested.popleft()
         try:
@@ -142,7 +142,7 @@ class Workers:
         if not isinstance(self._rows, TracedRows):
             return described
         sources = dict.fromkeys(
-            source for row in rows[:MAX_NAMES_SHOWN] for source in self._rows.sources(self._split, row)
+            source for row in rows[:MAX_NAMES_SHOWN] for source in self._rows.describe_row_origins(self._split, row)
         )
         return f"{described} (of {_join_source_names(sources)})"
 
@@ -164,7 +164,7 @@ def _answer_requests(rows: PackedDataset, split: Split, pipe: Connection) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the run ends its workers
     torch.set_num_threads(1)  # the cores belong to training
     requests: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(pipe, requests), daemon=True).start()
+    threading.Thread(target=_read_requests_and_exit, args=(pipe, requests), daemon=True).start()
     while True:
         answer = _build_batch_or_error(rows, split, requests.get())
         try:
@@ -173,7 +173,7 @@ def _answer_requests(rows: PackedDataset, split: Split, pipe: Connection) -> Non
             return
 
 
-def _read_requests(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -> None:
+def _read_requests_and_exit(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -> None:
     """Read requests in a thread, so requesting never blocks; end the process with the run, even during a batch."""
     try:
         while True:

@@ -44,21 +44,21 @@ class Connections:
         try:
             yield
         finally:
-            self._inodes, self._before = self._find_recorded(), None
+            self._inodes, self._before = self._find_recorded_sockets(), None
 
     def shut_down_all(self) -> int:
         """
         Shut down every open recorded connection, also of a recording in progress, and return their number.
         """
         self.is_broken = True
-        count, recorded = 0, self._find_recorded()
+        count, recorded = 0, self._find_recorded_sockets()
         for inode, descriptor in _list_sockets_by_inode().items():
             if inode in recorded:
                 with suppress(OSError):  # closed meanwhile, or without a peer, like a listening socket
                     count += self._shut_down_socket(descriptor)
         return count
 
-    def _find_recorded(self) -> set[int]:
+    def _find_recorded_sockets(self) -> set[int]:
         """Return the recorded sockets, with those of a recording in progress."""
         before = self._before
         return self._inodes if before is None else self._inodes | (_list_sockets_by_inode().keys() - before)

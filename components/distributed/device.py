@@ -70,7 +70,7 @@ class ComputeDevice:
         index = read_launch().local_rank
         return torch.device("cuda", index % torch.cuda.device_count() if self._shares_gpu else index)
 
-    def list_machine_choices(self) -> dict[str, str]:
+    def list_automatic_choices(self) -> dict[str, str]:
         """Return the versions of torch and CUDA, and the device."""
         kind = self.device.type
         name = torch.cuda.get_device_name(self.device) if kind == "cuda" else f"cpu, {torch.get_num_threads()} threads"
@@ -87,7 +87,7 @@ class ComputeDevice:
             return self._backend
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Raise UserError if the settings require a GPU for this process, and there is none."""
         if self.kind == "cuda" and not torch.cuda.is_available():
             raise UserError("kind: the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'")
@@ -135,7 +135,7 @@ class ComputeDevice:
             os.environ |= {} if before is None else {name: before}
         self._variables_before = {}
 
-    def memory(self) -> int:
+    def measure_peak_memory(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB

@@ -76,15 +76,15 @@ class DeviceModel:
         """Whether the device is a GPU, on which GPU kernels run."""
         return self.name != "cpu"
 
-    def product_rate(self, dtype: torch.dtype) -> float:
+    def compute_matmul_rate(self, dtype: torch.dtype) -> float:
         """Return the reached FLOP/s for products in a dtype, or in the nearest dtype if the table has no entry."""
-        key = get_product_key(dtype)
+        key = get_matmul_dtype_key(dtype)
         peak = self.peaks.get(key) or self.peaks.get("float32") or min(self.peaks.values())
         return peak * self.reached.products
 
 
 @cache
-def read_device_rows() -> list[dict[str, Any]]:
+def read_device_table() -> list[dict[str, Any]]:
     """Return the rows in the table of devices, `devices.toml`."""
     return list(_read_toml(TABLE)["device"])
 
@@ -95,16 +95,16 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def find_device_model(key_or_path: str) -> DeviceModel:
     """Return a device by its key in the table or its TOML file. Raises UserError if there is no such device."""
-    keyed = {row["key"]: row for row in read_device_rows() if "key" in row}
+    keyed = {row["key"]: row for row in read_device_table() if "key" in row}
     if key_or_path in keyed:
-        return _build_model(keyed[key_or_path], key_or_path)
+        return _build_device_model(keyed[key_or_path], key_or_path)
     path = Path(key_or_path)
     if not path.exists():
         raise UserError(
             f"--device {key_or_path}: there is no such device or TOML file; {did_you_mean(key_or_path, keyed)}", 2
         )
     try:
-        return _build_model(_read_toml(path), path.stem)
+        return _build_device_model(_read_toml(path), path.stem)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         needed = f"{', '.join(NEEDED)}, and the peak of at least one of {', '.join(DTYPES)}"
@@ -113,13 +113,13 @@ def find_device_model(key_or_path: str) -> DeviceModel:
 
 def find_gpu_model(name: str) -> DeviceModel | None:
     """Return the device with a name from torch; None if the table has no such device with data for plans."""
-    for row in read_device_rows():
+    for row in read_device_table():
         if fnmatchcase(name, row["name"]) and "memory" in row:
-            return _build_model(row, row["key"])
+            return _build_device_model(row, row["key"])
     return None
 
 
-def _build_model(row: Mapping[str, Any], name: str) -> DeviceModel:
+def _build_device_model(row: Mapping[str, Any], name: str) -> DeviceModel:
     """Build a device from its row in a table. Raises ValueError for a missing, unknown or impossible figure."""
     figures = {key: row[key] for key in row.keys() - {"name", "key", "source"}}
     _check_device_figures(figures, {*NEEDED, *DTYPES, "per_host", "host_link", "reached"})
@@ -163,7 +163,7 @@ def _check_device_figures(row: Mapping[str, Any], known: set[str], prefix: str =
             raise ValueError(f"{name} is 0")
 
 
-def get_product_key(dtype: torch.dtype) -> str:
+def get_matmul_dtype_key(dtype: torch.dtype) -> str:
     """Return the table's key, such as "bfloat16" or "tf32", for the peak FLOP/s of products in a dtype."""
     if dtype in (torch.bfloat16, torch.float16):
         return "bfloat16"
@@ -176,7 +176,7 @@ def get_product_key(dtype: torch.dtype) -> str:
 
 def get_peak_tflops(device: str, products: str) -> float | None:
     """Return a device's TFLOP/s, by its name and its products' key; None if the table has no such entry."""
-    for row in read_device_rows():
+    for row in read_device_table():
         if fnmatchcase(device, row["name"]):
             return float(row[products]) if products in row else None
     return None

@@ -54,7 +54,7 @@ class ReplicaShape:
         """Ranks in a replica."""
         return self.stages * self.width
 
-    def ranks(self, count: int) -> list[list[int]]:
+    def list_ranks_by_replica(self, count: int) -> list[list[int]]:
         """Return each replica's ranks among `count` replicas, in the mesh's numbering, where the stage comes first."""
         return [
             [
@@ -109,7 +109,7 @@ class Generation:
         size = self.shape.size
         complete: list[list[RunProcess]] = []
         pool: list[RunProcess] = []
-        for ranks in self.shape.ranks(len(self.members) // size):
+        for ranks in self.shape.list_ranks_by_replica(len(self.members) // size):
             live = [self.members[rank] for rank in ranks if rank not in lost]
             if len(live) == size:
                 complete.append(live)
@@ -123,7 +123,7 @@ class Generation:
             return []
         placed = {
             rank: member
-            for ranks, replica in zip(self.shape.ranks(count), replicas, strict=False)
+            for ranks, replica in zip(self.shape.list_ranks_by_replica(count), replicas, strict=False)
             for rank, member in zip(ranks, replica, strict=True)
         }
         return [placed[rank] for rank in range(count * size)]
@@ -141,7 +141,7 @@ class Spares:
         self.store.set(f"spare/{number}", json.dumps(attrs.asdict(member)))
         return number
 
-    def waiting(self) -> dict[int, RunProcess]:
+    def find_waiting_spares(self) -> dict[int, RunProcess]:
         """Return the live spares that were not admitted yet, by number."""
         last: int = self.store.add("spares", 0)
         numbers = [
@@ -171,7 +171,7 @@ class Spares:
             time.sleep(WAITING_TICK)
         return Generation.from_json(self.store.get(f"admitted/{number}").decode())
 
-    def end(self, exit_code: int) -> None:
+    def announce_run_end(self, exit_code: int) -> None:
         """Tell all spares that the run has ended with this exit code."""
         self.store.set("ended", str(exit_code))
 
@@ -196,9 +196,9 @@ def agree_on_generation(
         if is_over():
             return None
         time.sleep(TICK)
-    members = generation.choose_members(losses().keys(), spares.waiting().values())
+    members = generation.choose_members(losses().keys(), spares.find_waiting_spares().values())
     following = attrs.evolve(generation, number=generation.number + 1, members=members)
     chosen = Generation.from_json(store.compare_set("following", "", following.to_json()).decode())
     # every rank does this, because the one that has proposed may be lost meanwhile
-    spares.admit([number for number, spare in spares.waiting().items() if spare in chosen.members], chosen)
+    spares.admit([number for number, spare in spares.find_waiting_spares().items() if spare in chosen.members], chosen)
     return chosen if chosen.members else None

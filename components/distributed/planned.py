@@ -57,7 +57,7 @@ class PlannedGroup:
         """Return an empty tensor (sum(received), ...) for rows (sum(sent), ...)."""
         return rows.new_empty(sum(received), *rows.shape[1:])
 
-    def symmetric_memory(self, size: int) -> SymmetricMemory:
+    def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
         """Return `size` bytes on the meta device."""
         return HostMemory([torch.empty(size, dtype=torch.uint8, device="meta")] * self.size, self)
 
@@ -99,6 +99,6 @@ class PlannedDevice:
     device: torch.device
     backend: str = "gloo"
 
-    def memory(self) -> int:
+    def measure_peak_memory(self) -> int:
         """Return 0, because nothing is allocated."""
         return 0

@@ -72,7 +72,7 @@ class SingleProcess:
         """Return the rows (rows, ...) unchanged."""
         return rows.detach()
 
-    def symmetric_memory(self, size: int) -> SymmetricMemory:
+    def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
         """Return `size` bytes on the CPU."""
         return HostMemory([torch.zeros(size, dtype=torch.uint8)], self)
 
@@ -158,7 +158,7 @@ class TorchGroup:
             dist.all_to_all_single(output, moved, list(received), list(sent), group=self._handle)
         return output.to(rows.device)
 
-    def symmetric_memory(self, size: int) -> SymmetricMemory:
+    def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
         with self._convert_peer_errors("a mapping of memory"):
             return (
                 allocate_gpu_memory(size, self._handle, self.device)

@@ -30,7 +30,7 @@ from drawloom.components.distributed.generations import (
 )
 from drawloom.components.distributed.launch_store import call_store_with_timeout, connect_to_launch_store
 from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel
-from drawloom.components.distributed.parent import watch_parent
+from drawloom.components.distributed.parent import exit_after_parent
 from drawloom.components.distributed.process_group import (
     SingleProcess,
     TorchGroup,
@@ -147,11 +147,11 @@ class TorchProcesses:
     def open(self) -> None:
         """Join the process group, if there are other processes. Raises UserError if they do not join in time."""
         self._launch = read_launch()
-        if self.survives_losses:
-            self._check_backend()
+        if self.survives_rank_losses:
+            self._check_backend_survives_losses()
             os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         if self._launch.address:
-            watch_parent(os.getppid())
+            exit_after_parent(os.getppid())
         self._limit = self._get_torch_timeout(self.timeout)
         if dist.is_initialized():
             raise UserError(
@@ -160,21 +160,21 @@ class TorchProcesses:
             )
         membership, self._next = self._next, None
         if not isinstance(membership, Membership):
-            membership = self._join_running(is_member=membership == "spare")
+            membership = self._wait_to_join_running_generation(is_member=membership == "spare")
         if membership is None:
             self._connections = Connections(self._launch.port)
             if not self._launch.is_single_process:
                 self._join_process_group()
             self._monitor = self._start_monitor()
         else:
-            self._enter(membership)
+            self._join_generation_groups(membership)
 
     def close(self) -> None:
         """Destroy the process group and stop the monitor."""
         if self._next is None:
             self._monitor.announce_exit()
             if self._spares is not None and self.rank == 0:
-                call_store_with_timeout(STORE_TIMEOUT, partial(self._spares.end, self._exit_code))
+                call_store_with_timeout(STORE_TIMEOUT, partial(self._spares.announce_run_end, self._exit_code))
         if self._joined:
             self._joined = False
             self._handles = {}
@@ -185,7 +185,7 @@ class TorchProcesses:
         self._monitor = RankMonitor()
 
     @property
-    def survives_losses(self) -> bool:
+    def survives_rank_losses(self) -> bool:
         return self._on_failure == "continue"
 
     @property
@@ -195,8 +195,8 @@ class TorchProcesses:
     def has_spares(self) -> bool:
         if self._generation is None or self._spares is None or self.rank > 0:
             return False
-        generation = attrs.evolve(self._generation, shape=self._find_shape())
-        return len(generation.choose_members(set(), self._spares.waiting().values())) > self.world_size
+        generation = attrs.evolve(self._generation, shape=self._find_replica_shape())
+        return len(generation.choose_members(set(), self._spares.find_waiting_spares().values())) > self.world_size
 
     def hand_over(self) -> Membership | Literal["spare"] | None:
         """Return the membership in the next generation, for the reopened node; "spare" for a process without one."""
@@ -216,7 +216,7 @@ class TorchProcesses:
             return None
         if self._monitor.store is not None:
             error = convert_collective_error(error, self._monitor)  # gives the monitor time to notice a killed rank
-            if (isinstance(error, ReopenError) or self._await_loss()) and (outcome := self._agree_on_generation()):
+            if (isinstance(error, ReopenError) or self._await_rank_loss()) and (outcome := self._agree_on_generation()):
                 return outcome
             failure = self._monitor.report_exception(error)
             self._exit_code = failure.exit_code
@@ -239,14 +239,17 @@ class TorchProcesses:
         return TorchGroup(name, own, self._handles[key], self._tensor_device, self._monitor)
 
     def open_channel(self, name: str, first: int, second: int) -> P2PChannel:
-        up, down = self._get_communicator(name, first, second), self._get_communicator(name, second, first)
+        up, down = (
+            self._get_or_connect_communicator(name, first, second),
+            self._get_or_connect_communicator(name, second, first),
+        )
         return TorchP2PChannel(up, down) if self.rank == first else TorchP2PChannel(down, up)
 
-    def control_group(self, name: str) -> Group:
+    def make_control_group(self, name: str) -> Group:
         if not self._joined:
             return SingleProcess()
         ranks = list(range(self.world_size))
-        with self._meeting(f"control {name}", ranks, NO_TIMEOUT) as timeout:
+        with self._record_group_connections(f"control {name}", ranks, NO_TIMEOUT) as timeout:
             handle = dist.new_group(ranks, backend="gloo", timeout=timeout)
         _set_timeout(handle, NO_TIMEOUT)
         return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor)
@@ -258,7 +261,7 @@ class TorchProcesses:
         for communicator in self._communicators.values():
             communicator.backend._set_default_timeout(self._limit)
 
-    def set_location(self, location: str) -> None:
+    def record_step_and_phase(self, location: str) -> None:
         self._monitor.location = location
 
     def diagnose_hang(self) -> str:
@@ -268,13 +271,13 @@ class TorchProcesses:
         if self._monitor.store is None:
             log.error("%s", text)
             return True
-        if self.survives_losses and (hanging := self._monitor.declare_hanging()):
+        if self.survives_rank_losses and (hanging := self._monitor.declare_hanging()):
             log.error("%s", text)
             return self.rank in hanging
         self._monitor.report_failure(text)
         return True
 
-    def _check_backend(self) -> None:
+    def _check_backend_survives_losses(self) -> None:
         """Raise UserError if the backend's groups can't be made again after a loss."""
         backend = self.device.backend
         if backend not in SURVIVING_BACKENDS and not self._launch.is_single_process:
@@ -302,15 +305,15 @@ class TorchProcesses:
             # a store may outlive a launch, and a process may open several runs
             members = [RunProcess(machine, pid) for _, machine, pid in processes]
             self._generation = Generation(processes[0][0], 0, members)
-            monitor = self._make_membership(self._generation, self._connections).monitor
+            monitor = self._start_generation_monitor(self._generation, self._connections).monitor
             self._connect_stores(self._generation)
-            if self.survives_losses and not launch.agent_store:
+            if self.survives_rank_losses and not launch.agent_store:
                 self._hosted = dist.distributed_c10d._get_default_store()
-            if self.survives_losses and launch.agent_store:
+            if self.survives_rank_losses and launch.agent_store:
                 connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(CONTINUES, b"1")
         return monitor
 
-    def _make_membership(self, generation: Generation, connections: Connections) -> Membership:
+    def _start_generation_monitor(self, generation: Generation, connections: Connections) -> Membership:
         """Start a monitor for a generation with this process."""
         launch, own = self._launch, RunProcess.here()
         rank = generation.members.index(own)
@@ -327,7 +330,7 @@ class TorchProcesses:
             error_file=launch.error_file,
             where=f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else "",
         )
-        if self.survives_losses:
+        if self.survives_rank_losses:
             monitor.on_loss = connections.shut_down_all
             monitor.heartbeat_timeout = self.heartbeat_timeout
         monitor.start()
@@ -339,13 +342,13 @@ class TorchProcesses:
         with self._connections.record_sockets():  # broken at a loss: a rank may wait for a lost one to connect
             self._store = connect_to_launch_store(launch.address, launch.port, f"{generation.name}/p2p", self.timeout)
         RUNS.add(generation.run)
-        if self.survives_losses:
+        if self.survives_rank_losses:
             self._spares = Spares(connect_to_launch_store(launch.address, launch.port, generation.run, self.timeout))
             connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(
                 CURRENT, generation.to_json()
             )
 
-    def _enter(self, membership: Membership) -> None:
+    def _join_generation_groups(self, membership: Membership) -> None:
         """Join the groups of a generation after the first one."""
         self._generation, self._monitor = membership.generation, membership.monitor
         self._connections, self._attempts = membership.connections, membership.attempts
@@ -356,7 +359,7 @@ class TorchProcesses:
         if not self._launch.is_single_process:
             self._join_process_group()
 
-    def _join_running(self, *, is_member: bool) -> Membership | None:
+    def _wait_to_join_running_generation(self, *, is_member: bool) -> Membership | None:
         """
         Wait as a spare until a generation admits this process.
 
@@ -365,7 +368,7 @@ class TorchProcesses:
         """
         launch = self._launch
         hosts_store = launch.rank == 0 and not launch.agent_store  # it starts with the process group
-        if not (self.survives_losses and launch.address) or (hosts_store and not is_member):
+        if not (self.survives_rank_losses and launch.address) or (hosts_store and not is_member):
             return None
         store = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
         if not store.check([CURRENT]):
@@ -381,19 +384,19 @@ class TorchProcesses:
             raise UserError("the processes of the run, which this one was to join, send no heartbeats; start it again")
         if isinstance(outcome, int):
             raise ReportedError("the run has ended while this process waited as a spare", outcome)
-        return self._make_membership(outcome, Connections(launch.port))
+        return self._start_generation_monitor(outcome, Connections(launch.port))
 
-    def _await_loss(self) -> bool:
+    def _await_rank_loss(self) -> bool:
         """Return whether a loss that the run survives has broken the groups; wait for it after a collective's error."""
         monitor = self._monitor
-        if not self.survives_losses:
+        if not self.survives_rank_losses:
             return False
         end = time.monotonic() + (self.heartbeat_timeout + RECOVERY_MARGIN) * monitor.is_recovering
         while not (monitor.is_broken or monitor.failure or monitor.is_lost) and time.monotonic() < end:
             time.sleep(0.02)
         return monitor.is_broken
 
-    def _find_shape(self) -> ReplicaShape | None:
+    def _find_replica_shape(self) -> ReplicaShape | None:
         """Return the shape of replicas; the first generation finds it, once its graph is open."""
         assert self._generation is not None
         if self._generation.shape or self.replica_shape is None:
@@ -414,7 +417,7 @@ class TorchProcesses:
         monitor.is_recovering = True
         try:
             following = agree_on_generation(
-                attrs.evolve(self._generation, shape=self._find_shape()),
+                attrs.evolve(self._generation, shape=self._find_replica_shape()),
                 self.rank,
                 monitor.store,
                 self._spares,
@@ -423,12 +426,12 @@ class TorchProcesses:
             )
             if following is None:
                 return None
-            text = self._describe_change(following)
+            text = self._describe_generation_change(following)
             log.warning("%s", text, extra={PRINTED: True})
             if RunProcess.here() not in following.members:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
-            membership = self._make_membership(following, Connections(self._launch.port))
+            membership = self._start_generation_monitor(following, Connections(self._launch.port))
             attempts = 0 if monitor.losses else self._attempts + 1
             self._next = attrs.evolve(membership, attempts=attempts, hosted=self._hosted)
         except RuntimeError:  # the store was in a lost process
@@ -437,7 +440,7 @@ class TorchProcesses:
             print_text(text, "stderr")
         return ReopenError(f"{text} if `drawloom run` started them")
 
-    def _describe_change(self, following: Generation) -> str:
+    def _describe_generation_change(self, following: Generation) -> str:
         """Return a message about lost ranks, continuing ones, and admitted spares."""
         assert self._generation is not None
         new = [member for member in following.members if member not in self._generation.members]
@@ -452,7 +455,7 @@ class TorchProcesses:
         arguments: Mapping[str, Any] = {}
         hook = sys.excepthook
         try:
-            with self._meeting("world", range(self.world_size), self._limit) as timeout:
+            with self._record_group_connections("world", range(self.world_size), self._limit) as timeout:
                 if self._generation is not None:
                     store = connect_to_launch_store(
                         self._launch.address, self._launch.port, self._generation.name, self.timeout
@@ -472,14 +475,14 @@ class TorchProcesses:
         self._joined = True
 
     @contextmanager
-    def _meeting(self, name: str, ranks: Sequence[int], limit: timedelta) -> Iterator[timedelta]:
+    def _record_group_connections(self, name: str, ranks: Sequence[int], limit: timedelta) -> Iterator[timedelta]:
         """
         Record the connections made in the body, in which `ranks` make a group, and return the body's timeout.
 
         If the run survives losses, wait for the ranks beforehand: they may be lost or late, and gloo's own wait can't
         be broken. So the body has a short timeout, and the next generation tries again.
         """
-        if not self.survives_losses or self._store is None:
+        if not self.survives_rank_losses or self._store is None:
             with self._connections.record_sockets():
                 yield limit
             return
@@ -498,7 +501,7 @@ class TorchProcesses:
                 yield min(limit, seconds) if self.device.backend == "gloo" else limit
         except RuntimeError:
             if seconds < timedelta(seconds=self.timeout):
-                self._monitor.declare_broken()
+                self._monitor.declare_connections_broken()
             raise
 
     @property
@@ -513,17 +516,17 @@ class TorchProcesses:
         if self.device.backend == "nccl":
             # one split makes the groups of all sets; new_group would split the world's communicator once for each set
             parts = [list(ranks) for ranks in rank_sets]
-            with self._meeting(name, range(self.world_size), self._limit) as timeout:
+            with self._record_group_connections(name, range(self.world_size), self._limit) as timeout:
                 return dist.split_group(split_ranks=parts, timeout=timeout, group_desc=name)
         if len(own_ranks) == 1:
             return None
         # without local synchronization, every rank would have to make every group
-        with self._meeting(name, own_ranks, self._limit) as timeout:
+        with self._record_group_connections(name, own_ranks, self._limit) as timeout:
             handle = dist.new_group(list(own_ranks), timeout=timeout, use_local_synchronization=True)
         _set_timeout(handle, self._limit)
         return handle
 
-    def _get_communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
+    def _get_or_connect_communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
         """Return the one-way communicator with this name between two ranks, connected at the first call."""
         key = f"{name} {sender}->{receiver}"
         if key not in self._communicators:
@@ -537,7 +540,7 @@ class TorchProcesses:
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
         with (
             convert_peer_errors(self._monitor, "a connection", name, ranks),
-            self._meeting(name, ranks, self._limit) as timeout,
+            self._record_group_connections(name, ranks, self._limit) as timeout,
         ):
             backend = self._connect_torch_backend(name, ranks, timeout)
         backend._set_default_timeout(self._limit)

@@ -133,7 +133,7 @@ class RankMonitor:
         """
         if self.store is None:
             return ""
-        answers = self._ask_all()
+        answers = self._request_all_statuses()
         if self.failure is not None:
             return self.failure.text
         if self.losses:
@@ -152,7 +152,7 @@ class RankMonitor:
 
         Takes about a second. Without a heartbeat, a rank's silence is not enough: it may be slow for a moment.
         """
-        answers = self._ask_all()
+        answers = self._request_all_statuses()
         if self.failure is not None or self.losses or len(answers) < self.size:
             return frozenset()
         busy = {rank: answer for rank, answer in answers.items() if not answer.blocked_in}
@@ -166,9 +166,9 @@ class RankMonitor:
         """Publish ranks as lost, each with a reason. Raises RuntimeError if the store is gone."""
         for rank, reason in reasons.items():
             self.store.compare_set(f"lost/{rank}", "", reason)
-            self.declare_broken()
+            self.declare_connections_broken()
 
-    def declare_broken(self) -> None:
+    def declare_connections_broken(self) -> None:
         """Let every rank break its connections and recover. Raises RuntimeError if the store is gone."""
         self.store.set("broken", b"1")
 
@@ -212,7 +212,7 @@ class RankMonitor:
         dead = [] if self.failure else self._find_dead_peers()
         if self.on_loss is not None:
             silent = [] if self.failure else self._exchange_heartbeats()
-            self._publish_lost_ranks(dead, silent)
+            self._publish_and_end_lost_ranks(dead, silent)
         elif dead:
             self.report_failure(self._describe_lost_rank(dead[0], KILLED))
 
@@ -220,7 +220,7 @@ class RankMonitor:
         """Return a message naming the lost ranks."""
         return "; ".join(self._describe_lost_rank(rank, reason) for rank, reason in sorted(self.losses.items()))
 
-    def kill_self_if_overdue(self) -> None:
+    def exit_if_grace_period_is_over(self) -> None:
         """Kill this process if a rank has failed and the grace period is over."""
         if self.failure and time.monotonic() > self._deadline:
             self.exit(self.failure.exit_code)
@@ -228,7 +228,7 @@ class RankMonitor:
     def _poll_store(self) -> None:
         """Answer requests and check for failures until `close`; runs in the monitor's thread."""
         while not self._closing.wait(TICK):
-            self.kill_self_if_overdue()
+            self.exit_if_grace_period_is_over()
             try:
                 if not self.is_lost and self.store.check(["requested"]):
                     self._publish_status()
@@ -237,7 +237,7 @@ class RankMonitor:
             except RuntimeError:
                 self.is_lost = True
 
-    def _ask_all(self) -> dict[int, RankStatus]:
+    def _request_all_statuses(self) -> dict[int, RankStatus]:
         """Return the status of all ranks that answer in time; none if the store is gone."""
         answers: dict[int, RankStatus] = {}
         # In a thread, because the store may hang as well.
@@ -308,7 +308,7 @@ class RankMonitor:
         process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
         return f"rank {rank}{process} {reason}"
 
-    def _publish_lost_ranks(self, dead: Iterable[int], silent: Iterable[int]) -> None:
+    def _publish_and_end_lost_ranks(self, dead: Iterable[int], silent: Iterable[int]) -> None:
         """Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`."""
         silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
         reasons = dict.fromkeys(silent, silence) | dict.fromkeys(dead, KILLED)

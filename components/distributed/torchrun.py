@@ -136,14 +136,14 @@ def _claim_first_failure(launch: Launch, text: str) -> bool:
     if launch.is_single_process or not launch.agent_store:
         return True
 
-    def ask() -> Failure:
+    def wait_and_claim_failure() -> Failure:
         store = connect_to_launch_store(launch.address, launch.port, launch.attempt, STORE_TIMEOUT)
         end = time.monotonic() + (HEAD_START if launch.rank else 0.0)
         while time.monotonic() < end and not store.check(["failure"]):
             time.sleep(0.05)
         return claim_first_failure(store, Failure(launch.rank, text))
 
-    first = call_store_with_timeout(STORE_TIMEOUT + HEAD_START, ask) or Failure(launch.rank, text)
+    first = call_store_with_timeout(STORE_TIMEOUT + HEAD_START, wait_and_claim_failure) or Failure(launch.rank, text)
     write_error_file(launch.error_file, first.text, is_cause=first.reporter == launch.rank)
     return first.reporter == launch.rank
 

@@ -30,7 +30,7 @@ class DeviceTransfers:
     _streams: dict[str, Any] = attrs.field(init=False, factory=dict)
     _registered: list[Tensor] = attrs.field(init=False, factory=list)
 
-    def allocate(self, size: int) -> Tensor:
+    def allocate_in_host_memory(self, size: int) -> Tensor:
         if size > (total := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
             raise UserError(
                 f"{size / 1e9:.1f} GB of state do not fit into the host's memory, {total / 1e9:.1f} GB; take a "
@@ -58,7 +58,7 @@ class DeviceTransfers:
     def mark_computation(self) -> Ticket:
         return None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).record_event()
 
-    def wait(self, ticket: Ticket) -> None:
+    def make_computation_wait(self, ticket: Ticket) -> None:
         if ticket is not None:
             torch.cuda.current_stream(self.device).wait_event(ticket)
 
@@ -67,7 +67,7 @@ class DeviceTransfers:
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait for all copies, and unpin the memory of `allocate`."""
+        """Wait for all copies, and unpin the memory of `allocate_in_host_memory`."""
         self.synchronize()
         for memory in self._registered:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

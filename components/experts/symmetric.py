@@ -76,7 +76,7 @@ class SymmetricExperts:
         exchange = self._exchanges[stream]
         is_training = torch.is_grad_enabled()
         slots = (
-            exchange.count_training_slots(hidden)
+            exchange.agree_on_training_slots(hidden)
             if is_training
             else _max_tokens_over_ranks(len(hidden), group, hidden.device)
         )
@@ -110,7 +110,7 @@ class SharedSlots:
         self._views: dict[Any, list[Peers]] = {}
         self._max_rows: tuple[Tensor, Tensor] | None = None  # on the device, and the last copy on the host
 
-    def count_training_slots(self, hidden: Tensor) -> int:
+    def agree_on_training_slots(self, hidden: Tensor) -> int:
         """
         Return the number of token slots per training microbatch, equal on all ranks.
 
@@ -135,12 +135,14 @@ class SharedSlots:
         tensors = [tensor for tensor in (hidden, scalars, chosen) if tensor is not None]
         dtypes = [tensor.dtype if tensor.is_floating_point() else torch.int32 for tensor in tensors]
         columns = [(tensor.shape[1], dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-        published = self.views(slots, columns)
+        published = self.switch_halves_and_get_views(slots, columns)
         self.kernels.moe_peers.publish_tokens(tensors, [parts[self.group.rank] for parts, _ in published])
         self.barrier()
         return published
 
-    def views(self, slots: int, columns: list[tuple[int, torch.dtype]], ranks: int = 1) -> list[Peers]:
+    def switch_halves_and_get_views(
+        self, slots: int, columns: list[tuple[int, torch.dtype]], ranks: int = 1
+    ) -> list[Peers]:
         """Switch to the memory's other half, and return tensors (ranks * slots, width) in it, one per column."""
         rows = ranks * slots
         self._half = 1 - self._half
@@ -159,7 +161,7 @@ class SharedSlots:
         )
         if self._memory is None or 2 * needed > len(self._memory.parts[0]):
             self._outgrown += [self._memory] if self._memory else []
-            self._memory = self.group.symmetric_memory(2 * needed)
+            self._memory = self.group.allocate_symmetric_memory(2 * needed)
             self._views.clear()
         return self._memory
 
@@ -220,16 +222,18 @@ class SlotRoutes:
         """Return this rank's expert rows (rows, width) and their scalars (rows,)."""
         return self.exchange.kernels.moe_peers.read_rows(tokens, scalars, self.routes)
 
-    def read_sums(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def exchange_token_sums(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the sums (tokens, width) by token over all ranks' rows, and the scalars (tokens, choices)."""
         exchange, dest = self.exchange, self.routes[0]
         columns = [(rows.shape[1], rows.dtype), *([(dest.shape[1], scalars.dtype)] if scalars is not None else [])]
-        staged, *by_choice = exchange.views(self.slots, columns, exchange.group.size)
+        staged, *by_choice = exchange.switch_halves_and_get_views(self.slots, columns, exchange.group.size)
         rank, kernels = exchange.group.rank, exchange.kernels.moe_peers
-        kernels.stage_sums(rows, scalars, dest, staged[0][rank], by_choice[0][0][rank] if by_choice else None)
+        kernels.publish_token_sums(rows, scalars, dest, staged[0][rank], by_choice[0][0][rank] if by_choice else None)
         exchange.barrier()
         first = rank * self.slots
-        return kernels.read_sums(staged, by_choice[0] if by_choice else None, self.chosen, first, self.experts)
+        return kernels.read_and_add_token_sums(
+            staged, by_choice[0] if by_choice else None, self.chosen, first, self.experts
+        )
 
     @property
     def slots(self) -> int:
@@ -251,7 +255,7 @@ class _GatherRows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.routes.read_sums(grad, grad_scale)
+        return None, None, None, *ctx.routes.exchange_token_sums(grad, grad_scale)
 
 
 class _SumByToken(Function):
@@ -261,7 +265,7 @@ class _SumByToken(Function):
     def forward(ctx: Any, routes: SlotRoutes, results: Tensor) -> Tensor:
         """Sum results (rows, width) by this rank's tokens: (tokens, width)."""
         ctx.routes = routes
-        return routes.read_sums(results, None)[0]
+        return routes.exchange_token_sums(results, None)[0]
 
     @staticmethod
     @once_differentiable

@@ -22,7 +22,7 @@ from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, use_averages_if_any
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
-from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_at_once
+from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_atomically
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_meta_model_with_adapters, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
@@ -68,19 +68,19 @@ class AdapterExport:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._adapter_folder) == step))
 
-    def finish(self, step: int) -> None:
+    def run_after_training(self, step: int) -> None:
         """Write the folder with all ranks' tensors. A collective over all ranks."""
         if self.is_finished(step):
             return
         group = self.mesh.world
         mapper, config = self._make_mapper_and_config()
         run_on_rank0(
-            group, lambda: remove_folder_at_once(self._adapter_folder)
+            group, lambda: remove_folder_atomically(self._adapter_folder)
         )  # it may have the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
         with use_averages_if_any(self.average):
             share = make_own_share(self.stages, mapper, group, workspace, only_inputs=True)
-            tensors, _ = run_on_all_ranks(group, share.compute_tensors)
+            tensors, _ = run_on_all_ranks(group, share.gather_and_convert_tensors)
             with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
                 merged = {name: tensor for part in parts for name, tensor in part.items()}
                 run_on_rank0(group, lambda: _write_adapter_folder(self._adapter_folder, merged, config, step))
@@ -205,7 +205,7 @@ def make_peft_config(whole: nn.Module, file_mapper: Mapper, tied: bool, base_mod
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
     dropouts = {pair.dropout for pair in pairs}
-    _check_tuned_tensors_are_whole_in_files(whole, file_mapper)
+    _check_tuned_tensors_are_not_joined_in_files(whole, file_mapper)
     saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_tensors_of_tuned_modules(whole)))
     if tied and EMBEDDING in saved:
         saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
@@ -287,7 +287,7 @@ def _list_tensors_of_tuned_modules(whole: nn.Module) -> list[str]:
     ]
 
 
-def _check_tuned_tensors_are_whole_in_files(whole: nn.Module, file_mapper: Mapper) -> None:
+def _check_tuned_tensors_are_not_joined_in_files(whole: nn.Module, file_mapper: Mapper) -> None:
     """Raise UserError for a fully tuned parameter that is a part of another module in files of the family."""
     saved = set(_list_tensors_of_tuned_modules(whole))
     for group in file_mapper.groups:

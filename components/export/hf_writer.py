@@ -92,14 +92,14 @@ def write_hugging_face_folder(
     if origin is not None:
         config = origin.config
     if tied and HEAD in mapper.outputs:
-        for part in _config_and_text_config(config):
+        for part in _list_config_and_text_config(config):
             part["tie_word_embeddings"] = False
     if origin is not None:
         mapper = origin.map_to_names_in_folder(mapper)
     if adapters:
-        _log_merge_loss(measure_merge_loss(merged, model_parameters_by_name(stages), dtype), group)
+        _log_merge_rounding_loss(measure_merge_loss(merged, model_parameters_by_name(stages), dtype), group)
 
-    def finish(folder: Path, files: list[PlannedFile]) -> None:
+    def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
         carried = () if origin is None else origin.carried
         specs = {name: spec for file in files for name, spec in file.specs.items() if name not in carried}
         _write_config_with_dtype(folder, config, specs)
@@ -113,8 +113,8 @@ def write_hugging_face_folder(
     others = None if head is None else loss_parameters_by_name(stages)
     own = make_own_share(stages, mapper, group, workspace, dtype, only_inputs=head is not None, others=others)
     if origin is not None and group.rank == 0:
-        own = origin.add_to(own)
-    write_shares(target, own, group, max_shard, finish)
+        own = origin.add_unloaded_tensors_to(own)
+    write_shares(target, own, group, max_shard, write_other_files)
 
 
 def make_sequence_config(config: dict[str, Any], head: SequenceHead) -> dict[str, Any]:
@@ -127,16 +127,16 @@ def make_sequence_config(config: dict[str, Any], head: SequenceHead) -> dict[str
     return {**config, **others, "num_labels": len(names), "id2label": names, "label2id": numbers}
 
 
-def _log_merge_loss(loss: MergeLoss, group: Group) -> None:
+def _log_merge_rounding_loss(loss: MergeLoss, group: Group) -> None:
     """Log the rounding loss from merging adapters, over all ranks."""
     changes, losses = zip(*group.gather_json([loss.change, loss.lost]), strict=True)
     total = MergeLoss(sum(changes), sum(losses))
     if total.lost and group.rank == 0:
         text = "merged the adapters into the weights: rounding loses %.2g %% of the change"
-        log.info(text, 100 * total.relative)
+        log.info(text, 100 * total.relative_rounding_loss)
 
 
-def _config_and_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
+def _list_config_and_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the config, and its `text_config` table if it has one (multimodal models)."""
     return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
 
@@ -146,8 +146,8 @@ def _write_config_with_dtype(folder: Path, config: dict[str, Any], specs: Mappin
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1}
     if len(dtypes) == 1:
         (dtype,) = dtypes
-        if not any(key in part for part in _config_and_text_config(config) for key in DTYPE_KEYS):
+        if not any(key in part for part in _list_config_and_text_config(config) for key in DTYPE_KEYS):
             config["torch_dtype"] = dtype
-        for part in _config_and_text_config(config):
+        for part in _list_config_and_text_config(config):
             part |= dict.fromkeys([key for key in DTYPE_KEYS if key in part], dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

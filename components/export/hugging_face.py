@@ -15,7 +15,7 @@ from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.pipeline import Loss, SequenceHead
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
-from drawloom.components.storage.durable_files import remove_folder_at_once
+from drawloom.components.storage.durable_files import remove_folder_atomically
 from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import at_least, component, setting, wired
 
@@ -50,12 +50,12 @@ class HuggingFaceExport:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._export_folder) == step))
 
-    def finish(self, step: int) -> None:
+    def run_after_training(self, step: int) -> None:
         """Write the folder; every rank adds its own tensors. A collective over all ranks."""
         if self.is_finished(step):
             return
         run_on_rank0(
-            self.mesh.world, lambda: remove_folder_at_once(self._export_folder)
+            self.mesh.world, lambda: remove_folder_atomically(self._export_folder)
         )  # it may have the export of an earlier step
         # in the run folder, which all ranks see, even across machines
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None

@@ -46,7 +46,7 @@ class OriginFolder:
         names = {name: to_multimodal_name(name, self.style) for name in mapper.outputs}
         return sequential(mapper, rename(names)) if self.style else mapper
 
-    def add_to(self, share: Share) -> Share:
+    def add_unloaded_tensors_to(self, share: Share) -> Share:
         """Return a rank's share of the export with the tensors not loaded."""
         source = _CombinedSource(share.source, open_safetensors_folder(self.folder), frozenset(self.carried))
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
@@ -95,7 +95,7 @@ def _describe_origin_as_json(model: Any, folder: Path) -> dict[str, Any] | None:
         style = [list(pair) for pair in find_name_nesting(names)]
         if not (carried or style):
             return None
-        return {"carried": carried, "style": style, "config": model.update_folder_config(folder / "config.json")}
+        return {"carried": carried, "style": style, "config": model.build_updated_folder_config(folder / "config.json")}
     except UserError as error:
         # The end of a run is too late to refuse the folder.
         log.warning("the export has the text model alone, without other parts of the folder of its weights: %s", error)

@@ -57,7 +57,7 @@ def describe_parameters_as_json(parameters: Mapping[str, ModelParameter]) -> dic
     return {"tensors": {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}}
 
 
-def choose_owner_by_group(mapper: Mapper, parameters_by_rank: Sequence[Mapping[str, Any]]) -> list[int]:
+def choose_owner_by_mapper_group(mapper: Mapper, parameters_by_rank: Sequence[Mapping[str, Any]]) -> list[int]:
     """
     Return the owner for every mapper group: the first rank that has all the group's inputs.
 
@@ -90,12 +90,13 @@ def _check_ranks_have_mapper_inputs(mapper: Mapper, specs_by_rank: Sequence[Mapp
                 raise UserError(
                     f"{name} is {specs[name]} on one rank and {spec} on another; all ranks must hold the same model"
                 )
-    lists = [
-        ("missing parameters", [name for name in expected if name not in specs]),
-        ("parameters without a Hugging Face name", [name for name in specs if name not in expected]),
-    ]
-    if reasons := "; ".join(f"{text} {format_names(names)}" for text, names in lists if names):
-        raise UserError(f"cannot export: {reasons}; export from ranks that hold the whole model")
+    reasons: list[str] = []
+    if missing := [name for name in expected if name not in specs]:
+        reasons.append(f"no rank has {format_names(missing)}; export from ranks with the whole model")
+    if unnamed := [name for name in specs if name not in expected]:
+        reasons.append(f"{format_names(unnamed)} have no Hugging Face name; complete the model's mapper")
+    if reasons:
+        raise UserError("cannot export: " + "\n".join(reasons))
 
 
 Finish = Callable[[Path, list[PlannedFile]], None]
@@ -110,7 +111,7 @@ class Share:
     mapper: Mapper
     writes: Collection[str]
 
-    def compute_tensors(self) -> dict[str, Tensor]:
+    def gather_and_convert_tensors(self) -> dict[str, Tensor]:
         """Return all tensors written by the rank, any shape. Ranks that share slices call this together."""
         return {
             name: tensor for name, tensor in stream_converted_tensors(self.source, self.mapper) if name in self.writes
@@ -127,7 +128,7 @@ class GatheredParameters:
         return {name: TensorSpec(param.shape, param.dtype) for name, param in self.parameters.items()}
 
     def tensor(self, name: str) -> Tensor:
-        return self.parameters[name].whole()
+        return self.parameters[name].gather_whole()
 
 
 def make_share(
@@ -139,7 +140,7 @@ def make_share(
     The rank also converts groups that it has slices for but does not write, because gathering is a
     collective.
     """
-    shared = {name for name, param in parameters.items() if param.is_shared}
+    shared = {name for name, param in parameters.items() if param.is_divided_among_ranks}
     groups = [g for n, g in enumerate(mapper.groups) if n in owned_groups or not shared.isdisjoint(g.inputs)]
     writes = frozenset(name for number in owned_groups for name in mapper.groups[number].outputs)
     chosen = Mapper(tuple(groups))
@@ -163,8 +164,8 @@ def make_own_share(
     Return this rank's share of a mapper's outputs. A collective over the group.
 
     Ranks exchange parameter specs through `workspace`, or through their machine's shared memory. Raises UserError
-    like `choose_owner_by_group`, for parameters unknown to the mapper too, unless `only_inputs`. `others` are this
-    rank's parameters beside the model's.
+    like `choose_owner_by_mapper_group`, for parameters unknown to the mapper too, unless `only_inputs`. `others` are
+    this rank's parameters beside the model's.
     """
     inputs = set(mapper.inputs)
     parameters = {
@@ -173,7 +174,7 @@ def make_own_share(
     parameters |= others or {}
     parameters |= {name: buffer for name, buffer in persistent_buffers_by_name(stages).items() if name in inputs}
     with get_configs_parallel(describe_parameters_as_json(parameters), range(group.size), group, workspace) as holdings:
-        owners = run_on_rank0(group, lambda: choose_owner_by_group(mapper, holdings))
+        owners = run_on_rank0(group, lambda: choose_owner_by_mapper_group(mapper, holdings))
     return make_share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
 
 
@@ -185,7 +186,7 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
     other files, and renames the folder to the target. Raises UserError on every rank if any rank fails, if two
     ranks would write a tensor with the same name, or if the target exists; the target is then unchanged.
     """
-    _, specs_by_rank = run_on_all_ranks(group, lambda: _share_specs_as_json(own), to_json=lambda specs: specs)
+    _, specs_by_rank = run_on_all_ranks(group, lambda: _describe_own_specs_as_json(own), to_json=lambda specs: specs)
     files = plan_files([_parse_specs(specs) for specs in specs_by_rank], max_shard)  # the same on every rank
     # one rank creates the folder, and shares its random name
     temporary, folders = run_on_all_ranks(
@@ -202,7 +203,7 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
             temporary.discard()
 
 
-def _share_specs_as_json(own: Share) -> dict[str, Any]:
+def _describe_own_specs_as_json(own: Share) -> dict[str, Any]:
     """Return shapes and dtypes for the tensors a rank will write, as JSON."""
     specs = {name: spec for name, spec in compute_output_specs(own.source, own.mapper).items() if name in own.writes}
     check_storable(specs)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Reduce
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters, gradient_or_zeros
+from drawloom.components.ports.stages import SpreadParameters, get_or_create_gradient
 from drawloom.graph import UserError, above, at_least, component, setting
-from drawloom.kernels.scale import scale
+from drawloom.kernels.scale import scale_and_sum_squares
 
 
 @component(changes=("gradients",))
@@ -36,18 +36,18 @@ class ClipGroupNorm:
 
     def run_phase(self, step: Step) -> None:
         """Scale the group's gradients by max_norm / norm if that is below 1. Raises UserError if no name matches."""
-        factor = self.max_norm / (self._compute_norm() + 1e-6)
+        factor = self.max_norm / (self._compute_norm_over_ranks() + 1e-6)
         group = [
             part.grad
             for name, part in self.parameters.named_parameters()
             if self._is_in_group(name) and part.grad is not None
         ]
-        scale(group, factor.clamp_max(1.0))
+        scale_and_sum_squares(group, factor.clamp_max(1.0))
 
-    def _compute_norm(self) -> Tensor:
+    def _compute_norm_over_ranks(self) -> Tensor:
         """Return the group's norm over all ranks, float64 ()."""
         gradients = [
-            gradient_or_zeros(part) for name, part in self.parameters.owned_parameters() if self._is_in_group(name)
+            get_or_create_gradient(part) for name, part in self.parameters.owned_parameters() if self._is_in_group(name)
         ]
         if not self._checked:
             self._check_patterns_match(len(gradients))

@@ -8,7 +8,7 @@ import torch
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, component, setting
-from drawloom.kernels.scale import scale
+from drawloom.kernels.scale import scale_and_sum_squares
 
 
 @component(reads=("grad_norm",), changes=("gradients",))
@@ -27,4 +27,4 @@ class ClipNorm:
         gradients = [
             parameter.grad for _, parameter in self.parameters.named_parameters() if parameter.grad is not None
         ]
-        step.scale_gradients(partial(scale, gradients), torch.where(factor < 1, factor, 1.0))
+        step.scale_gradients(partial(scale_and_sum_squares, gradients), torch.where(factor < 1, factor, 1.0))

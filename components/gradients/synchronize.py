@@ -15,10 +15,10 @@ from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.ports.distributed import Mesh, Reduce
 from drawloom.components.ports.pipeline import sum_losses
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters, gradient_or_zeros
+from drawloom.components.ports.stages import SpreadParameters, get_or_create_gradient
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import component, setting
-from drawloom.kernels.scale import scale
+from drawloom.kernels.scale import scale_and_sum_squares
 
 
 @component(
@@ -49,16 +49,16 @@ class Synchronize:
         """
         total, weight, tokens = self._sum_losses_over_ranks(step.state).unbind()
         self.parameters.sum_gradients()
-        gradients = {name: gradient_or_zeros(parameter) for name, parameter in self.parameters.named_parameters()}
+        gradients = {name: get_or_create_gradient(parameter) for name, parameter in self.parameters.named_parameters()}
         owned = {name for name, _ in self.parameters.owned_parameters()}
         # The sum is divided once, because an average of averages would give ranks with few tokens too much weight.
         factor = torch.where(weight > 0, 1 / weight, 1.0)
         is_exact = self.norm == "exact" or (self.norm == "auto" and not weight.is_cuda)
         counted = [] if is_exact else [name in owned for name in gradients]
         defers = step.defers_scaling and not is_exact
-        squares = scale([*gradients.values()], factor, counted, write=not defers)
+        squares = scale_and_sum_squares([*gradients.values()], factor, counted, write=not defers)
         if defers:
-            step.scale_gradients(partial(scale, [*gradients.values()]), factor)
+            step.scale_gradients(partial(scale_and_sum_squares, [*gradients.values()]), factor)
         if is_exact:
             norm = compute_exact_norm(
                 [gradients[name] for name in gradients if name in owned], self.reduce, weight.device

@@ -27,7 +27,7 @@ from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.batch_invariant import BLOCKS, MIN_ROWS, attend_in_blocks, with_more_rows
+from drawloom.kernels.batch_invariant import BLOCKS, MIN_ROWS, apply_with_padded_rows, attend_in_blocks
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
@@ -153,7 +153,7 @@ class AutoKernels:
             return ImplementationChoice("blocks", "kernels are batch-invariant")
         return choose_implementation(operation, getattr(self, f"_{operation}"), self.device.device)
 
-    def list_machine_choices(self) -> dict[str, str]:
+    def list_automatic_choices(self) -> dict[str, str]:
         """Return the implementation of every operation."""
         return {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
 
@@ -184,7 +184,7 @@ class AutoKernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.batch_invariant:
-            return with_more_rows(lambda rows: linear_eager(rows, weight, bias), x)
+            return apply_with_padded_rows(lambda rows: linear_eager(rows, weight, bias), x)
         return linear_eager(x, weight, bias)
 
     embedding = staticmethod(embedding_eager)
@@ -214,7 +214,9 @@ class AutoKernels:
             return linear_quantized_float8(self._functions_by_operation["linear_float8"], unpack, x, stored, bias)
         dequantize = self._functions_by_operation["dequantize"]
         if self.batch_invariant:
-            return with_more_rows(lambda rows: linear_quantized(dequantize, rows, stored, weight_format, bias), x)
+            return apply_with_padded_rows(
+                lambda rows: linear_quantized(dequantize, rows, stored, weight_format, bias), x
+            )
         return linear_quantized(dequantize, x, stored, weight_format, bias)
 
     def rms_norm(
@@ -321,7 +323,7 @@ class AutoKernels:
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: WholeMask | PieceMask
     ) -> Tensor:
-        return mask.apply_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))
+        return mask.apply_gated_delta_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))
 
     def linear_cross_entropy(
         self,

@@ -46,7 +46,7 @@ class WholeMask(NamedTuple):
         self.cache.write_state(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
         return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
 
-    def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
+    def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
         """Apply the gated delta rule; with a cache, start from the cached state and store the new one."""
         if self.cache is None:
             return rule(*inputs, self.documents)[0]
@@ -88,7 +88,7 @@ class PieceMask(NamedTuple):
         ids = torch.cat([self._document_ids_before_pieces(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
         return function(torch.cat([history, pieces], 1), weight, ids)[:, lags:].reshape(x.shape)
 
-    def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
+    def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
         """Apply the gated delta rule to the states after the previous pieces."""
         q, k, v, g, beta = (self._split_pieces(x) for x in inputs)
         documents = RecurrentDocuments(self.ids.flatten(0, 1), self._document_ids_before_pieces(1).flatten())

@@ -15,6 +15,6 @@ class Constant(AfterWarmup):
         return 1.0
 
     @classmethod
-    def derives_from_total(cls, node: Any) -> bool:
+    def depends_on_total_steps(cls, node: Any) -> bool:
         """Return whether the warm-up is a percentage."""
         return node.settings["warmup_percent"] is not None

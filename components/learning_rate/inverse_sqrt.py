@@ -20,6 +20,6 @@ class InverseSqrt(AfterWarmup):
         return float((1 + steps_done / scale) ** -0.5)
 
     @classmethod
-    def derives_from_total(cls, node: Any) -> bool:
+    def depends_on_total_steps(cls, node: Any) -> bool:
         """Return whether the warm-up is a percentage."""
         return node.settings["warmup_percent"] is not None

@@ -50,7 +50,7 @@ class SchedulePiece:
     until_percent: float | None = setting(default=None, doc="end of the phase as a percentage of all steps, 0 to 100")
     power: float = setting(default=2.0, check=above(0), doc="exponent for a polynomial curve")
 
-    def end_step(self, begin: int, total: int, sizes: TokenCounts) -> int:
+    def compute_end_step(self, begin: int, total: int, sizes: TokenCounts) -> int:
         """Return the first step, from 0, after the phase; for a phase in steps it depends on `begin`."""
         if self.steps is not None:
             return begin + self.steps
@@ -86,14 +86,14 @@ class Piecewise:
         """Return the factor after `done` out of `total` steps."""
         value, begin = self.start, 0
         for phase in self.phases:
-            end = max(begin, phase.end_step(begin, total, self._token_counts))
+            end = max(begin, phase.compute_end_step(begin, total, self._token_counts))
             if done < end:
                 return interpolate(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
             value, begin = phase.to, end
         return value
 
     @classmethod
-    def derives_from_total(cls, node: Any) -> bool:
+    def depends_on_total_steps(cls, node: Any) -> bool:
         """Return whether another step count would change any step's factor."""
         value, floating = node.settings["start"], False
         for phase in node.settings["phases"]:
@@ -105,7 +105,7 @@ class Piecewise:
         return False
 
     @classmethod
-    def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
+    def check_total_steps(cls, node: Any, total: int) -> Iterator[Problem]:
         """Report the first phase that ends before it begins, or after the run."""
         if any(cls.constraints(node)):
             return
@@ -113,7 +113,7 @@ class Piecewise:
         for number, phase in enumerate(node.settings["phases"]):
             if phase.until_tokens is not None and sizes is None:
                 return  # the last steps of this phase and all later ones are known only in the run
-            end = phase.end_step(begin, total, sizes or create_token_counts(None, None))
+            end = phase.compute_end_step(begin, total, sizes or create_token_counts(None, None))
             if end < begin:
                 text = f"phases[{number}] ends after step {end}, before it begins: the phases before it take {begin}"
                 yield node.problem(("phases", number), text, "make the phases before it shorter, or let it end later")

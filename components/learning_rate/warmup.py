@@ -76,12 +76,12 @@ class AfterWarmup:
         """Return the factor after `steps_done` out of all `steps_after_warmup`, in a run with `total` steps."""
 
     @classmethod
-    def derives_from_total(cls, node: Any) -> bool:
+    def depends_on_total_steps(cls, node: Any) -> bool:
         """Return whether another step count would change any step's factor; True unless overridden."""
         return True
 
     @classmethod
-    def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
+    def check_total_steps(cls, node: Any, total: int) -> Iterator[Problem]:
         """Report a warm-up longer than the run, and a decay longer than the rest of the run."""
         names = [name for name in LENGTHS if f"{name}_steps" in node.settings]
         steps = {name: count_steps_from_settings(node, name, total, at_end=name == "decay") for name in names}

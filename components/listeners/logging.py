@@ -13,16 +13,16 @@ import attrs
 from drawloom.components.ports.distributed import Mesh, Processes
 from drawloom.components.ports.log_records import PRINTED, is_marked
 from drawloom.components.ports.run import Event, EventKind, RunFolder
-from drawloom.components.storage.regular_file import create_folder, open_to_append
+from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
 from drawloom.graph import Every, UserError, component, setting
 from drawloom.graph.cli.terminal import Stream, print_text
 
 log = logging.getLogger("drawloom.run")
 
 
-def make_rank_log_path(folder: RunFolder, mesh: Mesh) -> Path:
+def prepare_rank_log_path(folder: RunFolder, mesh: Mesh) -> Path:
     """Return `log/rank-N.log` in the run folder, and create `log`. Raises UserError if `log` is a link or a file."""
-    return create_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
+    return create_folder_unless_link(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
 
 
 def describe_host_and_mesh_indices(mesh: Mesh, launches: Iterable[Processes]) -> str:
@@ -35,7 +35,7 @@ def describe_host_and_mesh_indices(mesh: Mesh, launches: Iterable[Processes]) ->
 
 def open_log_for_appending(path: Path) -> TextIO:
     """Open a log file for appending, and create its folder again if it was removed. Raises UserError."""
-    create_folder(path.parent)
+    create_folder_unless_link(path.parent)
     # a lone surrogate, as in a file name, must not make logging fail
     return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="backslashreplace")
 
@@ -84,7 +84,7 @@ class RunLogging:
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
         # the file comes first, so that a message that fails on the terminal is in the file
         prefix = describe_host_and_mesh_indices(self.mesh, self.launches.values())
-        self._add_temporary_handler(top, _make_file_handler(make_rank_log_path(self.folder, self.mesh), prefix))
+        self._add_temporary_handler(top, _make_file_handler(prepare_rank_log_path(self.folder, self.mesh), prefix))
         if self.mesh.world.rank == 0:
             level = logging.getLevelNamesMapping()[self.level.upper()]
             self._add_temporary_handler(

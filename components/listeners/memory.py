@@ -59,7 +59,7 @@ class MemoryReport:
         """Return a UserError in place of a failed allocation's error."""
         if not is_out_of_memory(error):
             return None
-        peak = self.device.memory()
+        peak = self.device.measure_peak_memory()
         sizes = {readable_memory_kind(kind): size for kind, size in memory_by_kind(self.users.values(), peak).items()}
         table = [f"  {kind:25}  {format_byte_size(size):>12}" for kind, size in [*sizes.items(), ("peak so far", peak)]]
         remedies = [f"  {remedy}" for remedy in self._list_memory_saving_settings()]

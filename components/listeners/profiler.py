@@ -16,7 +16,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Event, RunFolder, Step
 from drawloom.components.ports.stages import Stages
-from drawloom.components.storage.regular_file import create_folder
+from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.graph import Every, at_least, component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -84,7 +84,7 @@ class Profiler:
         elif event.kind == "phase_ended" and self._is_step_traced:
             self._end_innermost_range()
         elif event.kind == "step_ended" and self._running is not None:
-            self._end_step_range(self._running)
+            self._end_step_range_and_advance(self._running)
 
     @property
     def _is_step_traced(self) -> bool:
@@ -102,7 +102,7 @@ class Profiler:
                 self._hooks = [*self._add_layer_range_hooks()]
             self._begin_named_range(f"step {step.index}")
 
-    def _end_step_range(self, running: profile) -> None:
+    def _end_step_range_and_advance(self, running: profile) -> None:
         """End the step's range, and let the profiler advance, which writes the trace after the last step."""
         if self._is_step_traced:
             self._end_innermost_range()
@@ -190,7 +190,7 @@ class Profiler:
         """Write the trace, and with `memory` its counters and the allocation snapshot."""
         self._written += 1
         name = f"steps-{self._first}-{self._step}-rank-{self.mesh.world.rank}"
-        path = create_folder(self.folder.folder / "traces") / f"{name}.json.gz"
+        path = create_folder_unless_link(self.folder.folder / "traces") / f"{name}.json.gz"
         path.unlink(missing_ok=True)  # torch would follow a link
         finished_profile.export_chrome_trace(str(path))
         if self.memory:

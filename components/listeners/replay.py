@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.pipeline import LOSSES, MeasuresStep, RepeatingExecutor, make_state_of_batches
-from drawloom.components.ports.run import Cadence, Event, EventKind, Step, check_cadence, is_due
+from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
@@ -73,7 +73,9 @@ class Replay:
     executor: RepeatingExecutor
     mesh: Mesh
     device: Device
-    every: Cadence = setting(default=100, check=check_cadence, doc='steps between replays, or "last" or "never"')
+    every: Cadence = setting(
+        default=100, check=describe_cadence_fault, doc='steps between replays, or "last" or "never"'
+    )
 
     _data_ranks: Group = attrs.field(init=False, default=None)
     _hooks: list[Any] = attrs.field(init=False, factory=list)
@@ -109,7 +111,7 @@ class Replay:
             names = {module: name for name, module in stage.module.named_modules()}
             for block in blocks:
                 name = names[block]
-                self._hooks.append(block.register_forward_pre_hook(partial(self._record_input_gradient, name)))
+                self._hooks.append(block.register_forward_pre_hook(partial(self._hook_input_gradient, name)))
                 is_last = block is blocks[-1]
                 self._hooks.append(block.register_forward_hook(partial(self._record_output, name, is_last)))
 
@@ -128,7 +130,7 @@ class Replay:
         elif self._digests is not None and LOSSES in step.state:
             began = time.monotonic()
             own, self._digests = self._digests, None
-            self._compare(step, {**own, **_hash_first_loss(step.state)})
+            self._replay_and_compare_with_other_ranks(step, {**own, **_hash_first_loss(step.state)})
             step.excluded_seconds += time.monotonic() - began
 
     def _is_deterministic(self) -> bool:
@@ -139,16 +141,16 @@ class Replay:
         log.warning("passes on a GPU are not replayed, because their results are not repeatable; %s", text)
         return False
 
-    def _compare(self, step: Step, own: Digests) -> None:
+    def _replay_and_compare_with_other_ranks(self, step: Step, own: Digests) -> None:
         """Replay the previous rank's microbatch, and decide by another replay if any rank's results differ."""
         group, batch = self._data_ranks, step.state["batches"][0]
-        replays = [self._replay(send_batch(batch, 1, group))]
+        replays = [self._replay(shift_batch_over_ranks(batch, 1, group))]
         rows = group.gather_json([_hash_digests(own), _hash_digests(replays[0])])
         is_equal = all(rows[owner][0] == rows[(owner + 1) % group.size][1] for owner in range(group.size))
         if all(self.mesh.world.gather_json(is_equal)):
             self._verified_step = step.index
             return
-        replays.append(self._replay(send_batch(batch, 2, group)))
+        replays.append(self._replay(shift_batch_over_ranks(batch, 2, group)))
         results = group.gather_json([self.mesh.world.rank, own, *replays])
         difference = find_difference([row[0] for row in results], [row[1:] for row in results])
         stage = self.mesh.indices.pipeline
@@ -160,14 +162,14 @@ class Replay:
     def _replay(self, batch: Batch) -> Digests:
         """Repeat another rank's microbatch, without a change to gradients, and return the digests."""
         state = make_state_of_batches([batch])
-        with self._gradients_on_cpu():
+        with self._keep_gradients_on_cpu():
             digests = self._digests = {}
-            self.executor.repeat(state)
+            self.executor.repeat_passes(state)
         self._digests = None
         return {**digests, **_hash_first_loss(state)}
 
     @contextmanager
-    def _gradients_on_cpu(self) -> Iterator[None]:
+    def _keep_gradients_on_cpu(self) -> Iterator[None]:
         """Keep the gradients on the CPU inside the context, to leave the device's memory to a pass."""
         parameters = [parameter for _, parameter in self.parameters.named_parameters()]
         kept = [None if parameter.grad is None else parameter.grad.cpu() for parameter in parameters]
@@ -177,27 +179,27 @@ class Replay:
         finally:
             _set_gradients(parameters, kept)
 
-    def _record_input_gradient(self, layer: str, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _hook_input_gradient(self, layer: str, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Before a recorded forward pass, hook the gradient of the layer's input."""
         name = f"{BACKWARD} of the input of {layer}"
-        if (digests := self._find_recording(f"the output of {layer}")) is not None:
-            _hook_gradient(digests, name, inputs)
+        if (digests := self._get_digests_to_record_into(f"the output of {layer}")) is not None:
+            _hook_gradient_digest(digests, name, inputs)
 
     def _record_output(self, layer: str, is_last: bool, _block: nn.Module, _inputs: Any, output: Any) -> None:
         """Record a layer's output in the first forward pass, and hook its gradient after the rank's last layer."""
         name = f"the output of {layer}"
-        if (digests := self._find_recording(name)) is not None:
+        if (digests := self._get_digests_to_record_into(name)) is not None:
             digests[name] = _hash_tensors(output)
             if is_last:
-                _hook_gradient(digests, f"{BACKWARD} of the output of {layer}", output)
+                _hook_gradient_digest(digests, f"{BACKWARD} of the output of {layer}", output)
 
-    def _find_recording(self, name: str) -> Digests | None:
+    def _get_digests_to_record_into(self, name: str) -> Digests | None:
         """Return the digests to add a name to, if this is a recorded training pass, and the first one of the layer."""
         is_recorded = self._digests is not None and torch.is_grad_enabled() and name not in self._digests
         return self._digests if is_recorded else None
 
 
-def send_batch(batch: Batch, distance: int, group: Group) -> Batch:
+def shift_batch_over_ranks(batch: Batch, distance: int, group: Group) -> Batch:
     """Send a batch to the rank `distance` further on in the group, and return the batch received; a collective."""
     leaves = list_leaves(batch)
     described = [
@@ -266,11 +268,11 @@ def describe_difference(step: int, verified_step: int, by_stage: Sequence[tuple[
     phase = "backward" if tensor.startswith(BACKWARD) else "forward"
     if not suspects:
         ranks = sorted({rank for difference in decided for rank in difference.ranks})
-        who = f"ranks {_join(ranks)} compute the same microbatch with different results"
+        who = f"ranks {_join_ranks_as_text(ranks)} compute the same microbatch with different results"
     elif all(difference.repeats for difference in decided):
-        who = f"rank {_join(suspects)} computes a microbatch with other results than the other ranks"
+        who = f"rank {_join_ranks_as_text(suspects)} computes a microbatch with other results than the other ranks"
     else:
-        who = f"rank {_join(suspects)} computes the same microbatch twice with different results"
+        who = f"rank {_join_ranks_as_text(suspects)} computes the same microbatch twice with different results"
     known = f"from step {verified_step} or before" if verified_step else "from before the corruption"
     return (
         f"in step {step}, {who}; the first difference is {tensor}, in the {phase} pass: silent data corruption, or a "
@@ -279,7 +281,7 @@ def describe_difference(step: int, verified_step: int, by_stage: Sequence[tuple[
     )
 
 
-def _join(ranks: Sequence[int]) -> str:
+def _join_ranks_as_text(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
@@ -289,7 +291,7 @@ def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tenso
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
-def _hook_gradient(digests: Digests, name: str, tree: Any) -> None:
+def _hook_gradient_digest(digests: Digests, name: str, tree: Any) -> None:
     """Record the gradient of a tree's first differentiable tensor in its backward pass."""
 
     def record(gradient: Tensor) -> None:

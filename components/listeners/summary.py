@@ -146,12 +146,12 @@ class RunSummary:
 
 def _estimate_training_tokens(rows: PackedDataset) -> int:
     """Estimate the training tokens without padding."""
-    return round(rows.fill_rate("train") * rows.count("train") * rows.length)
+    return round(rows.fill_rate("train") * rows.count_rows("train") * rows.length)
 
 
 def _describe_validation(validation: ValidationData) -> str:
     """Return how many validation rows are used."""
-    used, count = validation.row_counts()
+    used, count = validation.count_evaluated_and_total_rows()
     return f"validation: {used:,} of {count:,} rows"
 
 

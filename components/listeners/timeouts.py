@@ -13,7 +13,7 @@ from typing import ClassVar, get_args
 import attrs
 
 from drawloom.components.distributed.guard import guard
-from drawloom.components.listeners.logging import make_rank_log_path, open_log_for_appending
+from drawloom.components.listeners.logging import open_log_for_appending, prepare_rank_log_path
 from drawloom.components.ports.distributed import Mesh, Timed
 from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.graph import above, component, setting
@@ -169,11 +169,11 @@ class Timeouts:
         guard.set_time_limit(None)
 
     @contextmanager
-    def stage_context(self, stage: str, node: str) -> Iterator[None]:
+    def lifecycle_context(self, stage: str, node: str) -> Iterator[None]:
         """Limit the time for opening or closing a node."""
         before, phase = self._where, self._phase
         self._where, self._phase = f"{stage}() of [{node}]", ""
-        self.processes.set_location(self._where)
+        self.processes.record_step_and_phase(self._where)
         handler = _SignOfLife(self._start_opening_limit)
         logging.getLogger("drawloom").addHandler(handler)
         self._start_opening_limit()
@@ -182,7 +182,7 @@ class Timeouts:
         finally:
             logging.getLogger("drawloom").removeHandler(handler)
             self._where, self._phase = before, phase
-            self.processes.set_location("" if before == BEFORE else self._describe_step_and_phase())
+            self.processes.record_step_and_phase("" if before == BEFORE else self._describe_step_and_phase())
             self._limit_watchdog_and_guard(None)
 
     def _start_opening_limit(self) -> None:
@@ -217,7 +217,7 @@ class Timeouts:
             self._where = f"step {event.step.index}"
         if event.kind in ("phase_started", "phase_ended"):
             self._phase = event.phase if event.kind == "phase_started" else ""
-        self.processes.set_location(self._describe_step_and_phase())
+        self.processes.record_step_and_phase(self._describe_step_and_phase())
 
     def _describe_step_and_phase(self) -> str:
         """Return the current step and phase as text."""
@@ -282,7 +282,7 @@ class Timeouts:
 
         Adds the delay to `healthy` if this process need not end.
         """
-        path = make_rank_log_path(self.folder, self.mesh)
+        path = prepare_rank_log_path(self.folder, self.mesh)
         rank = self.mesh.world.rank
         with open_log_for_appending(path) as file:
             faulthandler.dump_traceback(file, all_threads=True)

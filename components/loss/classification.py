@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.loss.reward import find_whole_hidden_faults, make_score_head, mark_last_tokens
+from drawloom.components.loss.reward import make_score_head, mark_last_tokens, report_tensor_parallelism
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Head, LanguageModel
@@ -40,7 +40,7 @@ class Classifier(DecoderInputs):
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Report tensor parallelism, and data with other labels."""
-        yield from find_whole_hidden_faults(node)
+        yield from report_tensor_parallelism(node)
 
     @cached_property
     def module(self) -> nn.Module | None:
@@ -61,8 +61,8 @@ class Classifier(DecoderInputs):
             raise UserError("loss.classification needs a label for every document; use data.labelled_texts", 2)
         assert self.module is not None
         documents = batch.document_ids
-        weights = spread_sums(batch.weights, documents) * mark_last_tokens(documents)
-        labels = spread_sums(batch.labels, documents).long()
+        weights = sum_by_document_at_every_token(batch.weights, documents) * mark_last_tokens(documents)
+        labels = sum_by_document_at_every_token(batch.labels, documents).long()
         logits = self.module(hidden)
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(weights)
         with torch.no_grad():
@@ -71,7 +71,7 @@ class Classifier(DecoderInputs):
         return torch.where(weights > 0, losses * weights, 0.0).sum(), weights.sum(), {"accuracy": accuracy}
 
 
-def spread_sums(values: Tensor, documents: Tensor) -> Tensor:
+def sum_by_document_at_every_token(values: Tensor, documents: Tensor) -> Tensor:
     """
     Return the sum over a token's document, at every token: (rows, length).
 

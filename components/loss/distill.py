@@ -98,15 +98,17 @@ class Distill(DecoderInputs):
             if self._teacher_head is None or batch.teacher_states is None:
                 raise UserError('the batch has no teacher; add a node with use = "stages.frozen"', 2)
             teacher, temperature = self._teacher_head, self.temperature
-            whole = partial(compute_whole_divergence, head=teacher, temperature=temperature, kind=kind, beta=beta)
+            whole = partial(
+                compute_full_vocabulary_divergence, head=teacher, temperature=temperature, kind=kind, beta=beta
+            )
             return head.map_logits(whole, hidden, batch.teacher_states)
         if batch.teacher_ids is None or batch.teacher_logps is None:
             raise UserError('the rows contain no teacher predictions; write teacher = "@teacher" in the packing', 2)
-        coarse = partial(compute_coarse_divergence, kind=kind, beta=beta)
+        coarse = partial(compute_top_k_divergence, kind=kind, beta=beta)
         return head.map_logits(coarse, hidden, batch.teacher_ids, batch.teacher_logps)
 
 
-def compute_whole_divergence(
+def compute_full_vocabulary_divergence(
     logits: Tensor, teacher_states: Tensor, head: Head, temperature: float, kind: Divergence, beta: float
 ) -> Tensor:
     """
@@ -124,7 +126,7 @@ def compute_whole_divergence(
     return temperature**2 * _compute_divergence(teacher, student, kind, beta)
 
 
-def compute_coarse_divergence(
+def compute_top_k_divergence(
     logits: Tensor, ids: Tensor, teacher_logps: Tensor, kind: Divergence, beta: float
 ) -> Tensor:
     """

@@ -79,7 +79,7 @@ def make_score_head(model: LanguageModel, labels: int, folder: Path | None) -> S
         return ScoreHead(width, labels, folder)
 
 
-def find_whole_hidden_faults(node: NodeView) -> Iterator[Problem]:
+def report_tensor_parallelism(node: NodeView) -> Iterator[Problem]:
     """Report tensor parallelism: every rank would add the whole head's gradient, so the sum would be too large."""
     if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
         text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
@@ -111,7 +111,7 @@ class RewardModel(DecoderInputs):
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Report tensor parallelism."""
-        yield from find_whole_hidden_faults(node)
+        yield from report_tensor_parallelism(node)
 
     @cached_property
     def module(self) -> nn.Module | None:

@@ -63,7 +63,7 @@ class ActivationRms:
         """Sums of squares and element counts, by layer."""
         return {"sums": Accumulator(shape=(len(self._layers), 2), scope="activations")}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return sums of squares and counts over the forward passes since the last step: float64 (layers, 2)."""
         sums = self._sums.clone()
         self._sums.zero_()  # in place: hooks that are part of a CUDA graph add to this tensor

@@ -26,7 +26,7 @@ class Auroc:
         """Histograms for both labels."""
         return {"histogram": Accumulator(shape=(2, self.bins))}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's histogram, float64 (2, bins), or {} on ranks without the last stage."""
         losses = read_losses(step)
         return (

@@ -33,9 +33,9 @@ class BitsPerByte:
 
     def open(self) -> None:
         """Load the byte counts by token id."""
-        self._table = torch.from_numpy(self.tokenizer.token_bytes()).double()
+        self._table = torch.from_numpy(self.tokenizer.token_byte_counts()).double()
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return nats and bytes for this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
         if (losses := read_losses(step)) is None:
             return {}

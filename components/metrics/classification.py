@@ -31,7 +31,7 @@ class Classification:
         """The confusion matrix."""
         return {"confusion": Accumulator(shape=(self.classes, self.classes))}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's matrix, float64 (classes, classes), or {} on ranks without the last stage."""
         losses = read_losses(step)
         shape = (self.classes, self.classes)

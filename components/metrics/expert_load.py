@@ -65,7 +65,7 @@ class ExpertLoad:
         """Token counts by expert, the entropy sum and the token count, by layer."""
         return {"sums": Accumulator(shape=(len(self._names), self._experts + 2), scope="activations")}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return sums over the forward passes since the last step: float64 (layers, experts + 2)."""
         sums = self._sums.clone()
         self._sums.zero_()  # in place: observers that are part of a CUDA graph add to this tensor

@@ -17,7 +17,7 @@ class FillRate:
     rows: PackedDataset
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return {}, because the data set knows its fill rate."""
         return {}
 

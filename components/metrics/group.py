@@ -26,11 +26,11 @@ class MetricGroup:
             for name, accumulator in member.accumulators.items()
         }
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         return {
             f"{number}/{name}": tensor
             for number, member in enumerate(self.members)
-            for name, tensor in member.update(step).items()
+            for name, tensor in member.measure_on_rank(step).items()
         }
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:

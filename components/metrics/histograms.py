@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Accumulator, Cadence, Step, Value, check_cadence, is_due
+from drawloom.components.ports.run import Accumulator, Cadence, Step, Value, describe_cadence_fault, is_due
 from drawloom.components.ports.stages import SpreadParameters
 from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import UserError, at_least, component, setting
@@ -54,7 +54,9 @@ class Histograms:
         default="parameter", doc="one histogram per parameter, or one per pattern for all its matches"
     )
     bins: int = setting(default=64, check=describe_invalid_bins, doc=f"bins of a histogram, at most {MAX_BINS}")
-    every: Cadence = setting(default=100, check=check_cadence, doc='steps between histograms, or "last" or "never"')
+    every: Cadence = setting(
+        default=100, check=describe_cadence_fault, doc='steps between histograms, or "last" or "never"'
+    )
 
     _series: list[str] = attrs.field(init=False, factory=list)
     _measured: dict[str, Tensor] = attrs.field(init=False, factory=dict)
@@ -89,7 +91,7 @@ class Histograms:
             "counts": Accumulator(shape=(size, self.bins), scope="model"),
         }
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return the bounds, float64 (histograms,), and this rank's counts (histograms, bins), or {} between steps."""
         measured, self._measured = self._measured, {}
         return measured

@@ -52,7 +52,7 @@ class LayerNorms:
         squares = Accumulator(shape=(len(self._layers),), scope="model")
         return {"grad_norm": squares, "weight_norm": squares}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """
         Return sums of squares over this rank's own parameters, float64 (layers,).
 

@@ -17,7 +17,7 @@ class Learning:
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return {}, because the phases combine these values over ranks."""
         return {}
 

@@ -39,7 +39,7 @@ class Mean:
         accumulator = Accumulator(scope="rows" if self.per == "microbatch" else "data")
         return {"total": accumulator, "count": accumulator}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return sum and divisor on this rank, 0-dimensional, or {} on ranks without the last stage."""
         if (losses := read_losses(step)) is None:
             return {}

@@ -30,9 +30,9 @@ class Memory:
         kinds = {"kinds": Accumulator("max", (len(MEMORY_KINDS),))} if self.by_kind else {}
         return {"bytes": Accumulator("max"), **kinds}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's peak device bytes, 0-dimensional, and bytes by kind (kinds,), both float64."""
-        peak = self.device.memory()
+        peak = self.device.measure_peak_memory()
         measured = {"bytes": torch.tensor(peak, dtype=torch.float64)}
         if self.by_kind:
             sizes = memory_by_kind(self.users.values(), peak)

@@ -32,7 +32,7 @@ class Multilabel:
         """Confusion matrices by label."""
         return {"counts": Accumulator(shape=(self.labels, 2, 2))}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's counts, float64 (labels, 2, 2), or {} on ranks without the last stage."""
         losses = read_losses(step)
         return (

@@ -21,7 +21,7 @@ class Perplexity:
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {"total": Accumulator(), "weight": Accumulator()}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return nats and weights on this rank, 0-dimensional, or {} on ranks without the last stage."""
         losses = read_losses(step)
         return (

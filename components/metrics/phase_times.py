@@ -12,7 +12,7 @@ from torch import Tensor
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Accumulator, Event, EventKind, Phase, Step, Value
 from drawloom.graph import Every, component
-from drawloom.graph.component import find_declared_flow
+from drawloom.graph.component import find_declared_reads_and_writes
 
 DATA, PASSES, SYNC, UPDATE = "data", "forward_backward", "sync", "update"
 
@@ -48,7 +48,7 @@ class PhaseTimes:
         elif event.kind == "phase_ended":
             self._mark_present_time(self._choose_label(event.phase))
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Keep this step's marks until `compute`, which on a GPU is a step later."""
         self._measured = [*self._marks]
         return {}
@@ -74,7 +74,7 @@ class PhaseTimes:
         """Return `forward_backward`, `sync` or `update` by a phase's declared values; otherwise the phase's name."""
         if phase_name not in self.phases:
             return phase_name
-        flow = find_declared_flow(self.phases[phase_name])
+        flow = find_declared_reads_and_writes(self.phases[phase_name])
         if "local_gradients" in flow.writes:
             return PASSES
         if "gradients" in flow.writes:

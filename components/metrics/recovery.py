@@ -27,7 +27,7 @@ class Marks:
     agreement: float = 0.0
     reopening: float = 0.0
 
-    def parts(self, step_start: float) -> dict[str, float]:
+    def compute_seconds_by_part(self, step_start: float) -> dict[str, float]:
         """Return the seconds by part; `step_start` is the start of the repeated step."""
         times = (self.step_start, self.progress, self.failure, self.agreement, self.reopening, step_start)
         return {part: end - start for part, (start, end) in zip(PARTS, pairwise(times), strict=True)}
@@ -60,7 +60,7 @@ class Recovery:
             self._marks.reopening = now
         elif event.kind == "step_started":
             if self._marks is not None and self._marks.reopening:
-                for part, seconds in self._marks.parts(now).items():
+                for part, seconds in self._marks.compute_seconds_by_part(now).items():
                     self._seconds[part] = self._seconds.get(part, 0.0) + seconds
             self._marks = Marks(now, now)
         elif self._marks is not None:
@@ -84,7 +84,7 @@ class Recovery:
         """Go on with the times of the failed attempt."""
         self._marks, self._seconds = values
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Keep this step's seconds until `compute`, which on a GPU is a step later."""
         self._measured = {**self._seconds}
         return {}

@@ -37,7 +37,7 @@ class RolloutMetrics:
         sums = {name: Accumulator(scope="rows") for name in names}
         return {**sums, "rewards": rewards, LARGEST_DIFFERENCE: Accumulator("max")}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return the sums over this rank's completions; pipeline ranks have the same ones."""
         values: dict[str, Tensor] = {}
         if self.mesh.indices.pipeline == 0:

@@ -22,7 +22,7 @@ class SourceTokens:
     rows: MeasuredRows
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return {}, because the loader knows the tokens."""
         return {}
 

@@ -45,7 +45,7 @@ class Spread:
         histogram = {"histogram": Accumulator(shape=(self.bins,), scope="rows")} if self.quantiles else {}
         return {"min": Accumulator("min"), "max": Accumulator("max"), **histogram}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """
         Return 0-dimensional minimum and maximum, and the histogram, float64 (bins,), over microbatches with weight.
 

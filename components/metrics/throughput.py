@@ -35,7 +35,7 @@ class Throughput:
         """Continue from a saved count."""
         self._tokens, self._measured = int(state["tokens"]), None
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Read the clock. On a GPU, the host learns all ranks' token count later."""
         self._add_tokens_of_last_step()
         self._measured, self._seconds = step, self.clock() - step.started - step.excluded_seconds

@@ -7,8 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device_model import get_peak_tflops, get_product_key
-from drawloom.components.ports.data import token_batch
+from drawloom.components.distributed.device_model import get_matmul_dtype_key, get_peak_tflops
+from drawloom.components.ports.data import require_token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, count_attended_pairs
 from drawloom.components.ports.run import Accumulator, Step, Value
@@ -56,7 +56,9 @@ class Utilization:
         self._flops = model.forward_flops()
         self._peak = self.peak_tflops
         if self._peak is None:
-            self._peak = get_peak_tflops(torch.cuda.get_device_name(device), get_product_key(self.precision.compute))
+            self._peak = get_peak_tflops(
+                torch.cuda.get_device_name(device), get_matmul_dtype_key(self.precision.compute)
+            )
         frozen = [
             name for stage in self.stages.local for name, param in stage.named_parameters() if not param.requires_grad
         ]
@@ -73,7 +75,7 @@ class Utilization:
             "pairs": Accumulator(shape=(len(self._flops.per_pair),), scope="rows"),
         }
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """
         Measure the step's time, and return float64 counts: positions (), and query-key pairs by window (windows,).
 
@@ -110,4 +112,4 @@ class Utilization:
 
 def _count_query_key_pairs(batch: Batch, window: int | None) -> float:
     """Count the query-key pairs that causal attention computes in a batch, optionally within a window."""
-    return count_attended_pairs(token_batch(batch, "utilization").document_ids, window)
+    return count_attended_pairs(require_token_batch(batch, "utilization").document_ids, window)

@@ -98,15 +98,15 @@ class AutoModel:
         default=True, impact="changes_training", doc="load the folder's weights; false for random weights"
     )
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Raise UserError for an invalid config, a folder without weights, or a tokenizer with too many ids."""
         try:
             self._check_path()
-            read_config(_find_component(self.path).family, self.path)
+            read_config(_find_builder_class(self.path).family, self.path)
             if self.weights and not any(self.path.glob("*.safetensors")):
                 raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
             if self.weights:
-                _check_weights(self.path, self.new_tokens)
+                _check_tensors_match_config(self.path, self.new_tokens)
             _ = self.builder.architecture  # last, so that an unreadable tokenizer does not hide other errors
         except UserError as error:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
@@ -131,33 +131,35 @@ class AutoModel:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
             yield from find_tensor_parallel_faults(
-                attrs.asdict(read_config(_find_component(path).family, path), recurse=False), ranks
+                attrs.asdict(read_config(_find_builder_class(path).family, path), recurse=False), ranks
             )
 
     @classmethod
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            yield from find_rope_context_faults(read_config(_find_component(path).family, path).rope_scaling)
+            yield from find_rope_context_faults(read_config(_find_builder_class(path).family, path).rope_scaling)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            return num_experts(read_config(_find_component(path).family, path))
+            return num_experts(read_config(_find_builder_class(path).family, path))
         return 0
 
     @classmethod
     def build_meta_module(cls, node: Any) -> nn.Module | None:
         """Return the whole model on the meta device; None if the folder's config is invalid."""
         with suppress(UserError):  # a problem of its own
-            return _create_builder_without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_module()
+            return _create_builder_without_kernels(
+                node.settings["path"], node.settings["new_tokens"]
+            ).build_whole_meta_module()
         return None
 
     @cached_property
     def builder(self) -> DecoderBuilder:
         """The component of the folder's family, created on first use, because the tokenizer must be open."""
-        kind = _find_component(self.path)
+        kind = _find_builder_class(self.path)
         return kind(kernels=self.kernels, tokenizer=self.tokenizer, config=self.path, new_tokens=self.new_tokens)
 
     @property
@@ -194,8 +196,8 @@ class AutoModel:
     def hugging_face_config(self) -> dict[str, Any]:
         return self.builder.hugging_face_config()
 
-    def update_folder_config(self, path: Path) -> dict[str, Any]:
-        return self.builder.update_folder_config(path)
+    def build_updated_folder_config(self, path: Path) -> dict[str, Any]:
+        return self.builder.build_updated_folder_config(path)
 
     def find_decoder_prefix(self, path: Path) -> str:
         return self.builder.find_decoder_prefix(path)
@@ -204,7 +206,7 @@ class AutoModel:
         return self.builder.hugging_face_mapper()
 
 
-def _check_weights(path: Path, new_tokens: NewTokens) -> None:
+def _check_tensors_match_config(path: Path, new_tokens: NewTokens) -> None:
     """Raise UserError if names or shapes of a folder's tensors do not match its config."""
     builder = _create_builder_without_kernels(path, new_tokens)
     with torch.device("meta"):
@@ -215,10 +217,10 @@ def _check_weights(path: Path, new_tokens: NewTokens) -> None:
 def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:
     """Create the builder for a folder's family; it knows shapes, but its modules can't run a forward pass."""
     kernels: Any = None  # only a forward pass needs kernels
-    return _find_component(path)(kernels=kernels, config=path, new_tokens=new_tokens)
+    return _find_builder_class(path)(kernels=kernels, config=path, new_tokens=new_tokens)
 
 
-def _find_component(path: Path) -> type[DecoderBuilder]:
+def _find_builder_class(path: Path) -> type[DecoderBuilder]:
     """Return the builder class for a `config.json`'s family. Raises UserError for an unknown family."""
     file = locate_config_json(path)
     kind = read_json(file).get("model_type")

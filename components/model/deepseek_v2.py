@@ -10,8 +10,8 @@ from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.deepseek_v3 import (
     LatentBuilder,
     LatentConfig,
-    query_rank_from_files,
-    query_rank_to_files,
+    convert_null_query_rank_to_zero,
+    convert_zero_query_rank_to_null,
 )
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.graph import component, setting
@@ -51,12 +51,14 @@ def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
     method = config.get("topk_method", METHODS[False])
     if method not in METHODS.values():
         raise ValueError(f"says topk_method = {method!r}, where only {' and '.join(METHODS.values())} can be built")
-    return query_rank_from_files(config) | ({"n_group": 1, "topk_group": 1} if method == METHODS[False] else {})
+    return convert_null_query_rank_to_zero(config) | (
+        {"n_group": 1, "topk_group": 1} if method == METHODS[False] else {}
+    )
 
 
 def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a query rank of 0 to null, and add the topk_method for the number of groups."""
-    return query_rank_to_files(config) | {"topk_method": METHODS[config["n_group"] > 1]}
+    return convert_zero_query_rank_to_null(config) | {"topk_method": METHODS[config["n_group"] > 1]}
 
 
 DEEPSEEK_V2 = Family(

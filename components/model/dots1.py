@@ -4,7 +4,7 @@ import attrs
 
 from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsBuilder, SigmoidExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.values import COUNT, config_key
+from drawloom.components.model.decoder.values import COUNT, declare_config_key
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.graph import at_least, component, setting
 
@@ -16,7 +16,7 @@ class Dots1Config(SigmoidExpertsConfig):
     qk_norm = "head"
 
     sliding_window: int | None = None
-    max_window_layers: int = config_key(COUNT, 62)
+    max_window_layers: int = declare_config_key(COUNT, 62)
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if layer >= self.max_window_layers else None

@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, MlpSpec
-from drawloom.components.model.decoder.values import COEFFICIENT, config_key
+from drawloom.components.model.decoder.values import COEFFICIENT, declare_config_key
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel, sequential
@@ -34,8 +34,8 @@ class GptOssConfig(LayerTypesConfig):
 
     num_experts: int
     num_experts_per_tok: int
-    router_aux_loss_coef: float = config_key(COEFFICIENT, 0.001)
-    router_z_loss_coef: float = config_key(COEFFICIENT, 0.0)
+    router_aux_loss_coef: float = declare_config_key(COEFFICIENT, 0.001)
+    router_z_loss_coef: float = declare_config_key(COEFFICIENT, 0.0)
     rope_theta: float = 150_000.0
     rms_norm_eps: float = 1e-5
     sliding_window: int = 128

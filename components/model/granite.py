@@ -86,7 +86,7 @@ class Granite(DecoderBuilder):
     def build_architecture(self) -> DecoderConfig:
         """Return the config with the parametrization's multipliers."""
         config: Any = super().build_architecture()
-        scaling = self._scale(config)
+        scaling = self._compute_model_scaling(config)
         scaled: DecoderConfig = attrs.evolve(
             config,
             residual_multiplier=config.residual_multiplier * scaling.residual_multiplier,
@@ -96,10 +96,10 @@ class Granite(DecoderBuilder):
 
     @property
     def scaling(self) -> ModelScaling:
-        return self._scale(self.architecture)
+        return self._compute_model_scaling(self.architecture)
 
-    def _scale(self, config: DecoderConfig) -> ModelScaling:
+    def _compute_model_scaling(self, config: DecoderConfig) -> ModelScaling:
         """Return the parametrization's factors for a config's sizes."""
         if self.parametrization is None:
             return ModelScaling()
-        return self.parametrization.scale_model(config.hidden_size, config.num_hidden_layers)
+        return self.parametrization.compute_scaling_for_size(config.hidden_size, config.num_hidden_layers)

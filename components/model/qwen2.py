@@ -5,7 +5,7 @@ import attrs
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.values import COUNT, config_key
+from drawloom.components.model.decoder.values import COUNT, declare_config_key
 from drawloom.graph import at_least, component, setting
 
 
@@ -15,7 +15,7 @@ class Qwen2Config(DecoderConfig):
 
     use_sliding_window: bool = False
     sliding_window: int = 4096
-    max_window_layers: int = config_key(COUNT, 28)
+    max_window_layers: int = declare_config_key(COUNT, 28)
 
     def has_bias(self, projection: str) -> bool:
         return projection in ("q_proj", "k_proj", "v_proj")

@@ -36,7 +36,7 @@ class AdamSettings(TorchOptimizer):
     groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
-    def moments(self) -> dict[str, Sequence[str]]:
+    def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return the two running means' names, and with `amsgrad` the largest one's."""
         names = AMSGRAD_MOMENTS if self.amsgrad else ADAM_MOMENTS
         return {name: names for name, _ in self.parameters.named_parameters()}

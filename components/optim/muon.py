@@ -19,7 +19,7 @@ from drawloom.components.optim.shared_matrices import SharedMatrices, count_orth
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, gradient_or_zeros
+from drawloom.components.ports.stages import Parameters, get_or_create_gradient
 from drawloom.graph import above, at_least, between, component, setting
 
 Adjustment = Literal["original", "match_rms_adamw"]
@@ -63,7 +63,7 @@ class Muon(TorchOptimizer):
     groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
-    def moments(self) -> dict[str, Sequence[str]]:
+    def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return one name for Muon's matrices, and AdamW's two names for other parameters."""
         matrices = self._find_muon_matrices()
         return {
@@ -71,7 +71,7 @@ class Muon(TorchOptimizer):
             for name, part in self.parameters.named_parameters()
         }
 
-    def update_flops(self) -> float:
+    def count_update_flops(self) -> float:
         """Return this rank's FLOPs for the orthogonalisation. Ranks with a common matrix split the work."""
         slices, matrices = self.parameters.slices(), self._find_muon_matrices()
         parts = ((slices[name], part) for name, part in self.parameters.named_parameters() if part in matrices)
@@ -148,7 +148,7 @@ class MuonStep(WideGradientStep):
 
     def _update_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise."""
-        state, gradient = self.state[parameter], gradient_or_zeros(parameter).to(parameter.dtype)
+        state, gradient = self.state[parameter], get_or_create_gradient(parameter).to(parameter.dtype)
         gradient = -gradient if group["maximize"] else gradient
         mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         averaged = torch.lerp(mean, gradient, 1 - group["momentum"])

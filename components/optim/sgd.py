@@ -39,7 +39,7 @@ class SGD(TorchOptimizer):
     )
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
-    def moments(self) -> dict[str, Sequence[str]]:
+    def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return `momentum_buffer` for every parameter, or no names without momentum."""
         names = ("momentum_buffer",) if self.momentum else ()
         return {name: names for name, _ in self.parameters.named_parameters()}

@@ -23,7 +23,7 @@ from drawloom.components.optim.streamed_states import (
     SLOTS,
     Slots,
     StreamedStep,
-    allocate_state,
+    allocate_state_in_host_memory,
     list_state_tensors,
     round_up_to_alignment,
 )
@@ -32,7 +32,7 @@ from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.memory_policy import MemoryPolicy, StateLocation
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, gradient_or_zeros
+from drawloom.components.ports.stages import Parameters, get_or_create_gradient
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
@@ -158,7 +158,7 @@ class StochasticAdamW:
         groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
         for name, parameter in named:
-            first, width, stride = locate_slice_rows(slices[name])
+            first, width, stride = compute_flat_slice_layout(slices[name])
             self._params[name] = ParamState(
                 parameter.detach(),
                 weight_decay=decay[parameter],
@@ -191,7 +191,9 @@ class StochasticAdamW:
     def _update_weights(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
             scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
-            launch.stepper.step([gradient_or_zeros(part) for part in launch.parameters], scalars, number, skip, factors)
+            launch.stepper.step(
+                [get_or_create_gradient(part) for part in launch.parameters], scalars, number, skip, factors
+            )
         if self._streamed_steps:
             self._streamed_steps[0].start_prefetch()
 
@@ -225,7 +227,7 @@ class StochasticAdamW:
         """Return zeros by parameter and by ParamState's fields, on the device or in host memory."""
         specs = {name: self._compute_state_shapes(parameter) for name, parameter in parameters.items()}
         if self._transfers is not None:
-            state = allocate_state(self._transfers, specs)
+            state = allocate_state_in_host_memory(self._transfers, specs)
         else:
             state = {
                 name: {
@@ -250,7 +252,7 @@ class StochasticAdamW:
             for tensor in list_state_tensors(param).values()
         )
         slots = Slots(self._transfers, self.device.device, min(self.slot_bytes, total))
-        slots.open()
+        slots.allocate_slots()
         return partial(StreamedStep, implementation, slots)
 
     def close(self) -> None:
@@ -371,7 +373,7 @@ def compute_scales_slice(name: str, part: TensorSlice | None) -> TensorSlice | N
     )
 
 
-def locate_slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:
+def compute_flat_slice_layout(part: TensorSlice | None) -> tuple[int, int, int]:
     """
     Return the layout of a slice in the flat tensor: first element's index, row width and row stride, in elements.
 

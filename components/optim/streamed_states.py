@@ -40,7 +40,7 @@ class Slots:
     free: list[Ticket] = attrs.field(init=False, factory=list)
     _next: int = attrs.field(init=False, default=0)
 
-    def open(self) -> None:
+    def allocate_slots(self) -> None:
         """Allocate the memory."""
         self.memory = [torch.empty(self.size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         # The allocator may hand out memory that computation still uses.
@@ -78,14 +78,14 @@ def list_state_tensors(param: ParamState) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
 
-def allocate_state(
+def allocate_state_in_host_memory(
     transfers: Transfers, specs: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 ) -> dict[str, dict[str, Tensor]]:
     """Return zeros in host memory by parameter and field, with these shapes and dtypes, in one allocation."""
     keys = [(name, field) for name in specs for field in specs[name]]
     sizes = [math.prod(specs[name][field][0]) * specs[name][field][1].itemsize for name, field in keys]
     parts = torch.split(
-        transfers.allocate(sum(map(round_up_to_alignment, sizes))), [*map(round_up_to_alignment, sizes)]
+        transfers.allocate_in_host_memory(sum(map(round_up_to_alignment, sizes))), [*map(round_up_to_alignment, sizes)]
     )
     state: dict[str, dict[str, Tensor]] = {name: {} for name in specs}
     for (name, field), size, part in zip(keys, sizes, parts, strict=True):
@@ -154,7 +154,7 @@ class StreamedStep:
         for number, piece in enumerate(self._pieces):
             for ahead in range(len(arrivals), min(number + SLOTS, len(self._pieces))):
                 arrivals.append(self._start_fetch(ahead))
-            self._slots.transfers.wait(arrivals[number])
+            self._slots.transfers.make_computation_wait(arrivals[number])
             parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]
             piece.stepper.step(parts, scalars, counter, found_inf, factors)
             left = self._slots.transfers.copy_to_host(piece.stores, [self._slots.transfers.mark_computation()])

@@ -110,13 +110,13 @@ class TorchOptimizer:
             text = f"[{node.name}] rounds bfloat16 to the nearest: updates of less than 1/512 of a weight are lost"
             yield precision.warning("parameter", text, KEEP_UPDATES.format(node.name))
 
-    def moments(self) -> dict[str, Sequence[str]]:
+    def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return the names of the running means kept for every parameter from its first step on."""
         raise NotImplementedError
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the moments' bytes, without the step counters, 4 bytes per parameter."""
-        moments = self.moments()
+        moments = self.moment_names_by_parameter()
         return {
             "optimizer_state": sum(
                 len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()
@@ -125,7 +125,7 @@ class TorchOptimizer:
 
     def forecast_state(self) -> dict[str, Any]:
         """Return the state after a step with a gradient for every parameter, on the meta device."""
-        moments = self.moments()
+        moments = self.moment_names_by_parameter()
         return {name: _describe_state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
 
     def run_phase(self, step: Step) -> None:

@@ -26,15 +26,15 @@ class BucketedSums:
     _bytes: int = 0
     _started: list[tuple[list[Tensor], Tensor, Pending]] = attrs.field(factory=list)
 
-    def add(self, tensor: Tensor) -> None:
-        """Add a tensor (any shape), which must not change until `finish`, and send the bucket if it is full."""
+    def add_to_bucket(self, tensor: Tensor) -> None:
+        """Add a tensor (any shape), unchanged until `wait_and_write_sums`, and send the bucket if it is full."""
         self._bucket.append(tensor)
         self._bytes += tensor.nbytes
         if self._bytes >= self.bucket_bytes:
-            self.flush()
+            self.start_bucket_sum()
 
     @torch.no_grad()
-    def flush(self) -> None:
+    def start_bucket_sum(self) -> None:
         """Start to sum the tensors in the bucket."""
         if not self._bucket:
             return
@@ -44,9 +44,9 @@ class BucketedSums:
         self._bucket, self._bytes = [], 0
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def wait_and_write_sums(self) -> None:
         """Wait for all sums and write them to the tensors. On a GPU only the stream waits, not the host."""
-        self.flush()
+        self.start_bucket_sum()
         while self._started:
             tensors, flat, pending = self._started.pop(0)
             pending.wait()
@@ -62,5 +62,5 @@ def sum_in_buckets(
     if group.size > 1:
         sums = BucketedSums(group, dtype, bucket_bytes)
         for tensor in tensors:
-            sums.add(tensor)
-        sums.finish()
+            sums.add_to_bucket(tensor)
+        sums.wait_and_write_sums()

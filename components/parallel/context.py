@@ -70,7 +70,7 @@ class ContextDimension(Dimension):
     splits_work: ClassVar[bool] = True
     can_capture: ClassVar[bool] = False
 
-    def split(self, module: nn.Module) -> dict[str, RankSlice]:
+    def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         """Set this rank's context group on modules with sums over whole rows; no parameter is split."""
         set_context_group(module, self.mesh.context_group)
         return {}
@@ -115,7 +115,7 @@ def _compute_token_positions(length: int, size: int, rank: int) -> Tensor:
     if length % size:
         raise UserError(
             f"rows of {length} tokens can't be partitioned over mesh.context = {size} ranks; "
-            f"write a length that is a multiple of {2 * size}",
+            f"write a length that is a multiple of {size}, or better of {2 * size}, which balances the ranks' work",
             exit_code=2,
         )
     pieces = torch.arange(length).chunk(2 * size if length % (2 * size) == 0 else size)

@@ -19,16 +19,17 @@ class DataParallel:
     """
     Factory for parameter stores of this rank's stages.
 
-    `blocks` returns a module's blocks; with `by_block`, FSDP gathers them one by one. With `by_microbatch`, gradients
-    are reduced after every microbatch. With `overlaps`, replicas start to sum gradients during the backward pass, in
-    buckets with `bucket_bytes`. `experts` are the names of parameters split over expert ranks.
+    `blocks` returns a module's blocks; with `gathers_per_block`, FSDP gathers them one by one. With
+    `reduces_per_microbatch`, gradients are reduced after every microbatch. With `overlaps`, replicas start to sum
+    gradients during the backward pass, in buckets with `bucket_bytes`. `experts` are the names of parameters split over
+    expert ranks.
     """
 
     mesh: Mesh
     precision: Precision
     blocks: Blocks
-    by_block: bool
-    by_microbatch: bool
+    gathers_per_block: bool
+    reduces_per_microbatch: bool
     bucket_bytes: int
     overlaps: bool
     experts: Set[str]
@@ -55,8 +56,8 @@ class DataParallel:
             self.blocks,
             self._get_torch_mesh("data_replicate", *SHARDS),
             self.precision,
-            by_block=self.by_block,
-            by_microbatch=self.by_microbatch,
+            gathers_per_block=self.gathers_per_block,
+            reduces_per_microbatch=self.reduces_per_microbatch,
             experts=self.experts,
             expert_mesh=expert_mesh,
         )
@@ -66,10 +67,10 @@ class DataParallel:
     ) -> ParameterStore | ShardedStore:
         """Return the parameter store for modules with memory and values."""
         if sharded:
-            return ShardedStore.take_over(sharded, self.precision)
+            return ShardedStore.from_modules(sharded, self.precision)
         replicas = self.mesh.data_group
         if replicas.size == 1 or not self.overlaps:
-            return ParameterStore.take_over(modules, self.precision)
+            return ParameterStore.from_modules(modules, self.precision)
         has_same_replicas = not self.experts or self.mesh.expert_data_group.size == replicas.size
         return ReplicatedStore.replicate(
             modules,
@@ -83,13 +84,13 @@ class DataParallel:
     def create_planned_store(self, modules: Sequence[nn.Module]) -> ParameterStore:
         """Return the parameter store for modules on the meta device, for a plan."""
         if (ranks := self.mesh.shard_group).size == 1:
-            return ParameterStore.take_over(modules, self.precision)
+            return ParameterStore.from_modules(modules, self.precision)
         return SlicedStore.slice_parameters(
             modules,
             self.blocks,
             ranks,
             self.precision,
-            self.by_block,
+            self.gathers_per_block,
             experts=self.experts,
             expert_ranks=self.mesh.sizes.expert_shard if self._shards_experts else 1,
         )

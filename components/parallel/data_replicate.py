@@ -19,7 +19,7 @@ from drawloom.components.parallel.buckets import BucketedSums
 from drawloom.components.parallel.dimension import Dimension, SharedParameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.stages import ReducedPart, gradient_or_zeros
+from drawloom.components.ports.stages import ReducedPart, get_or_create_gradient
 from drawloom.components.state.trees import list_leaves
 
 
@@ -55,14 +55,16 @@ class ReplicatedModule:
     """
 
     sums: BucketedSums
-    by_block: bool = True  # so that the program does not gather the stage
-    by_microbatch: bool = False
+    gathers_per_block: bool = True  # so that the program does not gather the stage
+    reduces_per_microbatch: bool = False
     _blocks: list[list[nn.Parameter]] = attrs.field(factory=list)
     _unsent: dict[nn.Parameter, None] = attrs.field(factory=dict)  # trained parameters not yet sent in this step
     _trained: list[nn.Parameter] = attrs.field(factory=list)
     _reduces: bool = False
 
-    def register_module(self, trained: Iterable[nn.Parameter], module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def sum_gradients_by_block(
+        self, trained: Iterable[nn.Parameter], module: nn.Module, blocks: Sequence[nn.Module]
+    ) -> None:
         """Register a module's trained parameters, whose gradients are summed block by block."""
         self._trained = list(trained)
         # The gradient of a weight with several names, shared by layers, is final only at the end of the pass.
@@ -78,7 +80,7 @@ class ReplicatedModule:
     def reshard(self) -> None:
         """Do nothing: all parameters stay on this rank."""
 
-    def reduce_in_backward(self, is_last_in_step: bool) -> None:
+    def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         """Start to send gradients block by block, as soon as the next backward pass has computed them."""
         if not is_last_in_step:
             raise ValueError(
@@ -89,23 +91,23 @@ class ReplicatedModule:
     def end_reduction(self) -> None:
         """Do nothing: remaining gradients are sent at the end of the step."""
 
-    def parts(self) -> list[ReducedPart]:
+    def list_reduced_parts(self) -> list[ReducedPart]:
         """Return the blocks, last to first, for a pass with weight gradients alone, which calls no input hooks."""
         return [
             ReducedPart(set(map(id, block)), partial(self._send_gradients, block)) for block in reversed(self._blocks)
         ]
 
-    def reduce(self) -> None:
+    def reduce_remaining_gradients(self) -> None:
         """Send all remaining gradients."""
         self._send_gradients(list(self._unsent))
-        self.sums.flush()
+        self.sums.start_bucket_sum()
 
     def finish_sums(self) -> None:
         """Send remaining gradients, and wait for the step's sums, which replace the gradients."""
         if self._reduces:
-            self.reduce()
+            self.reduce_remaining_gradients()
         self._reduces = False
-        self.sums.finish()
+        self.sums.wait_and_write_sums()
 
     def _hook_input_gradient(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
         """
@@ -131,7 +133,7 @@ class ReplicatedModule:
         for parameter in parameters:
             if parameter in self._unsent:
                 del self._unsent[parameter]
-                self.sums.add(gradient_or_zeros(parameter))
+                self.sums.add_to_bucket(get_or_create_gradient(parameter))
 
 
 @attrs.define(eq=False)
@@ -155,14 +157,14 @@ class ReplicatedStore(ParameterStore):
         Return a store for modules with real parameters. It sums gradients over the group, except those of parameters
         in `excluded`, of frozen parameters, and of parameters in several modules.
         """
-        store = cls.take_over(modules, precision)
+        store = cls.from_modules(modules, precision)
         stage_counts = Counter(name for module in modules for name, _ in module.named_parameters())
         for module in modules:
             # The gradient of a parameter in two stages is final only when both stages are done.
             trained = ((name, param) for name, param in module.named_parameters() if param.requires_grad)
             own = {name: param for name, param in trained if stage_counts[name] == 1 and name not in excluded}
             store.modules[module] = ReplicatedModule(BucketedSums(group, precision.reduce, bucket_bytes))
-            store.modules[module].register_module(own.values(), module, blocks(module))
+            store.modules[module].sum_gradients_by_block(own.values(), module, blocks(module))
             store.parameters_summed_in_backward |= own.keys()
         return store
 

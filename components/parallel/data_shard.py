@@ -59,8 +59,8 @@ class DataShardDimension(Dimension):
     def notes(cls, nodes: StageNodes) -> Iterator[str]:
         sizes = nodes.sizes
         if (ranks := sizes.data_shard * sizes.context) > 1:
-            by_block = gathers_by_block(nodes.stages.settings["reshard_after_forward"], sizes.pipeline)
-            frequency = "by layer" if by_block else "once a step"
+            gathers_per_block = gathers_by_block(nodes.stages.settings["reshard_after_forward"], sizes.pipeline)
+            frequency = "by layer" if gathers_per_block else "once a step"
             yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {frequency}"
 
     def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
@@ -85,16 +85,17 @@ class ShardedModule:
     block computes and whose gradient is reduced first; every block; and in a block its experts, if they are sharded
     over other ranks than the rest.
 
-    With `by_block`, a block is gathered when it is used and freed afterwards, in forward and backward. Otherwise the
-    program gathers the whole stage before its first use in a step, and frees it when it reduces the gradients. With
-    `by_microbatch`, gradients are reduced after every microbatch, so only one microbatch's gradients are unsharded.
+    With `gathers_per_block`, a block is gathered when it is used and freed afterwards, in forward and backward.
+    Otherwise the program gathers the whole stage before its first use in a step, and frees it when it reduces the
+    gradients. With `reduces_per_microbatch`, gradients are reduced after every microbatch, so only one microbatch's
+    gradients are unsharded.
     """
 
     root: Any
     heads: Sequence[Any]
     blocks: Sequence[Sequence[Any]]
-    by_block: bool
-    by_microbatch: bool = False
+    gathers_per_block: bool
+    reduces_per_microbatch: bool = False
 
     @classmethod
     def shard(
@@ -106,8 +107,8 @@ class ShardedModule:
         mesh: Any,
         expert_mesh: Any,
         policy: Any,
-        by_block: bool,
-        by_microbatch: bool,
+        gathers_per_block: bool,
+        reduces_per_microbatch: bool,
         gathers_float8: bool,
     ) -> "ShardedModule":
         """
@@ -126,7 +127,7 @@ class ShardedModule:
         # A parameter belongs to the innermost unit around it, which must be sharded first.
         for unit in reversed([module, *heads, *chain(*inner)]):
             # Parameters outside of blocks are used first and last: freeing them in between would save nothing.
-            reshards = by_block and unit is not module and unit not in heads
+            reshards = gathers_per_block and unit is not module and unit not in heads
             fully_shard(
                 unit,
                 mesh=expert_mesh if isinstance(unit, ExpertParallel) else mesh,
@@ -141,7 +142,7 @@ class ShardedModule:
             sharded.set_custom_reduce_scatter(DirectReduceScatter())
             if gathers_float8 and any(_list_float8_row_widths(sharded)):
                 sharded.set_custom_all_gather(Float8AllGather(partial(_list_float8_row_widths, sharded)))
-            elif not by_block:
+            elif not gathers_per_block:
                 sharded.set_custom_all_gather(DirectAllGather(partial(_allocate_gathered_tensors, sharded)))
             # Otherwise ranks would deadlock if different weights get no gradient on them (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
@@ -152,7 +153,7 @@ class ShardedModule:
             prefetched = [*experts, *(heads if index == len(inner) - 1 else [])]
             if prefetched:  # gathered while the block, or its attention, computes
                 block.set_modules_to_forward_prefetch(prefetched)
-        return cls(module, heads, inner, by_block, by_microbatch)
+        return cls(module, heads, inner, gathers_per_block, reduces_per_microbatch)
 
     @property
     def units(self) -> list[Any]:
@@ -175,7 +176,7 @@ class ShardedModule:
                 param.free_unsharded_param()
 
     def begin_step(self) -> None:
-        """Begin a step: drop parameters gathered from old slices; reduce gradients only after `reduce_in_backward`."""
+        """Drop parameters gathered from old slices; reduce gradients only after `reduce_in_next_backward`."""
         self.reshard()
         self._set_gradient_reduction(False)
 
@@ -192,7 +193,7 @@ class ShardedModule:
                 group.wait_for_unshard()
             unit.reshard()
 
-    def reduce_in_backward(self, is_last_in_step: bool) -> None:
+    def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         """
         Reduce gradients block by block, as soon as the next backward pass has computed them.
 
@@ -203,10 +204,10 @@ class ShardedModule:
 
     def end_reduction(self) -> None:
         """Accumulate gradients on this rank again, in case another pass follows in the step."""
-        if self.by_microbatch:
+        if self.reduces_per_microbatch:
             self._set_gradient_reduction(False)
 
-    def parts(self) -> list[ReducedPart]:
+    def list_reduced_parts(self) -> list[ReducedPart]:
         """Return the units, for a pass with weight gradients alone, which runs no torch hooks."""
         # Heads first, because they are large; the root last, because the embedding's gradient is last.
         ordered = (*self.heads, *reversed([*chain(*self.blocks)]), self.root)
@@ -218,7 +219,7 @@ class ShardedModule:
             for unit in ordered
         ]
 
-    def reduce(self) -> None:
+    def reduce_remaining_gradients(self) -> None:
         """End all units' reductions."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -226,7 +227,7 @@ class ShardedModule:
         """Return the most bytes gathered at one time; among blocks, the one in use and the next."""
         block_bytes = [sum(map(_count_gathered_bytes, units)) for units in self.blocks]
         other_bytes = sum(map(_count_gathered_bytes, (self.root, *self.heads)))
-        return other_bytes + (2 * max(block_bytes, default=0) if self.by_block else sum(block_bytes))
+        return other_bytes + (2 * max(block_bytes, default=0) if self.gathers_per_block else sum(block_bytes))
 
     def iterate_sharded_parameters(self) -> Iterator[tuple[str, Any]]:
         """Yield the names and sharded parameters (DTensors), while they are not gathered."""
@@ -241,7 +242,7 @@ class ShardedModule:
             unit.set_requires_gradient_sync(reduces_now, recurse=False)
             unit.set_requires_all_reduce(reduces_now and is_last_in_step, recurse=False)
             frees = (reduces_now and is_last_in_step) or (
-                self.by_block and unit is not self.root and unit not in self.heads
+                self.gathers_per_block and unit is not self.root and unit not in self.heads
             )
             unit.set_reshard_after_backward(frees, recurse=False)
 
@@ -264,9 +265,9 @@ class ShardedStore:
     _gathered_at: list[int] = attrs.field(factory=list)
 
     @classmethod
-    def take_over(cls, modules: Sequence[ShardedModule], precision: Precision) -> "ShardedStore":
+    def from_modules(cls, modules: Sequence[ShardedModule], precision: Precision) -> "ShardedStore":
         """Take over sharded modules whose parameters have memory and values."""
-        whole = ParameterStore.take_over((module.root for module in modules), precision)
+        whole = ParameterStore.from_modules((module.root for module in modules), precision)
         masters, slices, pairs = dict(whole.masters), dict[str, TensorSlice](), []
         for module in modules:
             module.allocate_buffers(precision.gradient)
@@ -331,8 +332,8 @@ def shard_with_fsdp(
     blocks: Blocks,
     mesh: Any,
     precision: Precision,
-    by_block: bool,
-    by_microbatch: bool = False,
+    gathers_per_block: bool,
+    reduces_per_microbatch: bool = False,
     experts: Set[str] = frozenset(),
     expert_mesh: Any = None,
 ) -> list[ShardedModule]:
@@ -360,8 +361,8 @@ def shard_with_fsdp(
             mesh=mesh,
             expert_mesh=expert_mesh,
             policy=policy,
-            by_block=by_block,
-            by_microbatch=by_microbatch,
+            gathers_per_block=gathers_per_block,
+            reduces_per_microbatch=reduces_per_microbatch,
             gathers_float8=precision.gather == "float8",
         )
         for module, whole in zip(modules, whole_by_module, strict=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drawloom.components.parallel.buckets import sum_in_buckets
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension, Precision
 from drawloom.components.ports.slices import RankSlice
-from drawloom.components.ports.stages import LOSS, gradient_or_zeros
+from drawloom.components.ports.stages import LOSS, get_or_create_gradient
 from drawloom.graph import Problem
 from drawloom.graph.wiring.node import NodeView
 
@@ -56,7 +56,7 @@ class SharedParameters:
     def get_gradient_or_zeros(self, name: str, shape: Sequence[int] = ()) -> Tensor:
         """Return a parameter's gradient, or zeros with `shape` if this rank doesn't train it."""
         if name in self.trained:
-            return gradient_or_zeros(self.trained[name])
+            return get_or_create_gradient(self.trained[name])
         return torch.zeros(shape, dtype=self.precision.gradient, device=self.device)
 
     def sum_over_group(self, gradients: Sequence[Tensor], group: Group) -> None:
@@ -96,7 +96,7 @@ class Dimension:
         """Yield sentences for `explain` about the ranks' shared work and memory."""
         yield from ()
 
-    def split(self, module: nn.Module) -> dict[str, RankSlice]:
+    def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         """
         Replace a meta module's parameters by this rank's slices, and return the slices by name.
 
@@ -104,7 +104,7 @@ class Dimension:
         """
         return {}
 
-    def open(self, trained: Mapping[str, nn.Parameter]) -> None:
+    def find_replicated_parameters(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Determine which other ranks have this rank's parameters; a collective over the dimension's ranks."""
 
     def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:

@@ -70,7 +70,7 @@ class ExpertDimension(Dimension):
         sharded = f", and sharded over {expert_shards}" if expert_shards > 1 and shards > 1 else ""
         yield f"experts: partitioned over {sizes.expert} ranks{sharded}"
 
-    def split(self, module: nn.Module) -> dict[str, RankSlice]:
+    def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_experts(module, self.mesh.expert_group)
 
     def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:

@@ -94,7 +94,7 @@ def format_quantization_exclusion(name: str) -> str:
     return f'write frozen_in_compute = ["{pattern}"], or frozen = "compute"'
 
 
-def check_frozen(nodes: StageNodes) -> Iterator[Problem]:
+def check_frozen_weight_format(nodes: StageNodes) -> Iterator[Problem]:
     """Yield problems in recipes whose frozen weights can't be quantized."""
     if nodes.precision is None or nodes.precision.settings.get("frozen") in (None, "compute"):
         return
@@ -124,7 +124,7 @@ def check_frozen(nodes: StageNodes) -> Iterator[Problem]:
             return
 
 
-def describe_frozen(nodes: StageNodes) -> Iterator[str]:
+def describe_frozen_weight_format(nodes: StageNodes) -> Iterator[str]:
     """Yield how many model weights are stored in the quantized format, and their bytes."""
     precision = None if nodes.precision is None else build_precision(nodes.precision)
     module = None if nodes.model is None else build_known_module(nodes.model)

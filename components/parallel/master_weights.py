@@ -34,7 +34,7 @@ class ParameterStore:
     _cast_at: list[int] = attrs.field(factory=list)
 
     @classmethod
-    def take_over(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
+    def from_modules(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
         """
         Take over modules' real parameters; trained ones are in `precision.parameter`, and tied already.
 

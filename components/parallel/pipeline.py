@@ -31,7 +31,7 @@ class PipelineDimension(Dimension):
         if (ranks := nodes.sizes.pipeline) > 1:
             yield f"layers: partitioned over {ranks} pipeline ranks"
 
-    def open(self, trained: Mapping[str, nn.Parameter]) -> None:
+    def find_replicated_parameters(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Find the parameters on several ranks: a tied embedding is on the first and on the last."""
         group = self.mesh.pipeline_group
         shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in trained.items()})
@@ -72,7 +72,7 @@ def find_layer_conflicts(schedule: NodeView, mesh: NodeView, model: NodeView) ->
             yield schedule.problem("use", str(error))
     elif isinstance(layers, int) and isinstance(built, OuterLayersSchedule):
         try:
-            built.layers_in_stages(ranks, layers)
+            built.count_layers_in_all_stages(ranks, layers)
         except UserError as error:
             yield schedule.problem("pipeline_parallel_layers", str(error))
 

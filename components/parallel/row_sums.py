@@ -26,11 +26,11 @@ class RowSums(TensorParallel):
         """Return the whole rows' sequence length, from this rank's weights (rows, length)."""
         return weights.shape[1] * self.context.size
 
-    def row_weights(self, weights: Tensor) -> Tensor:
+    def sum_row_weights(self, weights: Tensor) -> Tensor:
         """Sum the weights (rows, length) over whole rows: float64 (rows,)."""
         return _all_reduce_in_place(weights.sum(1, dtype=torch.float64), [self.context])
 
-    def row_counts(self, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
+    def count_choices_by_row(self, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
         """
         Count choices by whole row and expert: float32 (rows, experts).
 
@@ -47,7 +47,7 @@ class RowSums(TensorParallel):
             return values.unsqueeze(1)
         return self._pad_to_equal_share(values[self._find_row_of_tokens(weights)], weights)
 
-    def token_weights(self, weights: Tensor) -> Tensor:
+    def select_own_token_weights(self, weights: Tensor) -> Tensor:
         """Select this rank's token weights from (rows, length): (tokens,), 0 in padding, or (rows, length)."""
         if self.ranks.size == 1:
             return weights

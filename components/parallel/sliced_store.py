@@ -25,9 +25,9 @@ class GatheredBytes:
     root: int
     blocks: Sequence[int]
 
-    def peak_bytes(self, by_block: bool) -> int:
+    def peak_bytes(self, gathers_per_block: bool) -> int:
         """Return the most bytes gathered at one time; among blocks, the one in use and the next."""
-        return self.root + (2 * max(self.blocks, default=0) if by_block else sum(self.blocks))
+        return self.root + (2 * max(self.blocks, default=0) if gathers_per_block else sum(self.blocks))
 
 
 @attrs.define(eq=False)
@@ -40,7 +40,7 @@ class SlicedStore(ParameterStore):
 
     slices: Mapping[str, TensorSlice] = attrs.field(factory=dict)
     gathered: Sequence[GatheredBytes] = ()
-    by_block: bool = True
+    gathers_per_block: bool = True
     _local_bytes: Mapping[Tensor, int] = attrs.field(factory=dict)
 
     @classmethod
@@ -50,7 +50,7 @@ class SlicedStore(ParameterStore):
         blocks: Blocks,
         ranks: Group,
         precision: Precision,
-        by_block: bool,
+        gathers_per_block: bool,
         experts: Set[str] = frozenset(),
         expert_ranks: int = 1,
     ) -> "SlicedStore":
@@ -70,10 +70,10 @@ class SlicedStore(ParameterStore):
                 parameter.data = parameter.data.to(precision.compute)
                 if parameter.requires_grad:
                     parameter.grad_dtype = precision.gradient
-        # `take_over` casts whole parameters as without shards; sharded ones already have the dtype of layers.
-        store = cls.take_over(modules, precision)
+        # `from_modules` casts whole parameters as without shards; sharded ones already have the dtype of layers.
+        store = cls.from_modules(modules, precision)
         store.masters = {**store.masters, **masters}
-        store.slices, store.by_block, store._local_bytes = slices, by_block, local_bytes
+        store.slices, store.gathers_per_block, store._local_bytes = slices, gathers_per_block, local_bytes
         store.gathered = [_count_gathered_bytes(module, blocks(module), local_bytes) for module in modules]
         return store
 
@@ -84,7 +84,7 @@ class SlicedStore(ParameterStore):
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return three byte counts: masters with copies, these copies, and the parameters gathered at one time."""
         whole = super().memory_bytes()
-        gathered = sum(stage.peak_bytes(self.by_block) for stage in self.gathered)
+        gathered = sum(stage.peak_bytes(self.gathers_per_block) for stage in self.gathered)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
 
 
@@ -105,7 +105,7 @@ def _count_gathered_bytes(
     return GatheredBytes(total - sum(sizes), sizes)
 
 
-def count_largest_reduction_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
+def count_elements_in_largest_reduction_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
     """Return the most trained elements in a reduction unit: a block, its experts, a head, or the rest of the module."""
     sizes = Counter({id(module): _count_trained_elements(module)})
     for block in (*blocks, *find_untied_heads(module)):

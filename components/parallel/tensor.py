@@ -91,7 +91,9 @@ class TensorRanks:
         """Gather the last dimension's shares, (..., length), for the same computation on all ranks."""
         if self.size == 1:
             return share
-        return _apply_collective(share, self.group, partial(_gather_last, length=length), _select_last_share)
+        return _apply_collective(
+            share, self.group, partial(_gather_shares_of_last_dimension, length=length), _select_share_of_last_dimension
+        )
 
     def find_local_rows(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """
@@ -173,7 +175,7 @@ class TensorDimension(Dimension):
         if (ranks := nodes.sizes.tensor) > 1:
             yield f"linear layers, embedding and head: split over {ranks} ranks, and tokens in between"
 
-    def split(self, module: nn.Module) -> dict[str, RankSlice]:
+    def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_over_ranks(module, TensorRanks(self.mesh.tensor_group))
 
     def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
@@ -249,7 +251,7 @@ def _all_reduce(partial: Tensor, group: Group) -> Tensor:
     return total
 
 
-def _gather_last(share: Tensor, group: Group, length: int) -> Tensor:
+def _gather_shares_of_last_dimension(share: Tensor, group: Group, length: int) -> Tensor:
     """Gather the last dimension's shares from all ranks: (..., length)."""
     if share.is_meta:
         return emulate_collective(share, (*share.shape[:-1], length), "all_gather", TensorDimension.name, group.size)
@@ -261,7 +263,7 @@ def _select_share(whole: Tensor, group: Group) -> Tensor:
     return whole.chunk(group.size)[group.rank].contiguous()
 
 
-def _select_last_share(whole: Tensor, group: Group) -> Tensor:
+def _select_share_of_last_dimension(whole: Tensor, group: Group) -> Tensor:
     """Return this rank's share of the last dimension."""
     share = divide_into_shares(whole.shape[-1], group.size)[group.rank]
     return whole[..., share.start : share.stop].contiguous()

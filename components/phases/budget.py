@@ -44,7 +44,7 @@ class Budget:
         if self.tokens is not None:
             self._tokens += step.tokens
         if self.minutes is not None:
-            self._count_longest_seconds(step)
+            self._add_longest_seconds_over_ranks(step)
         if reason := self.stop_reason():
             step.stop(reason)
 
@@ -63,7 +63,7 @@ class Budget:
         self._tokens, self._seconds = int(state["tokens"]), float(state["seconds"])
         self._counted = None
 
-    def _count_longest_seconds(self, step: Step) -> None:
+    def _add_longest_seconds_over_ranks(self, step: Step) -> None:
         """Add the time since the last step, or since this process's first step began: the longest over all ranks."""
         now = self.clock()
         passed = torch.tensor(now - (step.started if self._counted is None else self._counted), dtype=torch.float64)

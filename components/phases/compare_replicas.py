@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Cadence, Step, check_cadence, is_due
+from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.stages import Parameters
 from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import UserError, component, setting
@@ -26,7 +26,9 @@ class CompareReplicas:
 
     mesh: Mesh
     parameters: Parameters
-    every: Cadence = setting(default=100, check=check_cadence, doc='steps between comparisons, or "last" or "never"')
+    every: Cadence = setting(
+        default=100, check=describe_cadence_fault, doc='steps between comparisons, or "last" or "never"'
+    )
 
     def run_phase(self, step: Step) -> None:
         """Compare one digest of all parameters, and each parameter's digest after a difference. Raises UserError."""

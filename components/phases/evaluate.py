@@ -7,7 +7,7 @@ import attrs
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Executor, make_state_of_batches, sum_losses
-from drawloom.components.ports.run import Cadence, Step, check_cadence, is_due
+from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.graph import component, setting
 
@@ -24,7 +24,9 @@ class Evaluate:
     executor: Executor
     mesh: Mesh
     average: AveragedWeights | None = None
-    every: Cadence = setting(default=100, check=check_cadence, doc='steps between evaluations, or "last" or "never"')
+    every: Cadence = setting(
+        default=100, check=describe_cadence_fault, doc='steps between evaluations, or "last" or "never"'
+    )
     at_start: bool = setting(
         default=False,
         doc=(

@@ -13,7 +13,7 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.rollouts import PromptBatch, Reward, RewardMeans, Rollouts
-from drawloom.components.ports.run import Batching, Cadence, Step, check_cadence, is_due
+from drawloom.components.ports.run import Batching, Cadence, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, between, component, setting
@@ -38,7 +38,9 @@ class EvaluateRewards:
     rewards: Every[Reward] = attrs.field(factory=Every)
     average: AveragedWeights | None = None
     samples: int = setting(default=4, check=between(1, 10_001), doc="completions of each prompt")
-    every: Cadence = setting(default=20, check=check_cadence, doc='steps between evaluations, or "last" or "never"')
+    every: Cadence = setting(
+        default=20, check=describe_cadence_fault, doc='steps between evaluations, or "last" or "never"'
+    )
     at_start: bool = setting(default=True, doc="whether a new run also evaluates before its first step")
 
     _copy: Group = attrs.field(init=False, default=None)
@@ -73,7 +75,7 @@ class EvaluateRewards:
         sums = torch.zeros(5 + 2 * len(self.rewards), dtype=torch.float64)
         with use_averages_if_any(self.average):
             while loaded := [*islice(prompts, MAX_SAMPLED)]:
-                sums += self._sum_scores(loaded, row)
+                sums += self._complete_and_sum_scores(loaded, row)
                 row += sum(batch.row_count for batch in loaded)
         self.mesh.data_group.sum(sums)
         (completions, tokens, truncated, total, scored), by_reward = sums[:5].tolist(), sums[5:].view(-1, 2).tolist()
@@ -88,7 +90,7 @@ class EvaluateRewards:
             truncated=truncated / completions if completions else None,
         )
 
-    def _sum_scores(self, batches: Sequence[PromptBatch], first_row: int) -> Tensor:
+    def _complete_and_sum_scores(self, batches: Sequence[PromptBatch], first_row: int) -> Tensor:
         """
         Complete and score batches whose first prompt is this rank's `first_row`-th; return sums, float64.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import TrainingData, has_pairs, is_unpaired
+from drawloom.components.ports.data import TrainingData, uses_document_pairs, uses_unpaired_answers
 from drawloom.components.ports.pipeline import STEP_SPECS, Executor
 from drawloom.components.ports.run import Event, Events, Step
 from drawloom.graph import Problem, component
@@ -24,17 +24,17 @@ class ForwardBackward:
         rows, loss = data and data.neighbour("rows"), executor and executor.neighbour("objective")
         if not rows or not loss:
             return
-        if has_pairs(rows.component) and not has_pairs(loss.component):
+        if uses_document_pairs(rows.component) and not uses_document_pairs(loss.component):
             text = f"[{loss.name}] would learn both documents of each pair in [{rows.name}]"
             yield loss.problem("use", text, 'write use = "loss.dpo"')
-        elif has_pairs(loss.component) and not has_pairs(rows.component):
+        elif uses_document_pairs(loss.component) and not uses_document_pairs(rows.component):
             text = f"[{loss.name}] compares pairs of documents, and [{rows.name}] makes none"
             yield rows.problem("use", text, 'write use = "data.packing.pairs"')
-        judged = [node for node in rows.reachable() if is_unpaired(node.component)]
-        if judged and not is_unpaired(loss.component):
+        judged = [node for node in rows.reachable() if uses_unpaired_answers(node.component)]
+        if judged and not uses_unpaired_answers(loss.component):
             text = f"[{judged[0].name}] has answers that are good or bad by themselves"
             yield loss.problem("use", text, 'write use = "loss.kto"')
-        elif is_unpaired(loss.component) and not judged:
+        elif uses_unpaired_answers(loss.component) and not judged:
             text = f"[{loss.name}] learns from answers that are good or bad by themselves, and the data have none"
             yield loss.problem("use", text, 'write use = "data.feedback" in the corpus, or use = "loss.dpo"')
 
@@ -42,6 +42,6 @@ class ForwardBackward:
         """Load the microbatches, run the pipeline program on them, and write this rank's `losses` and `batches`."""
         microbatches = self.data.next_step()
         self.events.emit(Event("data_loaded", step))
-        step.state.split(len(microbatches), STEP_SPECS)
+        step.state.clear_for_new_step(len(microbatches), STEP_SPECS)
         step.state["batches"] = microbatches
         self.executor.train(step.state)

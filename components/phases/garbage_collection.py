@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import attrs
 
-from drawloom.components.ports.run import Cadence, Event, EventKind, Step, check_cadence, is_due
+from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
 from drawloom.graph import component, setting
 
 
@@ -13,7 +13,9 @@ from drawloom.graph import component, setting
 class CollectGarbage:
     """Garbage collection for the young generations every few steps, in place of Python's automatic collection."""
 
-    every: Cadence = setting(default=50, check=check_cadence, doc='steps between collections, or "last" or "never"')
+    every: Cadence = setting(
+        default=50, check=describe_cadence_fault, doc='steps between collections, or "last" or "never"'
+    )
     before_saves: bool = setting(
         default=False,
         doc=(

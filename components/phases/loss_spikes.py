@@ -54,7 +54,7 @@ class LossSpikes:
         if not self.go_back:
             self._late.append(step)
             self._warn_of_late_spikes(step.is_last)
-        elif not step.skip_reason and (spike := self._describe_spike(step)):
+        elif not step.skip_reason and (spike := self._record_loss_and_describe_spike(step)):
             if self._times >= self.go_back:
                 raise UserError(
                     f"step {step.index}: {spike}, after the run went back {self._times} times; lower the learning "
@@ -85,10 +85,10 @@ class LossSpikes:
         """Warn of spikes in late steps whose loss has reached the host, or with `wait_for_losses` in all late steps."""
         while self._late and (wait_for_losses or self._late[0].state.is_on_host):
             step = self._late.pop(0)
-            if not step.skip_reason and (spike := self._describe_spike(step)):
+            if not step.skip_reason and (spike := self._record_loss_and_describe_spike(step)):
                 log.warning("step %d: %s", step.index, spike)
 
-    def _describe_spike(self, step: Step) -> str:
+    def _record_loss_and_describe_spike(self, step: Step) -> str:
         """
         Return a sentence if the step's loss is a spike, else "".
 

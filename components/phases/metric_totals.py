@@ -24,7 +24,8 @@ class Measurements:
 def compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
     """Compute a measured step's metrics from their totals, after waiting until the totals are on the host."""
     rest = {
-        op: iter(_split_accumulators(metrics, op, packed)) for op, packed in step.state.on_host(METRIC_TOTALS).items()
+        op: iter(_split_accumulators(metrics, op, packed))
+        for op, packed in step.state.read_on_host(METRIC_TOTALS).items()
     }
     values: dict[str, Value] = {}
     distributions: dict[str, Histogram] = {}
@@ -36,9 +37,9 @@ def compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
     return Measurements(values, distributions)
 
 
-def sum_metrics_over_ranks(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:
+def reduce_metrics_over_ranks(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:
     """Combine every metric's accumulators over ranks, and write the totals into the step's state. Does not wait."""
-    parts = [(metric.accumulators, metric.update(step)) for metric in metrics]
+    parts = [(metric.accumulators, metric.measure_on_rank(step)) for metric in metrics]
     packed = {
         op: torch.cat(tensors) for op in OPS if (tensors := [*_flatten_accumulators(parts, op, mesh, device.device)])
     }

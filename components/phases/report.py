@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.phases.metric_totals import Measurements, compute_measurements, sum_metrics_over_ranks
+from drawloom.components.phases.metric_totals import Measurements, compute_measurements, reduce_metrics_over_ranks
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.log_records import STEP_LINE
 from drawloom.components.ports.run import (
@@ -20,7 +20,7 @@ from drawloom.components.ports.run import (
     Step,
     Tracker,
     Value,
-    check_cadence,
+    describe_cadence_fault,
     is_due,
 )
 from drawloom.components.ports.tracking import (
@@ -72,7 +72,7 @@ class Report:
     metrics: list[Metric] = attrs.field(factory=list)
     trackers: list[Tracker] = attrs.field(factory=list)
     every: Cadence = setting(
-        default=10, check=check_cadence, doc='steps between lines in the log, or "last" or "never"'
+        default=10, check=describe_cadence_fault, doc='steps between lines in the log, or "last" or "never"'
     )
 
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
@@ -110,7 +110,7 @@ class Report:
             self._second = step
         self._newest = step.index
         self._report_initial_validation(step)
-        sum_metrics_over_ranks(self.metrics, step, self.mesh, self.device)
+        reduce_metrics_over_ranks(self.metrics, step, self.mesh, self.device)
         self._waiting = step
         if step.state.is_on_host or step.is_last:
             self._report_waiting_step()

@@ -30,15 +30,15 @@ class HeldRollout:
     age: int
     temperature: float
 
-    def take(self, numbers: Sequence[int], group_size: int, names: tuple[str, ...]) -> Scored:
+    def get_completions_of_prompts(self, numbers: Sequence[int], group_size: int, names: tuple[str, ...]) -> Scored:
         """Return the next step's completions of the prompts with these numbers."""
-        minibatch, rows = self.age % len(self.tensors["tokens"]), _list_rows(numbers, group_size)
+        minibatch, rows = self.age % len(self.tensors["tokens"]), _list_completion_rows(numbers, group_size)
         part = {name: tensor[minibatch, rows] for name, tensor in self.tensors.items()}
         scores, totals = part.pop("scores"), part.pop("totals")
         completions = Completions(**part | {"is_ended": part["is_ended"] > 0})
         return Scored(completions, group_size, names, scores, totals, age=self.age, temperature=self.temperature)
 
-    def next(self, epochs: int) -> "HeldRollout | None":
+    def get_rollout_of_next_step(self, epochs: int) -> "HeldRollout | None":
         """Return the rollout for the next step; None if it is used up."""
         is_used_up = self.age + 1 >= epochs * len(self.tensors["tokens"])
         return None if is_used_up else attrs.evolve(self, age=self.age + 1)
@@ -89,7 +89,7 @@ class Rollout:
                 yield node.problem(key, text, f"write {key} = 1, or leave out ramp")
 
     @classmethod
-    def predict_made_rows(cls, node: NodeView) -> tuple[int, int]:
+    def predict_rows_and_added_tokens(cls, node: NodeView) -> tuple[int, int]:
         sampler = node.neighbour("rollouts")
         return node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0
 
@@ -100,27 +100,29 @@ class Rollout:
     def run_phase(self, step: Step) -> None:
         """Write the step's scored completions as `rollouts`, by microbatch; sample them if none are left."""
         if self.minibatches * self.epochs == 1:
-            (step.state["rollouts"],) = self._sample(step, step.index)
+            (step.state["rollouts"],) = self._sample_and_score_minibatches(step, step.index)
             return
         if self._held is None:
-            self._held = self._collect_from_ranks(self._sample(step, 1))
+            self._held = self._collect_from_ranks(self._sample_and_score_minibatches(step, 1))
         else:
-            step.state.split(len(self.batching.microbatch_positions(1)), STEP_SPECS)
-        numbers = self._number_prompts(1)
-        step.state["rollouts"] = [self._held.take(rows, self.group_size, self.rewards.names) for rows in numbers]
-        self._held = self._held.next(self.epochs)
+            step.state.clear_for_new_step(len(self.batching.microbatch_positions(1)), STEP_SPECS)
+        numbers = self._list_prompt_numbers(1)
+        step.state["rollouts"] = [
+            self._held.get_completions_of_prompts(rows, self.group_size, self.rewards.names) for rows in numbers
+        ]
+        self._held = self._held.get_rollout_of_next_step(self.epochs)
 
-    def _number_prompts(self, index: int) -> list[list[int]]:
+    def _list_prompt_numbers(self, index: int) -> list[list[int]]:
         """Return the numbers of this rank's prompts in a step's global batch, by microbatch."""
         first = self.batching.first_position(index)
         return [[position - first for position in rows] for rows in self.batching.microbatch_positions(index)]
 
-    def _sample(self, step: Step, index: int) -> list[list[Scored]]:
+    def _sample_and_score_minibatches(self, step: Step, index: int) -> list[list[Scored]]:
         """Sample and score the next minibatches, which have the batch sizes of the step `index`, by microbatch."""
         loaded = [[require_prompts(batch) for batch in self.data.next_step()] for _ in range(self.minibatches)]
         self.events.emit(Event("data_loaded", step))
-        step.state.split(len(loaded[0]), STEP_SPECS)
-        numbers = self._number_prompts(index)
+        step.state.clear_for_new_step(len(loaded[0]), STEP_SPECS)
+        numbers = self._list_prompt_numbers(index)
         size = self.batching.first_position(index + 1) - self.batching.first_position(index)
         prompts = [
             repeat_prompts(batch, [number * size + row for row in rows], self.group_size)
@@ -143,10 +145,12 @@ class Rollout:
         length = torch.tensor(max(part.completions.tokens.shape[1] for parts in minibatches for part in parts))
         self.mesh.data_group.max(length)
         size = (self.batching.first_position(2) - self.batching.first_position(1)) * self.group_size
-        rows = [row for rows in self._number_prompts(1) for row in _list_rows(rows, self.group_size)]
+        rows = [row for rows in self._list_prompt_numbers(1) for row in _list_completion_rows(rows, self.group_size)]
         tensors: dict[str, Tensor] = {}
         for name in HELD:
-            parts = [torch.cat([_read_tensor(part, name, int(length)) for part in parts]) for parts in minibatches]
+            parts = [
+                torch.cat([_get_padded_tensor(part, name, int(length)) for part in parts]) for parts in minibatches
+            ]
             whole = torch.zeros(len(parts), size, *parts[0].shape[1:], dtype=parts[0].dtype)
             whole[:, rows] = torch.stack(parts)
             self.mesh.data_group.sum(whole)  # of rows that are zeros on all ranks but one
@@ -162,8 +166,9 @@ class Rollout:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue a rollout. Raises KeyError for another node's state."""
-        if state and state.keys() != {*HELD, "age", "temperature"}:
-            raise KeyError(f"the state of a rollout has {', '.join(HELD)}, and this one has {sorted(state)}")
+        keys = {*HELD, "age", "temperature"}
+        if state and state.keys() != keys:
+            raise KeyError(f"the state of a rollout has {', '.join(sorted(keys))}, and this one has {sorted(state)}")
         tensors = {name: state[name] for name in HELD if state}
         self._held = HeldRollout(tensors, int(state["age"]), float(state["temperature"])) if state else None
 
@@ -172,7 +177,7 @@ HELD = ("tokens", "starts", "ends", "logps", "entropies", "is_ended", "scores", 
 """Names of a rollout's tensors."""
 
 
-def _read_tensor(scored: Scored, name: str, length: int) -> Tensor:
+def _get_padded_tensor(scored: Scored, name: str, length: int) -> Tensor:
     """Return a tensor of scored completions, with tokens padded to `length`, and truth values as int64."""
     tensor: Tensor = getattr(scored if name in ("scores", "totals") else scored.completions, name)
     if name in ("tokens", "logps", "entropies"):
@@ -180,7 +185,7 @@ def _read_tensor(scored: Scored, name: str, length: int) -> Tensor:
     return tensor.long() if tensor.dtype == torch.bool else tensor
 
 
-def _list_rows(numbers: Sequence[int], group_size: int) -> list[int]:
+def _list_completion_rows(numbers: Sequence[int], group_size: int) -> list[int]:
     """Return the rows of prompts' completions in a global batch."""
     return [number * group_size + sample for number in numbers for sample in range(group_size)]
 

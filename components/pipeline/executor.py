@@ -15,7 +15,7 @@ from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import (
     build_program_for_lowering,
-    check_ranks_have_equal_programs,
+    check_ranks_agree_on_program,
     insert_offload_actions,
     insert_shard_actions,
     lower_to_rank_program,
@@ -28,7 +28,7 @@ from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.adapters import trains_base_weights
-from drawloom.components.ports.data import has_pairs
+from drawloom.components.ports.data import uses_document_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.memory import Transfers
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, build_known_module
@@ -123,7 +123,7 @@ class ProgramExecutor:
 
     def train(self, state: StepState) -> None:
         """Run the forward and backward passes for the state's batches, and write its losses."""
-        training = self._plan_training(state.microbatches)
+        training = self._plan_training_and_compare_ranks(state.microbatches)
         self.stages.cast_weights()
         inputs = self._add_step_sums(self._prepare_inputs_with_references(state["batches"]))
         if self._cuda_graphs is not None:
@@ -133,14 +133,14 @@ class ProgramExecutor:
         if self._cuda_graphs is None:
             runner.run(training.actions)
         else:
-            self._cuda_graphs.begin_step(training.actions)
+            self._cuda_graphs.record_missing_graphs(training.actions)
             runner.run(training.actions)
-            self._cuda_graphs.end_step()
+            self._cuda_graphs.keep_gradient_tensors()
         self.stages.hand_over_gradients()
-        self._release_frozen()
+        self._release_frozen_model()
         self._fill_missing_losses(state)
 
-    def repeat(self, state: StepState) -> None:
+    def repeat_passes(self, state: StepState) -> None:
         with mark_as_recomputation():
             self.train(state)
 
@@ -152,7 +152,7 @@ class ProgramExecutor:
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._build_forward_program(state.microbatches))
-        self._release_frozen()
+        self._release_frozen_model()
         self._fill_missing_losses(state)
 
     def _fill_missing_losses(self, state: StepState) -> None:
@@ -173,7 +173,7 @@ class ProgramExecutor:
         self.infer_microbatches([(tokens, shared)], states.__setitem__, _get_requested_hidden_states)
         return states.get(0)
 
-    def token_logps(self, batch: Batch) -> Tensor | None:
+    def reference_token_logps(self, batch: Batch) -> Tensor | None:
         """
         Return the log-probabilities (rows, length) of a batch's targets under the loss's reference model.
 
@@ -239,18 +239,18 @@ class ProgramExecutor:
         """Return the reference model's values by microbatch, on the last stage's rank."""
         finishing = [_replace_loss(objective.reference_values, microbatch) for microbatch in inputs]
         if objective.reference == "model":
-            return self._run_frozen(finishing)
+            return self._run_frozen_model(finishing)
         outputs: dict[int, Tensor] = {}
         with disable_adapters(stage.module for stage in self.stages.local):
             self._infer_microbatches(finishing, outputs.__setitem__)
         # A tensor of inference mode can't be part of an autograd graph, but its clone can.
         return {number: logps.clone() for number, logps in outputs.items()}
 
-    def _run_frozen(self, inputs: Sequence[MicrobatchInputs]) -> dict[int, Any]:
+    def _run_frozen_model(self, inputs: Sequence[MicrobatchInputs]) -> dict[int, Any]:
         """
         Run the frozen model's forward passes, and return the results by microbatch, on the last stage's rank.
 
-        The last stage's gathered parameters, with its head, stay until `_release_frozen`.
+        The last stage's gathered parameters, with its head, stay until `_release_frozen_model`.
         """
         if self.frozen is None:
             raise UserError('the loss compares with a frozen model; add a node with use = "stages.frozen"', 2)
@@ -272,7 +272,7 @@ class ProgramExecutor:
             runner.run(self._frozen_forward[len(inputs)])
         return outputs
 
-    def _release_frozen(self) -> None:
+    def _release_frozen_model(self) -> None:
         """Free the frozen model's gathered parameters."""
         if self.frozen is not None:
             for stage in self.frozen.forward_stages.local:
@@ -337,13 +337,13 @@ class ProgramExecutor:
     def _uploads(self) -> Uploads:
         return Uploads(self.device.device)
 
-    def _plan_training(self, microbatches: int) -> _Training:
+    def _plan_training_and_compare_ranks(self, microbatches: int) -> _Training:
         """Return the plan for a step with this many microbatches; built once, and compared between ranks."""
         # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
         if microbatches not in self._training:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = build_program_for_lowering(self.schedule, rank, ranks, microbatches)
-            check_ranks_have_equal_programs(program, rank, self.mesh.pipeline_group)
+            check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
             offloaded = frozenset(stage.index for stage in self.stages.local if stage.offload)
             actions = self._lower_to_actions(attrs.evolve(program, offloaded=offloaded), self.stages.local)
             policies = program.recompute
@@ -365,8 +365,8 @@ class ProgramExecutor:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
         line = insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), program.offloaded)
         shards = {stage.index: stage.shards for stage in local if stage.shards is not None}
-        gathered = {index for index, shard in shards.items() if not shard.by_block}
-        by_microbatch = {index for index, shard in shards.items() if shard.by_microbatch}
+        gathered = {index for index, shard in shards.items() if not shard.gathers_per_block}
+        by_microbatch = {index for index, shard in shards.items() if shard.reduces_per_microbatch}
         return [*iterate_actions(insert_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
@@ -469,7 +469,7 @@ def check_whole_row_conflicts(mesh: NodeView, model: NodeView, loss: NodeView) -
     """Yield a problem if model or loss needs whole rows, but ranks along `context` partition rows."""
     if PerDimension.from_settings(mesh.settings).context == 1:
         return
-    reasons = ["documents are compared as wholes"] if has_pairs(loss.component) else []
+    reasons = ["documents are compared as wholes"] if uses_document_pairs(loss.component) else []
     if issubclass(model.component, ContextParallelModel):
         reasons += model.component.find_context_parallel_faults(model)
     for reason in reasons:

@@ -23,19 +23,19 @@ class Rows:
     document: float = math.inf
 
     @property
-    def _continuation(self) -> float:
+    def _continuation_probability(self) -> float:
         """Return the probability that a token continues the previous token's document."""
         return 1 - 1 / self.document
 
     def count_expected_pairs(self, window: int | None = None) -> float:
         """Return a row's expected number of query-key pairs, optionally within a window of tokens."""
         distances = np.arange(self.length if window is None else min(window, self.length))
-        return float(((self.length - distances) * self._continuation**distances).sum())
+        return float(((self.length - distances) * self._continuation_probability**distances).sum())
 
     @property
     def single_document_probability(self) -> float:
         """Return the probability that every row is a single document."""
-        return self._continuation ** (self.count * (self.length - 1))
+        return self._continuation_probability ** (self.count * (self.length - 1))
 
 
 @attrs.frozen

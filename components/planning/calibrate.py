@@ -15,7 +15,7 @@ from drawloom.components.distributed.device_model import (
     Reached,
     find_device_model,
     find_gpu_model,
-    get_product_key,
+    get_matmul_dtype_key,
 )
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
@@ -80,7 +80,7 @@ HOST_FRACTION = 0.85
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def _measure_host_memory() -> int:
+def _measure_host_memory_per_gpu() -> int:
     """Return the host memory per local GPU, in bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = CGROUP_LIMIT.read_text("utf-8").strip() if CGROUP_LIMIT.is_file() else "max"
@@ -96,7 +96,7 @@ def load_local_device_model() -> DeviceModel:
     """
     device = choose_local_device()
     model = _find_local_device_model(device)
-    return model if device.type == "cpu" else attrs.evolve(model, host_memory=_measure_host_memory())
+    return model if device.type == "cpu" else attrs.evolve(model, host_memory=_measure_host_memory_per_gpu())
 
 
 def _find_local_device_model(device: torch.device) -> DeviceModel:
@@ -136,7 +136,7 @@ def _measure_calibration_lines(device: torch.device, sizes: Sizes, seconds: floa
         for dtype in others
     }
     for dtype, rate in rates.items():
-        yield f"{get_product_key(dtype)} = {rate / 1e12:.6g}"
+        yield f"{get_matmul_dtype_key(dtype)} = {rate / 1e12:.6g}"
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     yield f"memory = {memory / 2**30:.6g}"
     yield f"bandwidth = {speeds.bandwidth / 1e9:.6g}"
@@ -146,7 +146,7 @@ def _measure_calibration_lines(device: torch.device, sizes: Sizes, seconds: floa
     yield "\n[reached]"
     yield "products = 1.0"
     yield f"attention = {speeds.attention / speeds.products:.4g}"
-    yield f"memory = {_reachable_memory_fraction(device)}"
+    yield f"memory = {_reachable_bandwidth_fraction(device)}"
     yield f"launch = {launch:.4g}"
     yield f"host = {host:.4g}"
 
@@ -265,7 +265,7 @@ def _estimate_attention_traffic_seconds(
     device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float
 ) -> float:
     """Return a plan's seconds for attention's memory traffic."""
-    reached = Reached(attention=math.inf, memory=_reachable_memory_fraction(device), launch=0.0, host=0.0)
+    reached = Reached(attention=math.inf, memory=_reachable_bandwidth_fraction(device), launch=0.0, host=0.0)
     model = attrs.evolve(find_device_model("h200"), bandwidth=bandwidth, reached=reached)
     return _record_pass_cost(_make_attention_pass(torch.device("meta"), dtype, sizes), model).seconds
 
@@ -279,7 +279,7 @@ def _record_pass_cost(run: Callable[[], object], model: DeviceModel) -> PassCost
         return recorder.end_pass()
 
 
-def _reachable_memory_fraction(device: torch.device) -> float:
+def _reachable_bandwidth_fraction(device: torch.device) -> float:
     """Return which fraction of the memory bandwidth kernels reach."""
     return MEMORY_REACHED if device.type == "cuda" else 1.0
 

@@ -83,7 +83,7 @@ class PlanCheck:
         self._plan = self._plan or self._try_to_plan()
         if self._plan is None:
             return
-        measured = self.device.memory() if self.device.device.type == "cuda" else None
+        measured = self.device.measure_peak_memory() if self.device.device.type == "cuda" else None
         steps = self._seconds[WARM_UP_STEPS:] or self._seconds
         self._text = compare_with_plan(self._plan, measured, statistics.median(steps))
         replace_file(self.folder.folder / PLAN, f"{self._text}\n".encode())

@@ -17,7 +17,7 @@ from drawloom.components.ports.memory_policy import MemoryPolicy, StateLocation
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows
-from drawloom.components.ports.run import Batching, Phase, Restorer, defers_scaling
+from drawloom.components.ports.run import Batching, Phase, Restorer, accepts_deferred_factors
 from drawloom.components.ports.stages import FrozenModel, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
@@ -117,14 +117,14 @@ class Nodes:
         return self._find_used_nodes(MemoryUser)
 
     @cached_property
-    def frozen(self) -> list[str]:
+    def frozen_model_nodes(self) -> list[str]:
         """The nodes with a frozen second model."""
         return self._find_used_nodes(FrozenModel)
 
     @property
     def frozen_models_with_flops(self) -> list[str]:
         """The frozen second models' nodes, if these models count their FLOPs."""
-        names = [name for frozen in self.frozen for name in self.graph.nodes[frozen].edges["model"].targets]
+        names = [name for frozen in self.frozen_model_nodes for name in self.graph.nodes[frozen].edges["model"].targets]
         return [name for name in names if name in self.graph.implementers(CountsFlops)]
 
     @cached_property
@@ -152,7 +152,7 @@ class Nodes:
     @property
     def nodes_needed_by_stages(self) -> list[str]:
         """The nodes to which the stages and a frozen second model refer."""
-        stages = [self.graph.nodes[name] for name in (self.stages_node, *self.frozen)]
+        stages = [self.graph.nodes[name] for name in (self.stages_node, *self.frozen_model_nodes)]
         return [*dict.fromkeys(name for node in stages for edge in node.edges.values() for name in edge.targets)]
 
     @property
@@ -183,7 +183,7 @@ class Nodes:
         """How many training rows a phase, such as sampling, makes from a data row, and the tokens it adds to a row."""
         for name in self._find_used_nodes(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
-                return component.predict_made_rows(self.graph.view(name))
+                return component.predict_rows_and_added_tokens(self.graph.view(name))
         return 1, 0
 
     @property
@@ -239,7 +239,9 @@ class Nodes:
             flow = phase.spec.traits.flow
             if "gradients" in flow.writes and phase.settings.get("norm") == "exact":
                 return False
-            if {"gradients", "gradients?"} & {*flow.reads, *flow.changes} and not defers_scaling(phase.spec.cls):
+            if {"gradients", "gradients?"} & {*flow.reads, *flow.changes} and not accepts_deferred_factors(
+                phase.spec.cls
+            ):
                 return False
         return True
 

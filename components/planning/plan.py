@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from drawloom.components.distributed.device_model import DeviceModel, get_product_key
+from drawloom.components.distributed.device_model import DeviceModel, get_matmul_dtype_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import PipelineDimension
@@ -20,7 +20,7 @@ from drawloom.components.planning.memory_choice import POLICIES, RankBytes, Stag
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import Elements, RankView, link_bandwidth
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
-from drawloom.components.planning.step_time import StepTime, cost_table, estimate_step_time
+from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, peak_host_bytes_of, peak_of
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
 from drawloom.components.ports.memory import HostMemoryUser, memory_by_kind
@@ -229,7 +229,7 @@ class Planner:
     objects: Mapping[str, Any]
     cache: PlanCache = attrs.field(factory=PlanCache)
     memory_limit: int = 0
-    frozen_bytes: int = attrs.field(init=False, default=0)  # of one microbatch, on the last stage's rank
+    frozen_model_bytes: int = attrs.field(init=False, default=0)  # of one microbatch, on the last stage's rank
 
     def plan(self) -> Plan:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
@@ -311,7 +311,7 @@ class Planner:
     def _build_cost_table(self, views: Sequence["RankView"], costs: Mapping[int, StageCosts]) -> CostTable:
         """Return the seconds for passes, messages and copies to host memory."""
         exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
-        return cost_table(costs, exchanges, self._estimate_message_seconds(costs), self.device.host_link)
+        return build_cost_table(costs, exchanges, self._estimate_message_seconds(costs), self.device.host_link)
 
     def _plan_stages(
         self, views: Sequence["RankView"], program: Program, microbatch_rows: int, costs: Mapping[int, StageCosts]
@@ -341,7 +341,7 @@ class Planner:
             time=estimate_step_time(program, table, costs, exchanges, self._reference_passes),
             tokens=tokens,
             flops=_count_training_flops(self._model_forward_flops, tokens, document_rows, frozen),
-            peak_flops=self.device.peaks.get(get_product_key(precision.compute), math.nan),
+            peak_flops=self.device.peaks.get(get_matmul_dtype_key(precision.compute), math.nan),
             steps=self.nodes.step_count,
         )
 
@@ -412,13 +412,13 @@ class Planner:
         )
         container.build()
         stages = container[self.nodes.stages_node]
-        stages.outline()
-        frozen = [container[name] for name in self.nodes.frozen]
+        stages.build_meta_stages()
+        frozen = [container[name] for name in self.nodes.frozen_model_nodes]
         for model in frozen:
-            model.outline()
+            model.build_meta_stages()
         users = [container[name] for name in self.nodes.memory_user_nodes]
         sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
-        update_flops = sum(user.update_flops() for user in users if isinstance(user, UpdateFlops))
+        update_flops = sum(user.count_update_flops() for user in users if isinstance(user, UpdateFlops))
         host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
         passes = 2 if self.device.is_gpu and self.nodes.defers_scaling else 4
         return RankView(
@@ -451,7 +451,7 @@ class Planner:
         # A cached view may have been made with other policies.
         recomputing = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in all_stages]
         costs = {stage.index: meter.costs(stage, stage.index in split_stages) for stage in recomputing}
-        self.frozen_bytes = meter.frozen_bytes
+        self.frozen_model_bytes = meter.frozen_model_bytes
         return costs
 
     def _estimate_rank_memory(
@@ -463,8 +463,8 @@ class Planner:
         }
         peak = peak_of(program, index, costs, gradients)
         buffers = view.buffer_bytes_by_kind(costs, self.device, self._count_step_batch_bytes(program.microbatches))
-        if self.frozen_bytes and view.stages.local[-1].span.head:
-            buffers["reference"] = program.microbatches * self.frozen_bytes
+        if self.frozen_model_bytes and view.stages.local[-1].span.head:
+            buffers["reference"] = program.microbatches * self.frozen_model_bytes
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
             persistent=_persistent_bytes_by_kind(view),

@@ -12,7 +12,7 @@ from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.parallel.float8_layers import find_float8_layers
 from drawloom.components.parallel.shard_transfers import choose_message_dtype
-from drawloom.components.parallel.sliced_store import SlicedStore, count_largest_reduction_unit
+from drawloom.components.parallel.sliced_store import SlicedStore, count_elements_in_largest_reduction_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
 from drawloom.components.ports.model import LinearLayer
@@ -52,7 +52,7 @@ class RankView:
     frozen_model: FrozenModel | None = None
 
     @property
-    def shard_store(self) -> SlicedStore | None:
+    def sharded_parameter_store(self) -> SlicedStore | None:
         """Return the sharded parameters' store, or None if parameters are not sharded."""
         store = self.stages.store
         return store if isinstance(store, SlicedStore) else None
@@ -81,7 +81,7 @@ class RankView:
             all=sum(parameter.numel() for parameter in parameters),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             owned=sum(owned[name].numel() for name, _ in stage.named_parameters() if name in owned),
-            unit=count_largest_reduction_unit(stage.module, self.stages.model.blocks(stage.module)),
+            unit=count_elements_in_largest_reduction_unit(stage.module, self.stages.model.blocks(stage.module)),
         )
 
     def gradient_bytes_in_backward(self, stage: Stage, microbatches: int) -> int:
@@ -91,7 +91,7 @@ class RankView:
         Sharded parameters' gradients are whole until they are reduced: once a step, or unit by unit.
         """
         size, elements = int(self.stages.precision.gradient.itemsize), self.elements_by_stage[stage.index]
-        if self.shard_store is None:
+        if self.sharded_parameter_store is None:
             return elements.owned * size
         by_unit = microbatches == 1 or bool(self.stages.sync_each_microbatch)
         return (elements.owned + 2 * elements.unit if by_unit else elements.trained) * size
@@ -100,7 +100,7 @@ class RankView:
         """Return the bytes for the reduction over ranks, beyond the gradients."""
         # Every bucket is a copy that lives until all sums are written back.
         buckets = self.trainable_elements_on_rank * self._reduction_itemsize
-        if self.shard_store is not None:
+        if self.sharded_parameter_store is not None:
             # A unit's gradients are sent without a copy; the gradients received from other ranks take as much again.
             units = (elements.unit for elements in self.elements_by_stage.values())
             return self._gradient_message_itemsize * max(units) + buckets * (self.mesh.sizes.data_replicate > 1)
@@ -127,8 +127,12 @@ class RankView:
 
     def estimate_sync_and_update_times(self, device: DeviceModel) -> ReplicaTimes:
         """Return the seconds for gathers, reductions and the update: in every pass, or once a step."""
-        gathers = {} if self.shard_store is None else self._gather_seconds_by_stage(self.shard_store, device)
-        by_block = self.shard_store is not None and self.shard_store.by_block
+        gathers = (
+            {}
+            if self.sharded_parameter_store is None
+            else self._gather_seconds_by_stage(self.sharded_parameter_store, device)
+        )
+        gathers_per_block = self.sharded_parameter_store is not None and self.sharded_parameter_store.gathers_per_block
         reduces = self._reduce_seconds_by_stage(device)
         sync_each_microbatch = self.stages.sync_each_microbatch
         replicas = (
@@ -138,9 +142,9 @@ class RankView:
             * self._seconds_per_byte(device, "data_replicate")
         )
         return ReplicaTimes(
-            gathered_by_pass=gathers if by_block else {},
+            gathered_by_pass=gathers if gathers_per_block else {},
             reduced_by_pass=reduces if sync_each_microbatch else {},
-            gathered_once=0.0 if by_block else sum(gathers.values()),
+            gathered_once=0.0 if gathers_per_block else sum(gathers.values()),
             reduced_once=replicas + (0.0 if sync_each_microbatch else sum(reduces.values())),
             update=self._update_seconds(device),
         )
@@ -165,7 +169,7 @@ class RankView:
 
     def _reduce_seconds_by_stage(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for reducing sharded gradients, by stage."""
-        if self.shard_store is None:
+        if self.sharded_parameter_store is None:
             return {}
         seconds = self._gradient_message_itemsize * self._seconds_per_byte(device, *SHARDS)
         return {stage: elements.all * seconds for stage, elements in self.elements_by_stage.items()}
@@ -187,7 +191,7 @@ class RankView:
         traffic: float = self.gradient_passes * sizes.get("gradients", 0)
         traffic += 2 * self._weight_bytes_to_update + 2 * state
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
-        products = self.update_flops / device.product_rate(torch.bfloat16)
+        products = self.update_flops / device.compute_matmul_rate(torch.bfloat16)
         # State in host memory is streamed in both directions at once, while the device updates.
         streamed = self.host_bytes / device.host_link
         return max(traffic / (device.bandwidth * device.reached.memory) + products, streamed)

@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
-        rate = self._device.product_rate(_narrowest_dtype(inputs)) if flops else math.inf
+        rate = self._device.compute_matmul_rate(_narrowest_dtype(inputs)) if flops else math.inf
         if costs.is_attention:
             rate *= reached.attention / reached.products
             rate /= 1 - self._fractions.packed + self._fractions.packed / reached.packed

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextPart
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, start_stage_graph
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, make_autograd_leaves
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
 from drawloom.components.ports.distributed import Group
@@ -86,7 +86,7 @@ class StageMeter:
         ]
         # The last block is recorded alone: when an earlier block is recomputed, the tensors of the last are free.
         earlier, examples = blocks[:-1], blocks[-1:]
-        before = self._record_blocks(stage, examples, split)
+        before = self._record_passes_with_only_blocks(stage, examples, split)
         passes, recorded = dict(before), [before]
         for kind, count in Counter(earlier).items():
             # Blocks that are recorded already keep what blocks share, such as masks, so that an example adds its own.
@@ -94,7 +94,7 @@ class StageMeter:
             added = same[:1] if kind.kind in {example.kind for example in examples} else same
             for number, block in enumerate(added, 1):
                 examples = sorted([*examples, block], key=lambda block: block.number)
-                more = self._record_blocks(stage, examples, split)
+                more = self._record_passes_with_only_blocks(stage, examples, split)
                 times = count - len(added) + 1 if number == len(added) else 1
                 passes = {
                     op: cost.add_repetitions(more[op].add_repetitions(before[op], -1), times)
@@ -108,7 +108,7 @@ class StageMeter:
             passes[op] = attrs.evolve(cost, peak_delta=max(cost.peak_delta, cost.net_delta + beyond))
         return StageCosts(passes, sum(leaf.nbytes for leaf in list_leaves(self._hidden) if isinstance(leaf, Tensor)))
 
-    def _record_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
+    def _record_passes_with_only_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
         """Record a stage's passes with only these blocks in place, or return the recording for an equal stage."""
         parameters = _outer_parameters(stage.module, self.blocks(stage.module))
         features = stage.span.embedding, stage.span.head, stage.recompute == "selective"
@@ -116,7 +116,7 @@ class StageMeter:
         for is_split in (False, True) if split else (False,):
             key = (self.rows, self.cache_key, *features, parameters, tuple(blocks), is_split)
             if key not in self.recordings:
-                with _keep_only(self.blocks(stage.module), blocks):
+                with _bypass_other_blocks(self.blocks(stage.module), blocks):
                     policy: Recompute = "selective" if stage.recompute == "selective" else "blocks"
                     recorded = self._record_passes(attrs.evolve(stage, recompute=policy), is_split)
                 self.recordings[key] = recorded, self._hidden
@@ -126,7 +126,7 @@ class StageMeter:
 
     def _record_passes(self, stage: Stage, split: bool) -> Passes:
         """Record one microbatch's passes: F and B, or with `split` F, I and W."""
-        first_inputs, context, batch = self._make_batch()
+        first_inputs, context, batch = self._make_meta_microbatch()
         runner = StageRunner(stage, self.loss, split=split)
         recorder, passes = Recorder(self.device, self.links, self.fractions), {}
         for parameter in stage.module.parameters():
@@ -139,7 +139,7 @@ class StageMeter:
                 hooks.callback(handle.remove)
             with recorder.label_storages("hidden states"):
                 inputs = (
-                    first_inputs if stage.index == 0 else start_stage_graph(map_leaves(_allocate_like, self._hidden))
+                    first_inputs if stage.index == 0 else make_autograd_leaves(map_leaves(_allocate_like, self._hidden))
                 )
             recorder.begin_pass()
             with recorder.label_storages("head and loss" if stage.span.head else "hidden states"):
@@ -173,7 +173,7 @@ class StageMeter:
             if part not in inside and not [*part.children()]:
                 yield from recorder.label_storages_of_module(part, name.rpartition(".")[2])
 
-    def _make_batch(self) -> tuple[Any, Any, Batch]:
+    def _make_meta_microbatch(self) -> tuple[Any, Any, Batch]:
         """Return a microbatch on the meta device: model inputs, context and batch."""
         if self._inputs is None:
             try:
@@ -190,9 +190,9 @@ class StageMeter:
         return self._inputs
 
     @property
-    def frozen_bytes(self) -> int:
+    def frozen_model_bytes(self) -> int:
         """Return the frozen model's bytes per microbatch, on the last stage's rank."""
-        self._make_batch()
+        self._make_meta_microbatch()
         return self._frozen_bytes
 
     def _add_reference(self, inputs: Any, context: Any, batch: Batch) -> Batch:
@@ -202,7 +202,7 @@ class StageMeter:
             return batch
         values: Any = batch.weights
         if loss.reference == "model" and self.frozen_model is not None:
-            values = self.frozen_model.outline_outputs(
+            values = self.frozen_model.infer_meta_outputs(
                 inputs, context, lambda hidden, head: loss.reference_values(hidden, head, batch)
             )
             self._frozen_bytes = values.nbytes
@@ -248,7 +248,7 @@ def _is_recomputed(policy: Recompute, number: int) -> bool:
 
 
 @contextmanager
-def _keep_only(blocks: Sequence[nn.Module], some: Sequence[_Block]) -> Iterator[None]:
+def _bypass_other_blocks(blocks: Sequence[nn.Module], some: Sequence[_Block]) -> Iterator[None]:
     """Replace all other blocks by the identity, and apply the recompute policy to the remaining blocks."""
     kept = {block.number: block for block in some}
     for number, block in enumerate(blocks):

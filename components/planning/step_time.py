@@ -64,7 +64,7 @@ class ReplicaTimes:
     update: float
 
 
-def cost_table(
+def build_cost_table(
     costs: Mapping[int, StageCosts], exchanges: Sequence[ReplicaTimes], message: float, host_link: float
 ) -> CostTable:
     """

@@ -148,7 +148,7 @@ def _format_rank_table(plan: Plan) -> Iterator[str]:
     sizes += [("peak", [memory.peak_bytes for memory in plan.memory])]
     yield from _align_columns(
         [
-            [unit, *(f"rank {number}" for number in _first_ranks(plan))],
+            [unit, *(f"rank {number}" for number in _list_first_rank_per_stage(plan))],
             ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)],
             *([name, *(f"{size / scale:.3f}" for size in row)] for name, row in sizes),
             ["in", *(memory.action_at_peak for memory in plan.memory)],
@@ -161,7 +161,7 @@ def _peak_fraction(memory: RankMemory, label: str) -> float:
     return memory.activation_bytes_at_peak.get(label, 0) / max(1, memory.peak_bytes)
 
 
-def _first_ranks(plan: Plan) -> Sequence[int]:
+def _list_first_rank_per_stage(plan: Plan) -> Sequence[int]:
     """Return the first global rank in every pipeline stage's ranks."""
     return range(0, plan.ranks, plan.ranks // len(plan.memory))
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
-from drawloom.components.pipeline.program.timing import Costs, CostTable, list_input_cells
+from drawloom.components.pipeline.program.timing import Costs, CostTable, list_output_and_input_cells
 from drawloom.components.pipeline.runtime.p2p import WAIT
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program
@@ -57,7 +57,7 @@ class TracedStep:
 
     def _message_seconds(self) -> float:
         """Return the minimum seconds between a result and its use on another rank; 0 without messages."""
-        produces, consumes, delay = list_input_cells(self.program, Costs(comm=1.0))
+        produces, consumes, delay = list_output_and_input_cells(self.program, Costs(comm=1.0))
         ready = np.zeros(int(produces.max(initial=0)) + 1)
         ready[produces] = self.end
         between = self.start - ready[consumes]
@@ -122,7 +122,7 @@ def _read_action_spans(path: Path) -> dict[str, Span]:
     for begin, end, name in spans:
         # A validation in the same step comes later, and its forward passes have the same names.
         if begin >= start and name not in actions:
-            actions[name] = _gpu_span(launched, begin, end) or (_skip_waits(waits, begin, end), end)
+            actions[name] = _gpu_span(launched, begin, end) or (_find_start_after_waits(waits, begin, end), end)
     return actions
 
 
@@ -162,6 +162,6 @@ def _event_span(event: Mapping[str, Any], base: int) -> Span:
     return start, start + float(event["dur"]) / 1e6
 
 
-def _skip_waits(waits: Sequence[Span], begin: float, end: float) -> float:
+def _find_start_after_waits(waits: Sequence[Span], begin: float, end: float) -> float:
     """Return when an action's computation starts: the end of its waits."""
     return max((until for start, until in waits if begin <= start and until <= end), default=begin)

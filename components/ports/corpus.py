@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
         """Decode ids as text; bytes that are not UTF-8 are replaced."""
         ...
 
-    def token_bytes(self) -> np.ndarray:
+    def token_byte_counts(self) -> np.ndarray:
         """
         Return UTF-8 byte counts by id, int64 (vocab_size,); 0 for `eos_id` and other ids without text.
 
@@ -90,13 +90,13 @@ class ChatTokenizer(Tokenizer, Protocol):
         """All control tokens as text."""
         ...
 
-    def encode_control(self, text: str) -> np.ndarray:
+    def encode_with_control_tokens(self, text: str) -> np.ndarray:
         """
         Encode a text with written-out control tokens, int32 (tokens,); `encode` reads them as plain text.
         """
         ...
 
-    def decode_control(self, ids: Sequence[int]) -> str:
+    def decode_with_control_tokens(self, ids: Sequence[int]) -> str:
         """Decode ids as text with control tokens written out; `decode` omits them."""
         ...
 
@@ -106,7 +106,7 @@ class ChatPrompts(Protocol):
     """An encoder from conversations to prompts for an answer."""
 
     @property
-    def answer_ends(self) -> frozenset[int]:
+    def answer_end_ids(self) -> frozenset[int]:
         """Ids to end an answer. Raises UserError if the tokenizer has no chat template."""
         ...
 
@@ -155,7 +155,7 @@ class TokenDocuments(Protocol):
         """Return a document's tokens from `first` to before `last`, or to the document's end."""
         ...
 
-    def source(self, document: int) -> str:
+    def describe_origin(self, document: int) -> str:
         """Return a document's origin for messages: a file and a position in it."""
         ...
 

@@ -95,10 +95,10 @@ class TokenBatch(Batch):
         # Called for each microbatch: `equal` allocates no tensor and stops at the first difference.
         return ids.is_cpu and ids.equal(ids[:, :1].expand_as(ids))
 
-    def without_weights(self) -> Self:
+    def with_zero_weights(self) -> Self:
         """Return a copy to fill up a microbatch: the same rows without targets, counted as padding."""
         targets = torch.full_like(self.targets, IGNORE_INDEX)
-        return super().without_weights().evolve(targets=targets, padding=self.tokens.numel())
+        return super().with_zero_weights().evolve(targets=targets, padding=self.tokens.numel())
 
     @property
     def token_count(self) -> int:
@@ -106,7 +106,7 @@ class TokenBatch(Batch):
         return self.tokens.numel() - self.padding
 
 
-def token_batch(batch: Batch, reader: str) -> TokenBatch:
+def require_token_batch(batch: Batch, reader: str) -> TokenBatch:
     """Return the batch if it is a TokenBatch. Raises UserError with the reader's name for another class."""
     if isinstance(batch, TokenBatch):
         return batch
@@ -162,7 +162,7 @@ class PackedDataset(Protocol):
         """The sequence length: tokens in a row; 1 if rows do not consist of tokens."""
         ...
 
-    def count(self, split: Split) -> int:
+    def count_rows(self, split: Split) -> int:
         """Return a split's row count."""
         ...
 
@@ -188,7 +188,7 @@ class PairedDocuments(Protocol):
     pairs: ClassVar[bool]
 
 
-def has_pairs(component: object) -> bool:
+def uses_document_pairs(component: object) -> bool:
     """Return whether a component, an object or a class, has or compares document pairs."""
     return isinstance(component, PairedDocuments) and component.pairs
 
@@ -204,7 +204,7 @@ class UnpairedAnswers(Protocol):
     unpaired: ClassVar[bool]
 
 
-def is_unpaired(component: object) -> bool:
+def uses_unpaired_answers(component: object) -> bool:
     """Return whether a component, an object or a class, has or reads judged answers without a counterpart."""
     return isinstance(component, UnpairedAnswers) and component.unpaired
 
@@ -223,7 +223,7 @@ class RowsOfTokens(Protocol):
 class TracedRows(Protocol):
     """Rows with known document sources."""
 
-    def sources(self, split: Split, row: int) -> Sequence[str]:
+    def describe_row_origins(self, split: Split, row: int) -> Sequence[str]:
         """Return the sources of a row's documents, in order: a file and a position, for messages."""
         ...
 
@@ -252,7 +252,7 @@ class MeasuredRows(PackedDataset, Protocol):
         """Return a split's sources in row order; every row belongs to a source."""
         ...
 
-    def row_tokens(self, split: Split) -> np.ndarray:
+    def row_token_counts(self, split: Split) -> np.ndarray:
         """Return token counts by row, without padding: int64 (rows,)."""
         ...
 
@@ -303,7 +303,7 @@ class Collator(Protocol):
         """The batch class, a class attribute."""
         ...
 
-    def count(self, example: Example) -> int:
+    def count_tokens(self, example: Example) -> int:
         """Return an example's token count; its row is at least as long."""
         ...
 
@@ -348,7 +348,7 @@ class SourceProgress(Protocol):
 class ValidationData(Protocol):
     """Fixed validation rows, always in the same order."""
 
-    def row_counts(self) -> tuple[int, int]:
+    def count_evaluated_and_total_rows(self) -> tuple[int, int]:
         """Return (rows evaluated by all ranks together, rows to choose from)."""
         ...
 

@@ -113,7 +113,7 @@ class Group(Protocol):
         """
         ...
 
-    def symmetric_memory(self, size: int) -> "SymmetricMemory":
+    def allocate_symmetric_memory(self, size: int) -> "SymmetricMemory":
         """
         Allocate `size` bytes on each rank's device, readable and writable by all ranks; a collective.
 
@@ -219,7 +219,7 @@ class Processes(Protocol):
         """
         ...
 
-    def control_group(self, name: str) -> Group:
+    def make_control_group(self, name: str) -> Group:
         """
         Make a separate CPU group with all processes, for a background thread during other collectives.
 
@@ -240,7 +240,7 @@ class SurvivingProcesses(Protocol):
     replica_shape: tuple[int, int] | None
 
     @property
-    def survives_losses(self) -> bool:
+    def survives_rank_losses(self) -> bool:
         """Whether the run continues after a loss."""
         ...
 
@@ -271,7 +271,7 @@ class Timed(Protocol):
         """Set the timeout for collectives and transfers, in existing and future groups."""
         ...
 
-    def set_location(self, location: str) -> None:
+    def record_step_and_phase(self, location: str) -> None:
         """Record what this rank is doing, a step and a phase, for messages about hangs and failures."""
         ...
 
@@ -399,7 +399,7 @@ class Device(Protocol):
         """Backend for torch.distributed: `gloo` or `nccl`."""
         ...
 
-    def memory(self) -> int:
+    def measure_peak_memory(self) -> int:
         """Return this process's peak memory so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
         ...
 

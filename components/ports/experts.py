@@ -146,23 +146,23 @@ class PeerExchange(Protocol):
         """
         ...
 
-    def stage_sums(
+    def publish_token_sums(
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
     ) -> None:
         """
-        Sum this rank's expert rows (rows, width) by token into `sums` (tokens, width), for `read_sums` on the tokens'
-        ranks, and write scalars (rows,) by choice to by_choice (tokens, top_k).
+        Sum this rank's expert rows (rows, width) by token into `sums` (tokens, width), for `read_and_add_token_sums` on
+        the tokens' ranks, and write scalars (rows,) by choice to by_choice (tokens, top_k).
 
         dest_row: int32 (tokens, top_k), a choice's row.
         """
         ...
 
-    def read_sums(
+    def read_and_add_token_sums(
         self, staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """
-        Add up the sums that `stage_sums` left on the experts' ranks for this rank's tokens, (tokens, width); return
-        them and the scalars by choice, (tokens, top_k).
+        Add up the sums that `publish_token_sums` left on the experts' ranks for this rank's tokens, (tokens, width);
+        return them and the scalars by choice, (tokens, top_k).
 
         staged: (ranks * slots, width) on every rank, with this rank's tokens from row `first` on; by_choice: (ranks *
         slots, top_k) on every rank; chosen: integers (tokens, top_k), -1 for dropped choices. Every rank has `experts`

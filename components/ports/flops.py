@@ -54,7 +54,7 @@ class CountsFlops(Protocol):
 class UpdateFlops(Protocol):
     """An optimizer with matrix products in its update."""
 
-    def update_flops(self) -> float:
+    def count_update_flops(self) -> float:
         """Return the floating-point operations per update on this rank, in bfloat16; works before `open`."""
         ...
 

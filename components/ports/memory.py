@@ -59,10 +59,11 @@ class Transfers(Protocol):
     Asynchronous copies between a device and host memory (offload).
 
     Copies in one direction are made in order, each after the tickets in `after`. Neither the host nor the device's
-    computation waits for a copy, except in `wait` and `synchronize`; memory may be reused only after its copies.
+    computation waits for a copy, except in `make_computation_wait` and `synchronize`; memory may be reused only after
+    its copies.
     """
 
-    def allocate(self, size: int) -> Tensor:
+    def allocate_in_host_memory(self, size: int) -> Tensor:
         """Return zeros in host memory, uint8 (size,), which is pinned if the device is a GPU."""
         ...
 
@@ -78,7 +79,7 @@ class Transfers(Protocol):
         """Return a ticket that copies can wait for: all computation issued so far is done."""
         ...
 
-    def wait(self, ticket: Ticket) -> None:
+    def make_computation_wait(self, ticket: Ticket) -> None:
         """Make computation issued from now on wait for a ticket; the host does not wait."""
         ...
 

@@ -184,7 +184,7 @@ class QuantizableLayer:
     weight_formats: Mapping[str, WeightFormat] = MappingProxyType({})
 
 
-def stored_formats(module: nn.Module) -> dict[str, WeightFormat]:
+def quantized_parameter_formats(module: nn.Module) -> dict[str, WeightFormat]:
     """Return the formats of a module's quantized parameters by name."""
     return {
         f"{path}.{leaf}" if path else leaf: weight_format
@@ -228,7 +228,7 @@ class JointLayers(Protocol):
 class RoundsInput(Protocol):
     """A module whose first operations may multiply its input in float8."""
 
-    def rounds_input(self) -> bool:
+    def rounds_input_to_float8(self) -> bool:
         """Return whether they do, so that the norm before the module rounds its result in the same pass."""
         ...
 
@@ -308,7 +308,7 @@ class LanguageModel(Model, Protocol):
 class KeepsConfig(Protocol):
     """A language model that may be a part of a larger model in a folder."""
 
-    def update_folder_config(self, path: Path) -> dict[str, Any]:
+    def build_updated_folder_config(self, path: Path) -> dict[str, Any]:
         """
         Return the `config.json` of a folder with this model in place of the old one.
 

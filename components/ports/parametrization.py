@@ -29,6 +29,6 @@ class ModelScaling:
 class Parametrization(Protocol):
     """Rule for scaling a decoder relative to a smaller base model, whose best settings it keeps."""
 
-    def scale_model(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
+    def compute_scaling_for_size(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
         """Return the factors for a decoder with this width and depth; all are 1 for the base model."""
         ...

@@ -82,7 +82,7 @@ class OuterLayersSchedule(Protocol):
     Every rank also has the remaining layers and the head, and computes both for its share of the microbatches.
     """
 
-    def layers_in_stages(self, ranks: int, layers: int) -> int:
+    def count_layers_in_all_stages(self, ranks: int, layers: int) -> int:
         """Return the layer count over all stages. Raises UserError if `layers` can't be divided."""
         ...
 
@@ -275,7 +275,7 @@ class Executor(Protocol):
 class RepeatingExecutor(Executor, Protocol):
     """An executor that can repeat passes, for a comparison of their results."""
 
-    def repeat(self, state: StepState) -> None:
+    def repeat_passes(self, state: StepState) -> None:
         """Run the passes of `train` once more, for a comparison; routers do not count their tokens again."""
         ...
 

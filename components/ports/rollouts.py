@@ -182,7 +182,7 @@ class MakesRows(Protocol):
     """A phase's component that replaces each row of the data set by several longer ones, such as completions."""
 
     @classmethod
-    def predict_made_rows(cls, node: Any) -> tuple[int, int]:
+    def predict_rows_and_added_tokens(cls, node: Any) -> tuple[int, int]:
         """Return, from a node's settings, how many rows replace one row, and how many tokens longer these are."""
         ...
 

@@ -49,7 +49,7 @@ class RunFolder(Protocol):
 class EnvironmentSource(Protocol):
     """A node with choices made by the machine instead of the recipe, such as the GPU or a kernel."""
 
-    def list_machine_choices(self) -> Mapping[str, str]:
+    def list_automatic_choices(self) -> Mapping[str, str]:
         """Return choices by name, such as the GPU or a kernel; called on an open node."""
         ...
 
@@ -164,7 +164,7 @@ class Step:
         """
         self.before_update()
         flag: Tensor | None = self.state.get("skip")
-        if flag is not None and self.state.is_remote(flag):
+        if flag is not None and self.state.needs_host_copy(flag):
             update(flag)
         elif flag is None or not flag.item():
             update(None)
@@ -192,7 +192,7 @@ class DefersScaling(Protocol):
     defers_scaling: ClassVar[bool]
 
 
-def defers_scaling(phase: object) -> bool:
+def accepts_deferred_factors(phase: object) -> bool:
     """Return whether gradients may lack deferred factors when a phase runs."""
     return isinstance(phase, DefersScaling) and phase.defers_scaling
 
@@ -231,12 +231,12 @@ class PlannedPhase(Protocol):
     """A phase's component with values planned over the whole run, such as a learning-rate schedule."""
 
     @classmethod
-    def derives_from_total(cls, node: Any) -> bool:
+    def depends_on_total_steps(cls, node: Any) -> bool:
         """Return whether a different step count would change any step's value."""
         ...
 
     @classmethod
-    def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
+    def check_total_steps(cls, node: Any, total: int) -> Iterator[Problem]:
         """Yield problems with the node's settings in a run with `total` steps."""
         ...
 
@@ -425,9 +425,9 @@ class Metric(Protocol):
     """
     Numbers to record about every step.
 
-    Every rank calls `update` once a step. The results are combined over all ranks, together with all other metrics'
-    accumulators, and `compute` derives values from the totals, which are equal on every rank. A metric that reads only
-    values known to every rank needs no accumulators.
+    Every rank calls `measure_on_rank` once a step. The results are combined over all ranks, together with all other
+    metrics' accumulators, and `compute` derives values from the totals, which are equal on every rank. A metric that
+    reads only values known to every rank needs no accumulators.
     """
 
     @property
@@ -435,7 +435,7 @@ class Metric(Protocol):
         """Accumulators to combine over ranks, by name; equal on every rank once the run is open."""
         ...
 
-    def update(self, step: Step) -> Mapping[str, torch.Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, torch.Tensor]:
         """
         Return this rank's contributions by accumulator, on any device. An omitted accumulator gets no contribution.
         """
@@ -476,7 +476,7 @@ class Durable(Protocol):
 class KnownSteps(Protocol):
     """A node with recorded numbers for detecting damaged steps, such as a checkpoint store."""
 
-    def known_steps(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
+    def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
         """Return steps with some output numbers; None replaces a number that was not finite."""
         ...
 
@@ -589,7 +589,7 @@ class FinalTask(Protocol):
         """Return whether the task was completed with the weights after this step, perhaps by an earlier process."""
         ...
 
-    def finish(self, step: int) -> None:
+    def run_after_training(self, step: int) -> None:
         """Run the task with the weights after this step, and replace an earlier step's result."""
         ...
 
@@ -605,6 +605,6 @@ def is_due(cadence: Cadence, step: Step) -> bool:
     return cadence == "last" and step.is_last
 
 
-def check_cadence(value: Cadence) -> str | None:
+def describe_cadence_fault(value: Cadence) -> str | None:
     """Return a fault for a cadence below 1 step, else None."""
     return f"{value} steps is less than 1; 'never' turns it off" if isinstance(value, int) and value < 1 else None

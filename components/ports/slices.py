@@ -129,11 +129,11 @@ class ModelParameter:
         return self.tensor.dtype
 
     @property
-    def is_shared(self) -> bool:
+    def is_divided_among_ranks(self) -> bool:
         """Whether the parameter is divided among ranks."""
         return self.split is not None or is_dtensor(self.tensor)
 
-    def whole(self) -> Tensor:
+    def gather_whole(self) -> Tensor:
         """Gather the whole parameter, any shape; a collective over the ranks with its slices."""
         tensor: Any = self.tensor.detach()
         local: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
@@ -158,11 +158,11 @@ class QuantizedParameter(ModelParameter):
         return self.weight_shape
 
     @property
-    def is_shared(self) -> bool:
+    def is_divided_among_ranks(self) -> bool:
         """Whether other ranks are needed for the values: never."""
         return False
 
-    def whole(self) -> Tensor:
+    def gather_whole(self) -> Tensor:
         """Return the whole parameter as it was before it was quantized, any shape."""
         return self.read()
 

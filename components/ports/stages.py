@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange, stored_formats
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, quantized_parameter_formats
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
 from drawloom.graph import port
@@ -37,12 +37,12 @@ class Shards(Protocol):
     """
 
     @property
-    def by_block(self) -> bool:
+    def gathers_per_block(self) -> bool:
         """Whether blocks are gathered before use, so the program need not gather the stage."""
         ...
 
     @property
-    def by_microbatch(self) -> bool:
+    def reduces_per_microbatch(self) -> bool:
         """Whether gradients are reduced after every microbatch instead of only after the last."""
         ...
 
@@ -54,20 +54,20 @@ class Shards(Protocol):
         """Free the gathered parameters."""
         ...
 
-    def reduce_in_backward(self, is_last_in_step: bool) -> None:
+    def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         """Reduce gradients with the stage's next backward pass; `is_last_in_step` marks the step's last reduction."""
         ...
 
     def end_reduction(self) -> None:
-        """End the backward pass announced by `reduce_in_backward`; later passes only accumulate gradients."""
+        """End the backward pass announced by `reduce_in_next_backward`; later passes only accumulate gradients."""
         ...
 
-    def parts(self) -> Sequence["ReducedPart"]:
+    def list_reduced_parts(self) -> Sequence["ReducedPart"]:
         """Return the parameter groups for the executor itself to reduce, in an order common to all ranks."""
         ...
 
-    def reduce(self) -> None:
-        """Reduce the remaining gradients, in no group of `parts`, and end the reduction."""
+    def reduce_remaining_gradients(self) -> None:
+        """Reduce the remaining gradients, in no group of `list_reduced_parts`, and end the reduction."""
         ...
 
 
@@ -125,7 +125,7 @@ class Stage:
             if not name.startswith(f"{LOSS}.")
         }
         if (read_frozen := self.read_frozen) is not None:
-            for name, weight_format in stored_formats(self.module).items():
+            for name, weight_format in quantized_parameter_formats(self.module).items():
                 stored = parameters[name]
                 shape = weight_format.weight_shape(stored.shape)
                 read = partial(read_frozen, name, shape, stored.dtype)
@@ -194,12 +194,12 @@ class FrozenModel(Protocol):
         """The model's stages on this rank, with memory and values."""
         ...
 
-    def outline(self) -> None:
+    def build_meta_stages(self) -> None:
         """Build this rank's stages without memory and values, for plans."""
         ...
 
-    def outline_outputs(self, inputs: Any, context: BatchContext, finish: Finish) -> Any:
-        """Return `finish`'s result for a microbatch, a tree of meta tensors; after `outline`."""
+    def infer_meta_outputs(self, inputs: Any, context: BatchContext, finish: Finish) -> Any:
+        """Return `finish`'s result for a microbatch, a tree of meta tensors; after `build_meta_stages`."""
         ...
 
 
@@ -259,7 +259,7 @@ def use_averages_if_any(average: AveragedWeights | None) -> AbstractContextManag
     return nullcontext() if average is None else average.use_averages()
 
 
-def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
+def get_or_create_gradient(parameter: nn.Parameter) -> Tensor:
     """
     Return a parameter's gradient (any shape), not a copy; set it to zeros if it is None, because all ranks reduce the
     same tensors.
@@ -307,7 +307,7 @@ class FusedBackward(Protocol):
     fuses_backward: ClassVar[bool]
 
 
-def fuses_backward(component: object) -> bool:
+def computes_both_gradients_at_once(component: object) -> bool:
     """
     Return whether a model or transform, an object or a class, computes weight gradients together with input gradients.
     """

@@ -15,7 +15,7 @@ class Stager(Protocol):
     """
 
     @property
-    def copies(self) -> bool:
+    def makes_copies(self) -> bool:
         """Whether `stage` returns a copy; otherwise the state must not change until it is written."""
         ...
 

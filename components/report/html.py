@@ -38,7 +38,7 @@ class HtmlReport:
         """Return whether rank 0 has a report for this step. A collective, equal on all ranks."""
         return bool(run_on_rank0(self.mesh.world, lambda: self._has_report_of_step(step)))
 
-    def finish(self, step: int) -> None:
+    def run_after_training(self, step: int) -> None:
         """Write the report on rank 0."""
         if self.mesh.world.rank == 0:
             try:

@@ -17,7 +17,7 @@ from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import RecipeError, UserError
-from drawloom.graph.inspect.serialize import flatten, serialize_recipe
+from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.toml.emit import dumps
@@ -99,7 +99,7 @@ def find_differing_settings(recipes: Sequence[str]) -> list[tuple[str, list[str]
 def parse_recipe_settings(text: str) -> dict[str, str]:
     """Return the values of a resolved recipe as TOML, by `node.key`. Empty for a recipe that can't be read."""
     try:
-        nodes: Mapping[str, Mapping[str, Any]] = flatten(serialize_recipe(MergedRecipe.of(parse(text))))
+        nodes: Mapping[str, Mapping[str, Any]] = flatten_inline_nodes(serialize_recipe(MergedRecipe.of(parse(text))))
     except (RecipeError, ValueError):
         return {}
     return {f"{name}.{key}": dumps(value) for name, node in nodes.items() for key, value in node.items()}

@@ -134,7 +134,7 @@ class StageRollouts:
         scale = None if self.temperature == 1 else torch.tensor(self.temperature, device=device)
         known, starts = tokens.to(device), starts.to(device)
 
-        def finish(hidden: Tensor, head: Head) -> Tensor:
+        def draw_from_last_position(hidden: Tensor, head: Head) -> Tensor:
             """Draw from the last position's logits; the result is (rows, 3)."""
             column = position - 1 - first
             last = hidden[:, column : column + 1]
@@ -147,7 +147,7 @@ class StageRollouts:
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
 
         outputs: dict[int, Tensor] = {}
-        self.model.infer_microbatches([(window, context)], outputs.__setitem__, finish)
+        self.model.infer_microbatches([(window, context)], outputs.__setitem__, draw_from_last_position)
         drawn = torch.zeros(len(tokens), 3, dtype=torch.float64)
         if outputs and self.mesh.indices.tensor == 0:  # ranks along `tensor` have the same logits
             drawn = outputs[0].cpu()

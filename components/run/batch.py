@@ -72,10 +72,10 @@ class GlobalBatch:
         return not any(_explain_uneven_sizes(self.global_size, self.ramp, self.micro_size, replicas))
 
     def first_position(self, step: int) -> int:
-        return self._locate_step(step)[0]
+        return self._compute_first_position_and_size(step)[0]
 
     def microbatch_positions(self, step: int) -> list[list[int]]:
-        first, size = self._locate_step(step)
+        first, size = self._compute_first_position_and_size(step)
         share = size // self.dp_size
         if self.deal == "in_turn":
             local = range(first + self.dp_rank, first + size, self.dp_size)
@@ -83,7 +83,7 @@ class GlobalBatch:
             local = range(first + self.dp_rank * share, first + (self.dp_rank + 1) * share)
         return [list(local[start : start + self.micro_size]) for start in range(0, share, self.micro_size)]
 
-    def _locate_step(self, step: int) -> tuple[int, int]:
+    def _compute_first_position_and_size(self, step: int) -> tuple[int, int]:
         """Return a step's first position and size."""
         done = position = 0
         for stage in self.ramp:

@@ -16,7 +16,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import FILES, EnvironmentSource, ReadsFiles, RunInfo
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import create_folder, open_untrusted_file
+from drawloom.components.storage.regular_file import create_folder_unless_link, open_untrusted_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, component
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
@@ -54,7 +54,7 @@ class LockedFolder:
     def open(self) -> None:
         """Create and lock the folder. Raises UserError on all ranks if this recipe may not continue its run."""
         try:
-            self._compare_ranks()
+            self._check_ranks_have_equal_recipes()
             self._is_new = run_on_rank0(self.mesh.world, self._acquire_folder)
         except BaseException:
             self.close()
@@ -96,7 +96,7 @@ class LockedFolder:
         is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
-        self._changes = find_safe_changes(self.folder, self.recipe) if _has_steps(self.folder) else []
+        self._changes = list_recipe_changes_if_safe(self.folder, self.recipe) if _has_steps(self.folder) else []
         return is_new
 
     def _write_run_records(self) -> None:
@@ -104,14 +104,16 @@ class LockedFolder:
         write_recipe(self.folder, self.recipe, self._changes)
         for node, reader in self.readers.items():
             for setting, paths in reader.list_input_files().items():
-                copy_files(create_folder(create_folder(self.folder / FILES) / node) / setting, paths)
+                copy_files(
+                    create_folder_unless_link(create_folder_unless_link(self.folder / FILES) / node) / setting, paths
+                )
 
         content = json.dumps(read_environment(self.environments), indent=1).encode()
-        path = create_folder(self.folder / "log") / ENVIRONMENT
+        path = create_folder_unless_link(self.folder / "log") / ENVIRONMENT
         if not path.is_file() or path.read_bytes() != content:
             replace_file(path, content)
 
-    def _compare_ranks(self) -> None:
+    def _check_ranks_have_equal_recipes(self) -> None:
         """Raise UserError on all ranks if their recipes differ."""
         hashes = self.mesh.world.gather_json(self.recipe.hash)
         if different := [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]:
@@ -133,12 +135,12 @@ def read_environment(sources: Mapping[str, EnvironmentSource]) -> dict[str, str]
     chosen = {
         f"{node}.{key}": value
         for node, source in sources.items()
-        for key, value in source.list_machine_choices().items()
+        for key, value in source.list_automatic_choices().items()
     }
     return versions | chosen
 
 
-def find_safe_changes(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
+def list_recipe_changes_if_safe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
     """
     Return the changes since the folder's recipe.lock.toml; none if the file does not exist.
 
@@ -182,7 +184,7 @@ def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChang
 
 def copy_files(folder: Path, paths: Sequence[Path]) -> None:
     """Copy files into the run folder, to make the run independent of the originals."""
-    create_folder(folder)
+    create_folder_unless_link(folder)
     for path in paths:
         content, copy = path.read_bytes(), folder / path.name
         if _read_file_content(copy) != content:

@@ -8,11 +8,11 @@ from typing import Any
 from drawloom.graph import UserError, between, component, setting
 
 
-def _check_name(name: str) -> str | None:
+def _describe_name_fault(name: str) -> str | None:
     if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
         why = f"{name!r} is not a plain file name"
         last = name.rpartition("/")[2]
-        if last != name and _check_name(last) is None:
+        if last != name and _describe_name_fault(last) is None:
             return f'{why}; write name = "{last}", and the path of the run folder as folder = "runs/{name}"'
         return f"{why}; write one without slashes and without a leading dot"
     return None
@@ -22,7 +22,7 @@ def _check_name(name: str) -> str | None:
 class NamedRun:
     """A run's name, folder and seed."""
 
-    name: str = setting(impact="safe", check=_check_name, doc="run name, also the folder name")
+    name: str = setting(impact="safe", check=_describe_name_fault, doc="run name, also the folder name")
     folder: Path | None = setting(
         default=None,
         impact="safe",
@@ -47,7 +47,7 @@ class NamedRun:
         return {"folder": str(self.path)}
 
     @classmethod
-    def settings_in_folder(
+    def settings_to_stay_in_folder(
         cls, settings: Mapping[str, Any], explicit_keys: Collection[str], folder: str
     ) -> dict[str, Any]:
         """Return settings to keep a moved run in its folder, unless `explicit_keys` contains a folder or a name."""

@@ -55,8 +55,8 @@ def _release_if_held(lock: FolderLock | None) -> None:
 def _lock_folder(directory: int, file: int, folder: Path) -> None:
     """Lock the folder, if its file system can, and the file in it. Raises UserError."""
     try:
-        _try_lock_file(directory)
-        reason = _try_lock_file(file)
+        _lock_file_or_explain(directory)
+        reason = _lock_file_or_explain(file)
     except BlockingIOError:
         raise UserError(f"{folder} is in use by {_read_holder(file)}; wait for it, or use another run name") from None
     if reason:
@@ -66,7 +66,7 @@ def _lock_folder(directory: int, file: int, folder: Path) -> None:
         )
 
 
-def _try_lock_file(descriptor: int) -> str:
+def _lock_file_or_explain(descriptor: int) -> str:
     """
     Lock an open file, and return the reason if its file system has no locks, else "".
 

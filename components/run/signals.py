@@ -52,7 +52,7 @@ class _SignalReader:
     ) -> None:
         self._handled = handled
         self._debounce = debounce
-        self._on_signal = on_signal
+        self._record_signal_and_get_grace = on_signal
         self._exit_after_grace = on_expired
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)  # set_wakeup_fd requires it
@@ -82,7 +82,7 @@ class _SignalReader:
                 if count and time.monotonic() - began < self._debounce:
                     continue
                 count, first, began = count + 1, first or number, began or time.monotonic()
-                grace = self._on_signal(number, count)
+                grace = self._record_signal_and_get_grace(number, count)
                 end = end if grace is None else time.monotonic() + grace
 
 
@@ -119,9 +119,9 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         handled = {*HANDLED, *(signal.Signals[name] for name in self.extra_signals)}
-        self._reader = _SignalReader(handled, self.debounce, self._on_signal, self._exit_after_grace)
+        self._reader = _SignalReader(handled, self.debounce, self._record_signal_and_get_grace, self._exit_after_grace)
         for number in handled:
-            self._before[number] = signal.signal(number, self._handle)
+            self._before[number] = signal.signal(number, self._record_or_raise_signal)
 
     def close(self) -> None:
         """Restore the earlier handlers."""
@@ -146,10 +146,10 @@ class Signals:
 
     def stop_on_signal(self) -> AbstractContextManager[None]:
         """Return a context in whose body a signal raises StoppedError in the main thread."""
-        return self._raise_on_signals()
+        return self._raise_stopped_on_signals()
 
     @contextmanager
-    def _raise_on_signals(self) -> Iterator[None]:
+    def _raise_stopped_on_signals(self) -> Iterator[None]:
         self._finishing = self._raises = True
         try:
             if self._received:
@@ -158,7 +158,7 @@ class Signals:
         finally:
             self._raises = False
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _record_or_raise_signal(self, number: int, _frame: FrameType | None) -> None:
         """Record a signal, and raise StoppedError after training. Runs in the main thread, perhaps late."""
         self._received = self._received or number
         if self._raises:
@@ -169,7 +169,7 @@ class Signals:
         log.info("stopped by signal %d after training; the same command completes the run", number)
         raise StoppedError(number)
 
-    def _on_signal(self, number: int, count: int) -> float | None:
+    def _record_signal_and_get_grace(self, number: int, count: int) -> float | None:
         """
         Return the grace period for the first signal, None for later ones. Runs in the signal reader's thread.
 

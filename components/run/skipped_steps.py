@@ -23,9 +23,9 @@ class SkippedSteps:
         """Add a completed step."""
         self._unread = step
         if step.state.is_on_host or step.is_last:
-            self.count_added_step()
+            self.wait_and_count_added_step()
 
-    def count_added_step(self) -> None:
+    def wait_and_count_added_step(self) -> None:
         """
         Count the last step unless it is counted already, and wait for its numbers.
 

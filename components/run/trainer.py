@@ -27,13 +27,13 @@ from drawloom.components.ports.run import (
     Stop,
     StoppedError,
     StoppingPhase,
-    defers_scaling,
+    accepts_deferred_factors,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.batch_leaves import find_missing_leaves
 from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import Every, Ordered, at_least, component, setting
-from drawloom.graph.component import find_declared_flow
+from drawloom.graph.component import find_declared_reads_and_writes
 from drawloom.graph.problems import Problem, did_you_mean
 from drawloom.graph.wiring.node import NodeView
 
@@ -74,15 +74,15 @@ class Trainer:
         phases = node.neighbours("phases")
         for phase in phases:
             if issubclass(phase.component, PlannedPhase):
-                yield from phase.component.check_total(phase, node.settings["steps"])
+                yield from phase.component.check_total_steps(phase, node.settings["steps"])
         written = {
             value
             for phase in phases
             if phase.settings.get("every") != "never"
-            for value in find_declared_flow(phase.component).writes
+            for value in find_declared_reads_and_writes(phase.component).writes
         }
         for phase in phases:
-            reads = (value.removesuffix("?") for value in find_declared_flow(phase.component).reads)
+            reads = (value.removesuffix("?") for value in find_declared_reads_and_writes(phase.component).reads)
             known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
             for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
                 value = phase.settings[key]
@@ -98,24 +98,24 @@ class Trainer:
         """
         Train from the newest checkpoint, or from the start, to the last step.
 
-        Calls every callback after every step, as in a loop over `iterate`. Returns 0, or the stopping signal's number,
-        such as SIGINT for Ctrl-C. A stopped run is saved, and the same command resumes it.
+        Calls every callback after every step, as in a loop over `run_and_yield_steps`. Returns 0, or the stopping
+        signal's number, such as SIGINT for Ctrl-C. A stopped run is saved, and the same command resumes it.
         """
-        for step in self.iterate() if callbacks else self._iterate(is_watched=False):
+        for step in self.run_and_yield_steps() if callbacks else self._iterate_until_stopped(is_watched=False):
             for callback in callbacks:
                 callback(step)
         return self._signal
 
-    def iterate(self) -> Iterator[Step]:
+    def run_and_yield_steps(self) -> Iterator[Step]:
         """
         Train like `run`, and yield every step after its phases.
 
         A call of the step's `stop` ends the run after the step, with a checkpoint and the final tasks; one rank's call
         is enough. If the loop is left early, the run is as after a kill: it resumes from its newest checkpoint.
         """
-        return self._iterate(is_watched=True)
+        return self._iterate_until_stopped(is_watched=True)
 
-    def _iterate(self, *, is_watched: bool) -> Iterator[Step]:
+    def _iterate_until_stopped(self, *, is_watched: bool) -> Iterator[Step]:
         self._signal = 0
         try:
             yield from self._train_steps(is_watched=is_watched)
@@ -129,14 +129,16 @@ class Trainer:
     def _train_steps(self, *, is_watched: bool) -> Iterator[Step]:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
-        self._after_restore(done)
+        self._call_after_restore_hooks(done)
         reason = self._find_stop_reason() if done else ""
         self._log_start(done, reason)
         self._last_step, self._end_reason = done, reason
         while done < self.steps and not reason:
             step = self._make_step(done + 1)
             self._run_step(step)
-            done, reason = (self._go_back(step), "") if step.goes_back else (step.index, step.stop_reason)
+            done, reason = (
+                (self._restore_newest_checkpoint(step), "") if step.goes_back else (step.index, step.stop_reason)
+            )
             self._last_step, self._end_reason = done, reason
             yield step
             if is_watched and not reason and not step.goes_back and done < self.steps:
@@ -179,16 +181,16 @@ class Trainer:
             return Step(index, self.steps, defers_scaling=True)
         return Step(index, self.steps, before_update=self.checkpointer.wait_until_staged, defers_scaling=True)
 
-    def _after_restore(self, done: int) -> None:
+    def _call_after_restore_hooks(self, done: int) -> None:
         for node in self.restored.values():
             node.after_restore(done)
 
-    def _go_back(self, step: Step) -> int:
+    def _restore_newest_checkpoint(self, step: Step) -> int:
         """Restore the newest checkpoint and return its step; return this step if there is no checkpoint."""
         with self._emit_saving_events(step):  # restoring may take as long as saving
             done = self.checkpointer.restore() if self.checkpointer else 0
             if done:
-                self._after_restore(done)
+                self._call_after_restore_hooks(done)
                 log.info("resuming after step %d", done)
             else:
                 log.warning("there is no checkpoint to go back to: only step %d is skipped", step.index)
@@ -200,7 +202,7 @@ class Trainer:
         for task in self.on_finish:
             try:
                 if not task.is_finished(last):
-                    task.finish(last)
+                    task.run_after_training(last)
             except RankError as error:
                 errors.append(error)
         if errors:
@@ -217,14 +219,14 @@ class Trainer:
             with self._emit_saving_events(step) if saves else nullcontext():
                 phase.run_phase(step)
             # The GPU computes this step's first phase while the host reads the numbers of the last step.
-            self._skipped.count_added_step()
+            self._skipped.wait_and_count_added_step()
             self._agree_on_stop(step, name, phase, asked)
             self.events.emit(Event("phase_ended", step, name))
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
         self._skipped.add_step(step)
         if signal := self.stop.agree_on_signal():
-            self._skipped.count_added_step()
+            self._skipped.wait_and_count_added_step()
             self._save_and_stop(step, signal)
         if self.checkpointer:
             self.checkpointer.keep_in_memory(step)
@@ -233,9 +235,9 @@ class Trainer:
     def _gradient_reader_names(self) -> set[str]:
         """Names of phases that read gradients, and need all deferred factors multiplied in first."""
         values = {
-            name: (*find_declared_flow(phase).reads, *find_declared_flow(phase).changes)
+            name: (*find_declared_reads_and_writes(phase).reads, *find_declared_reads_and_writes(phase).changes)
             for name, phase in zip(self.phases.names, self.phases, strict=True)
-            if not defers_scaling(phase)
+            if not accepts_deferred_factors(phase)
         }
         return {name for name, read in values.items() if not {"gradients", "gradients?"}.isdisjoint(read)}
 
@@ -283,4 +285,4 @@ class Trainer:
 
 def _depends_on_step_count(phase: Any) -> bool:
     """Return whether a phase, such as a decaying learning rate, depends on the run's total step count."""
-    return issubclass(phase.component, PlannedPhase) and phase.component.derives_from_total(phase)
+    return issubclass(phase.component, PlannedPhase) and phase.component.depends_on_total_steps(phase)

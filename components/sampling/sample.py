@@ -53,7 +53,7 @@ class Sample:
         """Return whether `sample.txt` on rank 0 already has this step's text. A collective, equal on all ranks."""
         return bool(run_on_rank0(self.mesh.world, lambda: self._has_sample_of_step(step)))
 
-    def finish(self, step: int) -> None:
+    def run_after_training(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective."""
         with use_averages_if_any(self.average):
             text = self._sample_text_or_error() if self.mesh.replicas.rank == 0 else ""
@@ -75,7 +75,7 @@ class Sample:
     def _sample_conversation(self, chat: ChatPrompts) -> str:
         """Return the user's message with the model's answer."""
         prompt = chat.encode_messages([{"role": "user", "content": self.prompt}]).tolist()
-        answer = self._make_sampler(chat.answer_ends).sample_continuation(prompt, self.tokens)
+        answer = self._make_sampler(chat.answer_end_ids).sample_continuation(prompt, self.tokens)
         return f"user: {self.prompt}\nassistant: {self.tokenizer.decode([*answer])}"
 
     def _log_and_write_text(self, step: int, text: str) -> None:

@@ -50,10 +50,10 @@ class ActivationSpecs:
         # Without a cache, because the pass would extend it.
         with torch.no_grad():
             return copy_tree_to_meta(
-                self._get_module(span)(previous, copy_tree_to_meta(attrs.evolve(shared, cache=None)))
+                self._get_or_build_meta_module(span)(previous, copy_tree_to_meta(attrs.evolve(shared, cache=None)))
             )
 
-    def _get_module(self, span: LayerRange) -> nn.Module:
+    def _get_or_build_meta_module(self, span: LayerRange) -> nn.Module:
         if span not in self._modules:
             self._modules[span] = self.build(span)
         return self._modules[span]

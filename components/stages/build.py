@@ -77,7 +77,7 @@ class StageBuilder:
         modules = {index: self.build_stage_module(spans[index]) for index in local}
         for module in modules.values():
             for dimension in self.dimensions:
-                slices = dimension.split(module)
+                slices = dimension.apply_to_meta_module(module)
                 splits |= slices
                 if isinstance(dimension, ExpertDimension):
                     experts |= slices.keys()
@@ -102,7 +102,9 @@ class StageBuilder:
     def build_for_activations(self, span: LayerRange) -> nn.Module:
         """Build a layer range's split module in its layers' compute dtypes."""
         module = self.build_stage_module(span)
-        splits = {name: part for dimension in self.dimensions for name, part in dimension.split(module).items()}
+        splits = {
+            name: part for dimension in self.dimensions for name, part in dimension.apply_to_meta_module(module).items()
+        }
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(choose_layer_dtype(name, self.precision))
@@ -132,7 +134,7 @@ class StageBuilder:
             return build_layer_ranges(sizes)
         try:
             if isinstance(self.schedule, OuterLayersSchedule):
-                layers = self.schedule.layers_in_stages(ranks, layers)
+                layers = self.schedule.count_layers_in_all_stages(ranks, layers)
             return partition_layers(layers, stages, self.embedding_layer_cost, self.head_layer_cost)
         except ValueError as error:
             raise UserError(f"{error}; use fewer stages", exit_code=2) from error

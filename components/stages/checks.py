@@ -104,7 +104,7 @@ def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]
             yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 
 
-def check_single_recompute(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
+def check_recompute_is_set_once(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
     """Yield a problem for a recompute policy if the schedule also has a policy by stage."""
     if stages.settings["recompute"] != "none" and (
         schedule.settings.get("recompute") or _find_recompute_policies(schedule, mesh)
@@ -122,7 +122,7 @@ def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iter
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
     if isinstance(built, OuterLayersSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            in_stages = built.layers_in_stages(PerDimension.from_settings(mesh.settings).pipeline, layers)
+            in_stages = built.count_layers_in_all_stages(PerDimension.from_settings(mesh.settings).pipeline, layers)
             if in_stages < layers:
                 yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
     if policies := describe_policies(_find_recompute_policies(schedule, mesh)):

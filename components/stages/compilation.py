@@ -10,7 +10,7 @@ from drawloom.components.parallel.pipeline import build_schedule_or_none
 from drawloom.components.pipeline.program.lowering import build_program_for_lowering
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.program import BACKWARD_INPUT
-from drawloom.components.ports.stages import fuses_backward
+from drawloom.components.ports.stages import computes_both_gradients_at_once
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 
@@ -36,7 +36,7 @@ def warn_compiled_split_backward(stages: NodeView, schedule: NodeView, mesh: Nod
         text = f"a compiled block computes weight gradients together with input gradients, {effect}"
         yield stages.warning("compile", text, f"write compile = false, {alternative}")
     for part in (*stages.neighbours("model"), *stages.neighbours("transforms")):
-        if fuses_backward(part.component):
+        if computes_both_gradients_at_once(part.component):
             text = f"{part.use!r} computes weight gradients together with input gradients, {effect}"
             hint = f"replace it by recompute or compile in [{stages.name}], {alternative}"
             yield part.warning("use", text, hint)

@@ -59,7 +59,7 @@ class FrozenStages:
                 if dimension.splits_work:
                     yield from dimension.check(nodes)
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Raise UserError if `weights` is not a folder of readable safetensors files."""
         if self.weights is not None:
             try:
@@ -73,9 +73,9 @@ class FrozenStages:
         self._stages.open()
         self._fingerprint = str(self._stages.state_dict()[FROZEN])
 
-    def outline(self) -> None:
+    def build_meta_stages(self) -> None:
         self._stages = self._create_stages()
-        self._stages.outline()
+        self._stages.build_meta_stages()
 
     def _create_stages(self) -> MaterializedStages:
         no_loss: Any = None
@@ -97,7 +97,7 @@ class FrozenStages:
     def forward_stages(self) -> ForwardStages:
         return self._stages
 
-    def outline_outputs(self, inputs: Any, context: BatchContext, finish: Finish) -> Any:
+    def infer_meta_outputs(self, inputs: Any, context: BatchContext, finish: Finish) -> Any:
         count = self.model.num_hidden_layers
         span = LayerRange(count, count, embedding=True, head=True)
         with torch.no_grad():

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.parallel.data_shard import get_local_slice, get_tensor_slice
-from drawloom.components.ports.model import BufferOwner, LanguageModel, Model, PretrainedModel, stored_formats
+from drawloom.components.ports.model import (
+    BufferOwner,
+    LanguageModel,
+    Model,
+    PretrainedModel,
+    quantized_parameter_formats,
+)
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
@@ -127,7 +133,7 @@ class InitialValues:
 
     def _draw_random_weights(self, module: nn.Module) -> None:
         """Fill a module's parameters with random values, except for adapters and loss."""
-        in_adapters, formats = adapter_parameter_names(module), stored_formats(module)
+        in_adapters, formats = adapter_parameter_names(module), quantized_parameter_formats(module)
         for name, parameter in module.named_parameters():
             if name.startswith(f"{LOSS}.") or name in in_adapters:
                 continue

@@ -24,7 +24,11 @@ from drawloom.components.parallel.float8_layers import (
     describe_float8,
     find_float8_candidates,
 )
-from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, find_quantizable_weights
+from drawloom.components.parallel.frozen_formats import (
+    check_frozen_weight_format,
+    describe_frozen_weight_format,
+    find_quantizable_weights,
+)
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
@@ -45,7 +49,7 @@ from drawloom.components.stages.checks import (
     check_loss_is_not_module,
     check_memory_policy,
     check_offload,
-    check_single_recompute,
+    check_recompute_is_set_once,
     describe_layers,
     describe_recompute_fault,
     describe_recompute_policy,
@@ -167,10 +171,10 @@ class MaterializedStages:
                 yield from dimension.check(nodes)
             if schedule := node.neighbour("schedule"):
                 yield from warn_compiled_split_backward(node, schedule, nodes.mesh)
-                yield from check_single_recompute(node, schedule, nodes.mesh)
+                yield from check_recompute_is_set_once(node, schedule, nodes.mesh)
             yield from check_cuda_graphs(nodes)
             yield from check_float8(nodes)
-            yield from check_frozen(nodes)
+            yield from check_frozen_weight_format(nodes)
         yield from warn_narrowed_weights(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
@@ -188,14 +192,14 @@ class MaterializedStages:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         if nodes := find_stage_nodes(node):
             yield from describe_float8(nodes)
-            yield from describe_frozen(nodes)
+            yield from describe_frozen_weight_format(nodes)
             for dimension in DIMENSIONS:
                 yield from dimension.notes(nodes)
             schedule = node.neighbour("schedule")
             if schedule and nodes.model:
                 yield from describe_layers(schedule, nodes.mesh, nodes.model)
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Raise UserError if `weights` is not a folder of readable safetensors files, or the GPU lacks float8."""
         if self.precision.linear == "float8":
             check_gpu_supports_float8(self.device.device)
@@ -218,11 +222,11 @@ class MaterializedStages:
             if self.compile:
                 compile_blocks(self.model.blocks(module))
             make_recomputable(self.model.blocks(module))
-        self._parameters.open()
+        self._parameters.find_ranks_with_parameters()
         self._fingerprint = self._values.fingerprint_frozen_source(self._parameters.all_parameters().values())
         self._check_precision_patterns()
 
-    def outline(self) -> None:
+    def build_meta_stages(self) -> None:
         """Build and parallelize this rank's stages without memory and values, for plans."""
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
@@ -264,8 +268,8 @@ class MaterializedStages:
             mesh=self.mesh,
             precision=self._model_precision,
             blocks=self.model.blocks,
-            by_block=gathers_by_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
-            by_microbatch=self.sync_each_microbatch,
+            gathers_per_block=gathers_by_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
+            reduces_per_microbatch=self.sync_each_microbatch,
             bucket_bytes=self.bucket_bytes,
             # A CUDA graph does not run the hooks with which replicas sum gradients during a backward pass.
             overlaps=not self.capture,

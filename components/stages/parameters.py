@@ -47,10 +47,10 @@ class StageParameters:
         ]
         self._named = {name: parameter for trained in self._trained for name, parameter in trained.items()}
 
-    def open(self) -> None:
+    def find_ranks_with_parameters(self) -> None:
         """Determine which other ranks have these parameters; a collective."""
         for dimension in self.dimensions:
-            dimension.open(self._named)
+            dimension.find_replicated_parameters(self._named)
 
     def roles(self) -> dict[str, Role]:
         """Return the trained parameters' roles, as the stages' modules declare them."""

@@ -90,7 +90,7 @@ class Batch:
         """Return whether each row is known to be one document."""
         return False
 
-    def without_weights(self) -> Self:
+    def with_zero_weights(self) -> Self:
         """Return the same rows with weight 0."""
         return self.evolve(weights=torch.zeros_like(self.weights))
 
@@ -105,14 +105,14 @@ class Batch:
     def map_tensors(self, function: Callable[[Tensor], Tensor], specs: Set[LeafSpec]) -> Self:
         """Return a copy with `function` applied to every tensor whose leaf has one of the specs."""
 
-        def change(value: Any) -> Any:
+        def apply_to_tensor(value: Any) -> Any:
             return function(value) if isinstance(value, Tensor) else value
 
         changed = {}
         for name, spec in self.specs.items():
             if spec in specs:
                 value = getattr(self, name)
-                changed[name] = function(value) if isinstance(value, Tensor) else map_leaves(change, value)
+                changed[name] = function(value) if isinstance(value, Tensor) else map_leaves(apply_to_tensor, value)
         return self.evolve(**changed)
 
     def take_rows(self, rows: slice) -> Self:

@@ -76,11 +76,11 @@ class StepState:
     ) -> None:
         self._copies: list[tuple[list[Tensor], HostCopy]] = []
         self._read: dict[int, float] = {}
-        self.split(microbatches, specs or {})
+        self.clear_for_new_step(microbatches, specs or {})
         for name, value in (values or {}).items():
             self[name] = value
 
-    def split(self, microbatches: int, specs: Mapping[str, SpecTree]) -> None:
+    def clear_for_new_step(self, microbatches: int, specs: Mapping[str, SpecTree]) -> None:
         """
         Begin a step: drop all values, and set the microbatch count and the specs to shard and join values.
 
@@ -89,7 +89,7 @@ class StepState:
         if microbatches < 0:
             raise PipelineStateError(f"a step has at least 0 microbatches, not {microbatches}")
         for key, spec in specs.items():
-            _with_location(f"the specification of {key!r}", partial(check_spec, spec))
+            _add_location_to_errors(f"the specification of {key!r}", partial(check_spec, spec))
         self.microbatches, self._specs = microbatches, dict(specs)
         self._copies, self._read = [], {}
         self._written: dict[str, Any] = {}  # by name, values that were written in the global view
@@ -132,7 +132,7 @@ class StepState:
         """Return the microbatches, counted from 0, with a written value; [] if it was never written."""
         return [*range(self.microbatches)] if key in self._written else sorted(self._shards.get(key, ()))
 
-    def is_remote(self, tensor: Tensor) -> bool:
+    def needs_host_copy(self, tensor: Tensor) -> bool:
         """Return whether the host has to wait for a device to read a tensor."""
         return tensor.is_cuda
 
@@ -147,7 +147,7 @@ class StepState:
         Tensors that were copied before are not copied again. Tensors on the CPU are not copied.
         """
         known = {id(tensor) for tensors, _ in self._copies for tensor in tensors}
-        tensors = [tensor for tensor in self._iterate_remote_tensors() if id(tensor) not in known]
+        tensors = [tensor for tensor in self._iterate_tensors_on_device() if id(tensor) not in known]
         if tensors:
             flat = {
                 str(dtype): torch.cat([tensor.reshape(-1) for tensor in tensors if tensor.dtype == dtype])
@@ -159,9 +159,9 @@ class StepState:
     def is_on_host(self) -> bool:
         """Return whether the host can read all values of the global view without waiting for a device."""
         arrived = {id(tensor) for tensors, copy in self._copies if copy.has_arrived for tensor in tensors}
-        return all(id(tensor) in arrived for tensor in self._iterate_remote_tensors())
+        return all(id(tensor) in arrived for tensor in self._iterate_tensors_on_device())
 
-    def on_host(self, key: str) -> Any:
+    def read_on_host(self, key: str) -> Any:
         """Return a value of the global view with its tensors on the CPU; waits for their copy. Any thread may call."""
         self.copy_to_host()
         copies = dict(self._iterate_host_copies_by_id())
@@ -170,20 +170,20 @@ class StepState:
     def number(self, key: str) -> float:
         """Return a number of the global view; waits for its copy to the host. Raises MissingStateError."""
         value = self[key]
-        if not isinstance(value, Tensor) or not self.is_remote(value):
+        if not isinstance(value, Tensor) or not self.needs_host_copy(value):
             return float(value)
         if id(value) not in self._read:  # the state keeps every tensor that was copied, so that ids are unique
-            self._read[id(value)] = float(self.on_host(key))
+            self._read[id(value)] = float(self.read_on_host(key))
         return self._read[id(value)]
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers written in the global view by name: floats, and float tensors without dimensions."""
         return {key: self.number(key) for key, value in self._written.items() if _is_number(value)}
 
-    def _iterate_remote_tensors(self) -> Iterator[Tensor]:
+    def _iterate_tensors_on_device(self) -> Iterator[Tensor]:
         """Yield the tensors written in the global view that are not on the CPU."""
         for value in self._written.values():
-            yield from (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor) and self.is_remote(leaf))
+            yield from (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor) and self.needs_host_copy(leaf))
 
     def _iterate_host_copies_by_id(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
@@ -201,7 +201,7 @@ class StepState:
         shards = [self._shards[key][index] for index in range(self.microbatches)]
         spec = self._specs[key] if key in self._specs else self._inferred.get(key)
         spec = infer_shard_spec(shards[0]) if spec is None else spec
-        return _with_location(f"[{key!r}]", partial(unshard_tree, shards, spec))
+        return _add_location_to_errors(f"[{key!r}]", partial(unshard_tree, shards, spec))
 
     def _read_microbatch_shard(self, key: str, index: int, location: str) -> Any:
         """Return a value's shard for one microbatch; MissingStateError if it was not written."""
@@ -219,7 +219,7 @@ class StepState:
     def _get_shards(self, key: str, location: str) -> dict[int, Any]:
         """Return a value's shards by microbatch; a value written in the global view is sharded first."""
         if key not in self._shards:
-            shards = _with_location(location, partial(self._split_value, key)) if key in self._written else {}
+            shards = _add_location_to_errors(location, partial(self._split_value, key)) if key in self._written else {}
             self._shards[key] = shards
         return self._shards[key]
 
@@ -281,7 +281,7 @@ def _detach(value: Any) -> Any:
     return value
 
 
-def _with_location(location: str, work: Callable[[], Any]) -> Any:
+def _add_location_to_errors(location: str, work: Callable[[], Any]) -> Any:
     """Return the result of `work`; a ValueError gets the location in its message."""
     try:
         return work()

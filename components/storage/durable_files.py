@@ -32,7 +32,7 @@ class FileWriter:
     descriptor: int
     sha256: Sha256Stream | None = None
 
-    def put(self, data: memoryview, offset: int) -> None:
+    def write_at(self, data: memoryview, offset: int) -> None:
         """Write all bytes at an offset."""
         for start in range(0, len(data), CHUNK):
             piece, position = data[start : start + CHUNK], offset + start
@@ -68,7 +68,7 @@ def create_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
 def create_file_with(path: Path, data: bytes) -> Content:
     """Create a file with these bytes, and flush it to disk. Raises OSError if it exists."""
     with create_file(path) as file:
-        file.put(memoryview(data), 0)
+        file.write_at(memoryview(data), 0)
     return file.content()
 
 
@@ -157,7 +157,7 @@ class TempFolder:
             remove_folder(self.folder)
 
 
-def remove_folder_at_once(target: Path) -> None:
+def remove_folder_atomically(target: Path) -> None:
     """Rename a folder, so it disappears at once, and remove it under its temporary name."""
     target = target.absolute()
     if target.is_dir():

@@ -109,7 +109,7 @@ def open_to_append(path: Path) -> int:
         raise UserError(f"{path} can't be written ({error.strerror}); remove it, or use another run name") from error
 
 
-def create_folder(path: Path) -> Path:
+def create_folder_unless_link(path: Path) -> Path:
     """Create a folder in a run folder, if it is missing. Raises UserError if a link or a file has its name."""
     try:
         path.mkdir(exist_ok=True)

@@ -75,10 +75,10 @@ def iterate_tensor_leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]
             yield from iterate_tensor_leaves([*content.values()] if kind == "dict" else content)
 
 
-def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
+def narrow_tensors_to_slices(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
     """Return a tree with slices in place of the tensors named in `parts`; existing slices are narrowed further."""
     if isinstance(tree, list):
-        return [narrow_tree(part, parts) for part in tree]
+        return [narrow_tensors_to_slices(part, parts) for part in tree]
     if not isinstance(tree, dict):
         return tree
     [(kind, content)] = tree.items()
@@ -88,8 +88,8 @@ def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
         name = content["tensor"]
         return _make_slice_leaf(name, TensorSlice.compose(_parse_slice(content), parts[name]) or parts[name])
     if kind == "dict":
-        return {kind: {key: narrow_tree(part, parts) for key, part in content.items()}}
-    return {kind: narrow_tree(content, parts)} if kind == "tuple" else tree
+        return {kind: {key: narrow_tensors_to_slices(part, parts) for key, part in content.items()}}
+    return {kind: narrow_tensors_to_slices(content, parts)} if kind == "tuple" else tree
 
 
 def list_dict_entries(tree: Tree) -> dict[str, Tree]:

@@ -48,9 +48,11 @@ class Damage:
 
     def __str__(self) -> str:
         parts = [
-            _describe_lines("line is unreadable", "lines are unreadable", "line", self.unreadable),
-            _describe_lines("line is out of order", "lines are out of order", "line", self.out_of_order),
-            _describe_lines("line was changed after it was written", "lines were changed later", "step", self.changed),
+            _describe_damaged_lines("line is unreadable", "lines are unreadable", "line", self.unreadable),
+            _describe_damaged_lines("line is out of order", "lines are out of order", "line", self.out_of_order),
+            _describe_damaged_lines(
+                "line was changed after it was written", "lines were changed later", "step", self.changed
+            ),
         ]
         return ", ".join(filter(None, parts))
 
@@ -234,7 +236,7 @@ def _repair_rows(kept: Mapping[int, StepLine], damage: Damage, known: Mapping[in
     return repaired
 
 
-def _describe_lines(singular: str, plural: str, unit: str, numbers: Sequence[int]) -> str:
+def _describe_damaged_lines(singular: str, plural: str, unit: str, numbers: Sequence[int]) -> str:
     """Describe a kind of damage with the first numbers; empty without damage."""
     if not numbers:
         return ""

@@ -17,7 +17,7 @@ def parse_strictly(text: bytes, *, most: int) -> Any:
         raise ValueError(f"it has {parts} values, above the limit of {most}")
     try:
         return json.loads(
-            text.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant
+            text.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_nan_and_infinity
         )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
@@ -42,6 +42,6 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _refuse_constant(word: str) -> Any:
+def _refuse_nan_and_infinity(word: str) -> Any:
     """Raise ValueError for NaN and infinities."""
     raise ValueError(f"{word} is not a JSON number")

@@ -57,7 +57,9 @@ class JsonlTracker:
     def rewind(self, step: int) -> None:
         """Truncate the file to the lines up to this step, without a line that a crash left incomplete."""
         if self._log is not None:
-            known = {number: values for node in self.checkpoints.values() for number, values in node.known_steps()}
+            known = {
+                number: values for node in self.checkpoints.values() for number, values in node.recorded_step_values()
+            }
             last = self._log.rewind(step, {number: _make_json_row(number, values) for number, values in known.items()})
             if last < step:
                 log.warning("%s lacks the rows of steps %d to %d, which were lost", self._path, last + 1, step)

@@ -10,7 +10,7 @@ import attrs
 
 from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.ports.tracking import Histogram, flatten_properties
-from drawloom.components.storage.regular_file import create_folder, open_to_append
+from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.components.trackers.remembered_run import recall_run_id, store_run_id
 from drawloom.graph import UserError, component, setting
@@ -59,7 +59,7 @@ class MlflowTracker(ServiceTracker):
         self._mlflow = import_mlflow()
         if self.uri is None:
             os.close(open_to_append(self._database_path))
-            create_folder(self._artifacts_folder)
+            create_folder_unless_link(self._artifacts_folder)
 
     def _begin_writing_after(self, step: int) -> None:
         """Create an MLflow run, or continue the run named in the run folder; do nothing if one has begun."""

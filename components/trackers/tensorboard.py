@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.tracking import Histogram, flatten_properties
-from drawloom.components.storage.regular_file import create_folder
+from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component
 
@@ -45,7 +45,7 @@ class TensorBoardTracker(ServiceTracker):
 
     def _load_package_and_check_folder(self) -> None:
         self._writer_class = import_summary_writer()
-        create_folder(self._folder)
+        create_folder_unless_link(self._folder)
 
     def _begin_writing_after(self, step: int) -> None:
         self._finish_writing()

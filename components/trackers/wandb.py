@@ -9,7 +9,7 @@ import attrs
 
 from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.storage.regular_file import create_folder
+from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component, setting
 
@@ -56,7 +56,7 @@ class WandbTracker(ServiceTracker):
 
     def _load_package_and_check_folder(self) -> None:
         self._wandb = import_wandb()
-        create_folder(self.folder.folder / "wandb")
+        create_folder_unless_link(self.folder.folder / "wandb")
 
     def _begin_writing_after(self, step: int) -> None:
         if self._run is not None:

@@ -99,7 +99,7 @@ class MergeLoss:
     lost: float = 0.0
 
     @property
-    def relative(self) -> float:
+    def relative_rounding_loss(self) -> float:
         """Norm of the rounding loss, relative to the norm of the change."""
         return (self.lost / self.change) ** 0.5 if self.change else 0.0
 
@@ -115,7 +115,7 @@ def measure_merge_loss(mapper: Mapper, parameters: dict[str, ModelParameter], dt
         if not parameters.keys() >= set(group.inputs):
             continue
         base = parameters[group.inputs[0]]
-        wide_parameters = {name: parameters[name].whole().float() for name in group.inputs}
+        wide_parameters = {name: parameters[name].gather_whole().float() for name in group.inputs}
         merged = convert_tensors(Mapper((group,)), wide_parameters)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
         change = merged - wide_parameters[group.inputs[0]]

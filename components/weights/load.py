@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import stored_formats
+from drawloom.components.ports.model import quantized_parameter_formats
 from drawloom.components.ports.pipeline import SCORE
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
@@ -110,7 +110,7 @@ def open_and_check_folder(
     source = TextTensors(open_safetensors_folder(folder), frozenset(mapper.inputs))
     targets = _find_target_tensors(module, mapper, without)
     shapes = {name: _unsplit_shape(name, tensor, places) for name, tensor in targets.items()}
-    for name, weight_format in stored_formats(module).items():
+    for name, weight_format in quantized_parameter_formats(module).items():
         shapes[name] = weight_format.weight_shape(shapes[name])
     expected = StackedExperts(Dequantized(source), mapper.inputs)
     if reasons := list(_find_mismatches(expected, mapper, shapes)):
@@ -141,7 +141,9 @@ def fill_module(
     """
     parameters = _find_target_tensors(module, mapper, without)
     needed = select_outputs(mapper, parameters)
-    formats = {name: weight_format for name, weight_format in stored_formats(module).items() if name in parameters}
+    formats = {
+        name: weight_format for name, weight_format in quantized_parameter_formats(module).items() if name in parameters
+    }
     shapes = {name: _unsplit_shape(name, parameters[name], places) for name in formats}
     quantized = Dequantized(source)
     kept = [group for group in needed.groups if _can_convert_storage(group, quantized, formats, shapes)]

@@ -34,7 +34,9 @@ def sequential(*mappers: Mapper) -> Mapper:
     stages = [mapper for mapper in mappers if mapper.groups]
     if not stages:
         return Mapper(())
-    return Mapper(tuple(_combine_into_one_group(parts) for parts in _find_components(_add_missing_identities(stages))))
+    return Mapper(
+        tuple(_combine_into_one_group(parts) for parts in _find_connected_groups(_add_missing_identities(stages)))
+    )
 
 
 def select_worker_groups(mapper: Mapper, count: int, index: int) -> Mapper:
@@ -88,7 +90,7 @@ def _extend_by_identities(mapper: Mapper, names: Iterable[str]) -> Mapper:
         raise ValueError(f"sequential mappers can't pass a tensor on unchanged: {error}") from error
 
 
-def _find_components(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup]]]:
+def _find_connected_groups(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup]]]:
     """Yield connected components among all stages' groups, ordered by their first groups."""
     groups = [(index, group) for index, stage in enumerate(stages) for group in stage.groups]
     forest = _Forest(len(groups))

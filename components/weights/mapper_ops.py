@@ -58,7 +58,7 @@ def unsqueeze(name: str, dim: int) -> Mapper:
         return [tensor.unsqueeze(dim) for tensor in tensors]
 
     def remove(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [_squeeze_one(tensor, dim) for tensor in tensors]
+        return [_squeeze_dim(tensor, dim) for tensor in tensors]
 
     return Mapper((TensorGroup((name,), (name,), add, remove),))
 
@@ -69,12 +69,12 @@ def stack(names: Sequence[str], target: str, dim: int = 0) -> Mapper:
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.stack(list(tensors), dim)]
 
-    def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def separate(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if tensors[0].size(dim) != len(names):
             raise ValueError(f"dimension {dim} has size {tensors[0].size(dim)}, not {len(names)}")
         return tensors[0].unbind(dim)
 
-    return Mapper((TensorGroup(tuple(names), (target,), join, part),))
+    return Mapper((TensorGroup(tuple(names), (target,), join, separate),))
 
 
 def unstack(name: str, targets: Sequence[str], dim: int = 0) -> Mapper:
@@ -92,10 +92,10 @@ def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence
             raise ValueError(f"dimension {dim} has sizes {actual}, but needs {sizes or 'equal ones'}")
         return [joined]
 
-    def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def separate(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return torch.split(tensors[0], _compute_piece_sizes(tensors[0], dim, len(names), sizes), dim)
 
-    return Mapper((TensorGroup(tuple(names), (target,), join, part),))
+    return Mapper((TensorGroup(tuple(names), (target,), join, separate),))
 
 
 def concatenate_blocks(names: Sequence[str], target: str, blocks: int, sizes: Sequence[int]) -> Mapper:
@@ -108,13 +108,13 @@ def concatenate_blocks(names: Sequence[str], target: str, blocks: int, sizes: Se
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.cat([tensor.reshape(blocks, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)]
 
-    def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def separate(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if tensors[0].size(0) != (rows := blocks * sum(sizes)):
             raise ValueError(f"dimension 0 has size {tensors[0].size(0)}, not {rows}")
         by_block = tensors[0].reshape(blocks, -1, *tensors[0].shape[1:])
         return [piece.flatten(0, 1) for piece in torch.split(by_block, list(sizes), 1)]
 
-    return Mapper((TensorGroup(tuple(names), (target,), join, part),))
+    return Mapper((TensorGroup(tuple(names), (target,), join, separate),))
 
 
 def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] | None = None) -> Mapper:
@@ -122,7 +122,7 @@ def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] 
     return concatenate(targets, name, dim, sizes).inverse()
 
 
-def _squeeze_one(tensor: Tensor, dim: int) -> Tensor:
+def _squeeze_dim(tensor: Tensor, dim: int) -> Tensor:
     """Remove dimension `dim`. Raises ValueError if its size is not 1."""
     if tensor.size(dim) != 1:
         raise ValueError(f"dimension {dim} has size {tensor.size(dim)}, not 1")
@@ -142,10 +142,10 @@ def _compute_piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[in
 def cut_slice(name: str, tensor_slice: TensorSlice) -> Mapper:
     """Slice a tensor with shape `tensor_slice.shape`, as a view; without an inverse."""
 
-    def index(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def take_slice(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][tensor_slice.index()]]
 
-    return Mapper((TensorGroup((name,), (name,), index),))
+    return Mapper((TensorGroup((name,), (name,), take_slice),))
 
 
 def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:

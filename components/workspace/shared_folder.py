@@ -66,7 +66,7 @@ def read_record(folder: Path, rank: int, generation: str | None = None) -> Packe
     end = time.monotonic() + READ_TIMEOUT
     while True:
         try:
-            return _try_read(folder, rank, generation)
+            return _read_visible_record(folder, rank, generation)
         except NotVisibleError:
             if time.monotonic() > end:
                 raise
@@ -80,12 +80,12 @@ def remove_record(folder: Path, rank: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _try_read(folder: Path, rank: int, generation: str | None) -> Packed | None:
+def _read_visible_record(folder: Path, rank: int, generation: str | None) -> Packed | None:
     """
     Return a rank's record, or None if there is none. Raises NotVisibleError if the `generation` is not visible yet.
     """
     path = _record_path(folder, rank)
-    record = _read_record(path, rank)
+    record = _read_record_json(path, rank)
     if record is None and generation is None:
         return None
     if record is None or generation not in (None, record["generation"]):
@@ -96,7 +96,7 @@ def _try_read(folder: Path, rank: int, generation: str | None) -> Packed | None:
     return Packed(record["config"], _read_tensors(folder / name, Content(**record["tensors"])))
 
 
-def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
+def _read_record_json(path: Path, rank: int) -> dict[str, Any] | None:
     """Return a rank's record, or None if there is no file. Raises UserError for a corrupt record."""
     try:
         with open_untrusted_file(path, REMEDY) as file:

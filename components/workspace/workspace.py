@@ -176,21 +176,21 @@ def _fail_on_all_ranks(group: Group) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        run_on_all_ranks(group, _raise_if_failed(failure))
+        run_on_all_ranks(group, _make_failure_raiser(failure))
     except UserError:
         if failure is not None:
             raise failure from None
         raise
 
 
-def _raise_if_failed(failure: Exception | None) -> Callable[[], None]:
+def _make_failure_raiser(failure: Exception | None) -> Callable[[], None]:
     """Return a function that raises the failure, if there is one."""
 
-    def work() -> None:
+    def raise_failure() -> None:
         if failure is not None:
             raise failure
 
-    return work
+    return raise_failure
 
 
 def _own_rank() -> int:

@@ -57,7 +57,11 @@ def _component(spec: Spec) -> Iterator[str]:
             "|---|---|---|---|---|",
         ]
         yield from [*map(setting_row, settings), ""]
-    edges = [field for field in [*spec.fields.values(), *spec.every_fields] if field.kind not in ("setting", "recipe")]
+    edges = [
+        field
+        for field in [*spec.fields.values(), *spec.fields_of_kind_every]
+        if field.kind not in ("setting", "recipe")
+    ]
     if edges:
         yield from ["| edge | leads to |", "|---|---|", *map(_edge_row, edges), ""]
     source = inspect.getsourcefile(spec.cls) or ""

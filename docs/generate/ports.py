@@ -105,7 +105,7 @@ def _components(port: str) -> Iterator[str]:
     takes = [
         f"{component_link(spec, '../')} (`{field.name}`)"
         for spec in specs()
-        for field in [*spec.fields.values(), *spec.every_fields]
+        for field in [*spec.fields.values(), *spec.fields_of_kind_every]
         if port in [each.__name__ for each in field.ports]
     ]
     gives = [component_link(spec, "../") for spec in implementers(port)]

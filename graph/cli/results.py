@@ -76,7 +76,7 @@ class ShowResult(Result):
     @classmethod
     def of(cls, recipe: Recipe) -> "ShowResult":
         """Resolve a recipe."""
-        return cls(serialize_graph(recipe.graph.require_valid()), recipe.resolved())
+        return cls(serialize_graph(recipe.graph.require_valid()), recipe.to_resolved_toml())
 
     def render(self, format: str) -> str:
         """Return TOML."""

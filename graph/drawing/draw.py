@@ -87,7 +87,7 @@ def draw_dot(diagram: Diagram) -> str:
     """Draw a directed graph from left to right, with boxes in their subjects' colours."""
     fills = assign_colours(diagram.subjects)
     lines = [
-        f"digraph {_dot_string(diagram.title)} {{",
+        f"digraph {_quote_dot_string(diagram.title)} {{",
         "  rankdir=LR",
         '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=11]',
         '  edge [fontname="Helvetica", fontsize=9]',
@@ -95,13 +95,14 @@ def draw_dot(diagram: Diagram) -> str:
     for box in diagram.boxes:
         style = ", penwidth=3" if box.name == diagram.focus else ""
         label = f'"{box.name.translate(ESCAPES)}\\n{box.use.translate(ESCAPES)}"'
-        lines.append(f'  {_dot_string(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{style}]')
+        lines.append(f'  {_quote_dot_string(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{style}]')
     for arrow in diagram.arrows:
-        lines.append(f"  {_dot_string(arrow.source)} -> {_dot_string(arrow.target)} [label={_dot_string(arrow.label)}]")
+        ends = f"{_quote_dot_string(arrow.source)} -> {_quote_dot_string(arrow.target)}"
+        lines.append(f"  {ends} [label={_quote_dot_string(arrow.label)}]")
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _dot_string(text: str) -> str:
+def _quote_dot_string(text: str) -> str:
     return f'"{text.translate(ESCAPES)}"'
 
 

@@ -289,17 +289,17 @@ class _StepDrawing:
         yield f'<path d="M{num(first)} {num(y)}H{num(last)}" stroke="{colour.strong}" stroke-width="3"/>'
         for number, verb in trace.access_by_member.items():
             words = f"{self.step.members[number].name} {verb} {trace.value}"
-            yield _draw_mark(verb, self.middles[number], y, colour.strong, words)
+            yield _draw_access_mark(verb, self.middles[number], y, colour.strong, words)
 
     def _draw_legend(self) -> Iterator[str]:
         x, y = LEFT + self.margin, self.bottom + 24
         for verb in ("writes", "changes", "reads"):
-            yield _draw_mark(verb, x + RADIUS, y, GREY, verb)
+            yield _draw_access_mark(verb, x + RADIUS, y, GREY, verb)
             yield make_text_element(x + 18, y + 4, verb, 11, GREY)
             x += 36 + estimate_width(verb, 11)
 
 
-def _draw_mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
+def _draw_access_mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
     """Draw the mark for a member's access to a value, with a tooltip."""
     tip, size = f"<title>{escape_xml(words)}</title>", RADIUS + 1.5
     if verb == "changes":

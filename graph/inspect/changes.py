@@ -13,7 +13,7 @@ from drawloom.graph.inspect.serialize import (
     Plain,
     describe_provenance,
     find_whole_variable,
-    flatten,
+    flatten_inline_nodes,
     serialize_graph,
     serialize_recipe,
 )
@@ -33,7 +33,7 @@ MAX_ALIGNED_WIDTH = 60
 def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
     """Return a valid graph's resolved recipe."""
     return ResolvedRecipe(
-        lambda: write_resolved_recipe(graph),
+        lambda: format_resolved_recipe(graph),
         lambda: hash_recipe(serialize_graph(graph)),
         accept_changes,
         lambda older: compare_with_text(older, graph),
@@ -41,7 +41,7 @@ def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
     )
 
 
-def write_resolved_recipe(graph: Graph) -> str:
+def format_resolved_recipe(graph: Graph) -> str:
     """
     Write every node with every setting and edge, as TOML 1.0 from which the same graph can be read.
 
@@ -95,7 +95,9 @@ def compare_with_nodes(old: Plain, graph: Graph) -> list[RecipeChange]:
 
     Only the written values are compared, because the components of `old` may have changed or no longer exist.
     """
-    return list(_Comparison(flatten(old), flatten(serialize_graph(graph)), graph).find_changes())
+    return list(
+        _Comparison(flatten_inline_nodes(old), flatten_inline_nodes(serialize_graph(graph)), graph).find_changes()
+    )
 
 
 @attrs.frozen

@@ -71,14 +71,14 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.list_incoming_edges(node.name)]
     yield from _format_section("used by", users or ["no node"])
     yield from _format_section(
-        "order", [*describe_build_order(graph, node.name, root), *describe_sequence_positions(graph, node.name)]
+        "order", [*describe_build_position(graph, node.name, root), *describe_positions_in_sequences(graph, node.name)]
     )
 
 
 def collect_notes(graph: Graph, node: Node) -> Iterable[str]:
     """Return a component's notes about a node. Empty unless the node and its neighbours are valid."""
     notes = getattr(node.spec.cls, "notes", None)
-    return notes(graph.view(node.name)) if notes and graph.is_complete(node) else ()
+    return notes(graph.view(node.name)) if notes and graph.is_valid_with_neighbours(node) else ()
 
 
 def _format_section(title: str, lines: list[str]) -> Iterator[str]:
@@ -194,7 +194,7 @@ def list_needed_ports(graph: Graph) -> list[type]:
     return list(dict.fromkeys(port for field in fields for port in field.ports))
 
 
-def describe_build_order(graph: Graph, name: str, root: str) -> Iterator[str]:
+def describe_build_position(graph: Graph, name: str, root: str) -> Iterator[str]:
     """Yield a node's position in the order of building."""
     order = graph.topological_order([root])
     if name not in order:
@@ -204,7 +204,7 @@ def describe_build_order(graph: Graph, name: str, root: str) -> Iterator[str]:
     yield f"built {format_ordinal(order.index(name) + 1)} of {len(order)}{f', after {needs}' if needs else ''}"
 
 
-def describe_sequence_positions(graph: Graph, name: str) -> Iterator[str]:
+def describe_positions_in_sequences(graph: Graph, name: str) -> Iterator[str]:
     """Yield the node's position in every sequence containing it, and the values passing through the node."""
     for user, keys in graph.list_incoming_edges(name):
         for key in keys:

@@ -81,7 +81,7 @@ def serialize_value(value: Any) -> Any:
     return value
 
 
-def flatten(plain: Mapping[str, Mapping[str, Any]]) -> Plain:
+def flatten_inline_nodes(plain: Mapping[str, Mapping[str, Any]]) -> Plain:
     """Return the same nodes with inline nodes at the top level, under the names assigned in a graph."""
     flat: Plain = {}
     for name, node in plain.items():

@@ -64,7 +64,7 @@ class RecipeServer(LanguageServer):
                 lsp.DiagnosticRelatedInformation(self.to_lsp_location(diagnostic.elsewhere), diagnostic.problem.text)
             ]
         return lsp.Diagnostic(
-            self.range(path, diagnostic.start, diagnostic.end),
+            self.to_lsp_range(path, diagnostic.start, diagnostic.end),
             diagnostic.message,
             severity=severity,
             code=diagnostic.problem.code,
@@ -84,7 +84,7 @@ class RecipeServer(LanguageServer):
         """Return a file's URI, as the editor writes it if the file is open."""
         return self.uris.get(path) or from_fs_path(str(path)) or str(path)
 
-    def range(self, path: Path, start: int, end: int) -> lsp.Range:
+    def to_lsp_range(self, path: Path, start: int, end: int) -> lsp.Range:
         """Convert a range of a file to the units of the editor."""
         text = self.recipes.text(path)
         return lsp.Range(self._to_lsp_position(text, start), self._to_lsp_position(text, end))
@@ -166,15 +166,15 @@ def watch_files(server: RecipeServer, _params: lsp.InitializedParams) -> None:
 
 def did_open(server: RecipeServer, params: lsp.DidOpenTextDocumentParams) -> None:
     """Check a document when it is opened."""
-    _update_document(server, params.text_document.uri, params.text_document.text)
+    _store_text_and_publish_diagnostics(server, params.text_document.uri, params.text_document.text)
 
 
 def did_change(server: RecipeServer, params: lsp.DidChangeTextDocumentParams) -> None:
     """Check a changed document, and the documents extending it."""
-    _update_document(server, params.text_document.uri, params.content_changes[-1].text)
+    _store_text_and_publish_diagnostics(server, params.text_document.uri, params.content_changes[-1].text)
 
 
-def _update_document(server: RecipeServer, uri: str, text: str) -> None:
+def _store_text_and_publish_diagnostics(server: RecipeServer, uri: str, text: str) -> None:
     path = path_from_uri(uri)
     server.uris[path] = uri
     server.recipes.texts[path] = text
@@ -209,7 +209,7 @@ def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | Non
         return None
     # Preformatted, because the columns of the text are aligned.
     content = lsp.MarkupContent(lsp.MarkupKind.Markdown, f"```text\n{text}\n```")
-    return lsp.Hover(content, server.range(path, meaning.cursor.start, meaning.cursor.end))
+    return lsp.Hover(content, server.to_lsp_range(path, meaning.cursor.start, meaning.cursor.end))
 
 
 def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.CompletionList:
@@ -218,7 +218,7 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
     meaning = server.find_meaning(path, params.position)
     if meaning is None:
         return lsp.CompletionList(is_incomplete=False, items=[])
-    edit_range = server.range(path, *find_replaced_range(meaning, server.to_offset(path, params.position)))
+    edit_range = server.to_lsp_range(path, *find_replaced_range(meaning, server.to_offset(path, params.position)))
     items = [
         lsp.CompletionItem(
             label=completion.text.strip('"'),
@@ -247,7 +247,7 @@ def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[l
     symbol = server.find_symbol_at(path, params.position)
     files = References.of(server.recipes, path, symbol).files if symbol else {}
     return [
-        lsp.Location(server.find_uri(file), server.range(file, *source_range))
+        lsp.Location(server.find_uri(file), server.to_lsp_range(file, *source_range))
         for file, ranges in files.items()
         for source_range in ranges
     ]
@@ -261,7 +261,9 @@ def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp
     ranges = [*find_symbol_ranges(server.recipes.text(path), symbol)] if symbol else []
     source_range = next((span for span in ranges if span.start <= offset <= span.end), None)
     return (
-        lsp.PrepareRenamePlaceholder(server.range(path, *source_range), symbol[-1]) if source_range and symbol else None
+        lsp.PrepareRenamePlaceholder(server.to_lsp_range(path, *source_range), symbol[-1])
+        if source_range and symbol
+        else None
     )
 
 
@@ -275,7 +277,7 @@ def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceE
         raise JsonRpcInvalidParams(str(error)) from error
     edits = {
         server.find_uri(file): [
-            lsp.TextEdit(server.range(file, *source_range), params.new_name) for source_range in ranges
+            lsp.TextEdit(server.to_lsp_range(file, *source_range), params.new_name) for source_range in ranges
         ]
         for file, ranges in files.items()
     }

@@ -91,7 +91,7 @@ class Workspace:
         return [*self.project.shipped_graphs()]
 
     @cached_property
-    def _names_in_shipped_recipes(self) -> set[str]:
+    def _top_level_names_in_shipped_recipes(self) -> set[str]:
         names = RecipeFolder(self.project.recipes).names
         return {name for recipe in names for name in self.project.load(recipe).tree.items}
 
@@ -125,7 +125,7 @@ class Workspace:
         return (
             any(map(_is_node, _iterate_tables(data)))
             or bool(RECIPE_KEYS & data.keys())
-            or data.keys() <= self._names_in_shipped_recipes
+            or data.keys() <= self._top_level_names_in_shipped_recipes
         )
 
     def check(self, path: Path) -> list[Problem]:

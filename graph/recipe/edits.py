@@ -41,12 +41,12 @@ def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
                 list_edit = _ListEdit(item, layer, path)
                 list_edit.read(edit)
                 yield from list_edit.problems
-                table.items[key] = item if list_edit.problems else list_edit.leaf()
+                table.items[key] = item if list_edit.problems else list_edit.make_edited_leaf()
             else:
-                yield _describe_missing_list(table, item, layer, path)
+                yield _make_missing_list_problem(table, item, layer, path)
 
 
-def _describe_missing_list(table: Table, item: Leaf | Table | None, layer: Layer, path: KeyPath) -> Problem:
+def _make_missing_list_problem(table: Table, item: Leaf | Table | None, layer: Layer, path: KeyPath) -> Problem:
     name, position = ".".join(map(str, path[1:])), layer.key_position(path)
     if item is None:
         hint = did_you_mean(str(path[-1]), table.items)
@@ -129,7 +129,7 @@ class _ListEdit:
     def _string_elements(self) -> list[str]:
         return list(dict.fromkeys(element for element in self.old.value if isinstance(element, str)))
 
-    def leaf(self) -> Leaf:
+    def make_edited_leaf(self) -> Leaf:
         """Return a leaf with the list after all removals and insertions; it overrides the leaf of the list before."""
         edited: list[tuple[Any, Origin]] = []
         for index, element in enumerate(self.old.value):

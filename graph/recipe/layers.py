@@ -144,7 +144,7 @@ class Table:
     def merge_layer(self, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> None:
         """Merge a layer over this table: tables merge, other values replace, and another `use` discards settings."""
         if self.items:
-            self._discard_settings(data.get("use"))
+            self._discard_settings_of_other_component(data.get("use"))
         items = self.items
         old_items = dict(items)  # usually empty: the recipe extends no other
         for key, value in data.items():
@@ -158,7 +158,7 @@ class Table:
                 overridden = None if old_item is None or isinstance(old_item, Table) else old_item
                 items[key] = Leaf(value, layer, path, key, overridden)
 
-    def _discard_settings(self, use: object) -> None:
+    def _discard_settings_of_other_component(self, use: object) -> None:
         """If `use` names another component, remove all keys but `use`, and record which component they belonged to."""
         old = self.use
         # The settings of one component mean nothing to another.

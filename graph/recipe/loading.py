@@ -61,7 +61,7 @@ def read_bases(layer: Layer, folder: RecipeFolder) -> list[Layer]:
     Raises RecipeError with every unreadable base. Paths are relative to the folder of the layer's source.
     """
     reader = _Reader(folder, {})
-    reader.add(layer, Path(layer.source), ())
+    reader.add_with_bases(layer, Path(layer.source), ())
     if reader.problems:
         raise RecipeError(reader.problems)
     return reader.layers
@@ -83,26 +83,26 @@ class _Reader:
         """Read a recipe by path, run folder or shipped name."""
         shipped = self.folder.find(name)
         if os.path.isfile(os.path.join(name, LOCK)):
-            self._read(Path(name, LOCK), os.path.join(name, LOCK), COMMAND_LINE, ())
+            self._read_and_add_recipe(Path(name, LOCK), os.path.join(name, LOCK), COMMAND_LINE, ())
         elif name.endswith(".toml") or os.path.isfile(name):
-            self._read(Path(name), name, COMMAND_LINE, ())
+            self._read_and_add_recipe(Path(name), name, COMMAND_LINE, ())
         elif shipped:
-            self._read(shipped, _relative_to_cwd(shipped), COMMAND_LINE, ())
+            self._read_and_add_recipe(shipped, _relative_to_cwd(shipped), COMMAND_LINE, ())
         else:
             similar = next(_find_namesakes(name), None)
             hint = f"did you mean {similar!r}?" if similar else did_you_mean(name, self.folder.names)
             text = f"there is no recipe {name!r}: it is not a file, a run folder or a shipped name"
             self._add_problem("DL101", text, hint, COMMAND_LINE)
 
-    def _read(self, path: Path, name: str, requester: Position, above: tuple[Path, ...]) -> None:
+    def _read_and_add_recipe(self, path: Path, name: str, requester: Position, above: tuple[Path, ...]) -> None:
         text = self._read_text(path, name, requester)
         data = None if text is None else self._parse(text, name)
         if text is None or data is None:
             return
         label = path.name if self.folder.contains(path) else name
-        self.add(Layer(name, data, text, label=label, is_base=bool(above)), path, above)
+        self.add_with_bases(Layer(name, data, text, label=label, is_base=bool(above)), path, above)
 
-    def add(self, layer: Layer, path: Path, above: tuple[Path, ...]) -> None:
+    def add_with_bases(self, layer: Layer, path: Path, above: tuple[Path, ...]) -> None:
         """Add a layer, and below it its bases. `above` contains the recipes extending it."""
         chain = (*above, path.resolve())
         for base, base_name, position in self._iterate_bases(layer, path):
@@ -113,7 +113,7 @@ class _Reader:
                 text = f"{base_name} is the base of {MAX_BASES} recipes in a chain of `extends`"
                 self._add_problem("DL104", text, "merge some of them", position)
             elif base.resolve() not in self._read_paths:
-                self._read(base, base_name, position, chain)
+                self._read_and_add_recipe(base, base_name, position, chain)
         self._read_paths.add(path.resolve())
         self.layers.append(layer)
 

@@ -74,7 +74,7 @@ def _merge_over_tree(
     problems = [*before]
     for layer in layers:
         # Before merging, so that a layer may unset a node and write it anew.
-        problems += _remove_unset(tree, layer)
+        problems += _apply_unset_directive(tree, layer)
         problems += _check_format_version(layer)
         checks = {key: _check_table_replaced(tree, key, value) for key, value in layer.data.items()}
         misplaced = {key: problem for key, problem in checks.items() if problem}
@@ -110,7 +110,7 @@ def _report_extends_in_data(layer: Layer) -> Iterator[Problem]:
         yield Problem("DL120", text, "extend it in the recipe itself", position=layer.value_position(("extends",)))
 
 
-def _remove_unset(top: Table, layer: Layer) -> Iterator[Problem]:
+def _apply_unset_directive(top: Table, layer: Layer) -> Iterator[Problem]:
     names = layer.data.get("unset", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         hint = 'write unset = ["listeners.profiler"]'

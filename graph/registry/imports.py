@@ -29,7 +29,7 @@ class FileSource:
         return [Candidate(self.module, distribution=str(self.path))] if use == self.module else []
 
 
-def find_source(text: str) -> Source:
+def find_component_source(text: str) -> Source:
     """
     Return the components in a package, module, folder or file. Only the parents of a package are imported.
 
@@ -37,7 +37,7 @@ def find_source(text: str) -> Source:
     starts. Raises LookupError if nothing exists under this name, or if Python finds another module under it.
     """
     is_path = text.endswith(".py") or os.sep in text or text.startswith(".")
-    if not is_path and (source := _find_by_name(text)):
+    if not is_path and (source := _find_package_or_module(text)):
         return _require_any_component(source)
     path = Path(text if is_path or os.path.isdir(text) else f"{text}.py").absolute()
     if not path.exists():
@@ -47,14 +47,14 @@ def find_source(text: str) -> Source:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
         importlib.invalidate_caches()
-    source = _find_by_name(path.stem)
+    source = _find_package_or_module(path.stem)
     found_path = None if source is None else source.folder if isinstance(source, PackageSource) else source.path
     if source is None or found_path is None or not os.path.samefile(found_path, path):
         raise LookupError(f"Python imports {found_path} under the name {path.stem}; rename {path.name}")
     return _require_any_component(source)
 
 
-def _find_by_name(name: str) -> PackageSource | FileSource | None:
+def _find_package_or_module(name: str) -> PackageSource | FileSource | None:
     """Return a package or a module, or None if Python finds none."""
     try:
         spec = find_spec(name)

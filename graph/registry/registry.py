@@ -179,10 +179,10 @@ class Registry:
         """Return the component with this name, or the problem with the name."""
         # Problems are cached too: a module that fails to import is not imported again for every node.
         if use not in self._specs:
-            self._specs[use] = self._find(use)
+            self._specs[use] = self._look_up_uncached(use)
         return self._specs[use]
 
-    def _find(self, use: str) -> Spec | Problem:
+    def _look_up_uncached(self, use: str) -> Spec | Problem:
         candidates = self.find_candidates(use)
         if not candidates:
             return Problem("DL201", f"no component is called {use!a}", self._suggest_name(use))
@@ -200,7 +200,7 @@ class Registry:
             return Problem(
                 "DL203",
                 f"{use!r} is not a component, but {_describe_candidate(candidates[0])}",
-                self._list_siblings(use),
+                self._describe_siblings(use),
             )
         try:
             return read_spec(use, classes[0], candidates[0].distribution if candidates[0].installed else "")
@@ -221,7 +221,7 @@ class Registry:
         text = f"{use!r} can't be imported: {type(error).__name__}: {error}"
         return Problem("DL205", text, f"`python -c 'import {candidate.module}'` prints the traceback")
 
-    def _list_siblings(self, use: str) -> str:
+    def _describe_siblings(self, use: str) -> str:
         beside = f"{use.rpartition('.')[0]}."
         near = [name for name in self.names() if name.startswith(beside)]
         return f"the components beside it are {', '.join(near)}" if near else ""
@@ -237,7 +237,7 @@ class Registry:
             package, _, rest = use.partition(".")
             offer = f"to use the components of the package {package!r}, add --import {package}"
             offer = offer if _is_installed_package(use) else ""
-            if near := self._find_namesake(rest.lower()):
+            if near := self._find_similar_component(rest.lower()):
                 return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
             if offer:
                 return offer
@@ -248,14 +248,14 @@ class Registry:
             ends = {name.rpartition(".")[2]: name for name in [*beside, *siblings]}
             near = ends.get(find_nearest(last, ends) or next((end for end in ends if end.startswith(last)), ""))
             siblings_hint = (
-                f"`drawloom list {folder}` lists the components" if len(siblings) > 12 else self._list_siblings(use)
+                f"`drawloom list {folder}` lists the components" if len(siblings) > 12 else self._describe_siblings(use)
             )
             return f"did you mean {near!r}?" if near else siblings_hint
         near = find_nearest(use, beside) or find_nearest(use, names)
         general_hint = "`drawloom list` lists all components; add your own with --import and a package, folder or file"
         return f"did you mean {near!r}?" if near else general_hint
 
-    def _find_namesake(self, rest: str) -> str | None:
+    def _find_similar_component(self, rest: str) -> str | None:
         """Return the component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
         folder = rest.partition(".")[0]
         return find_nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])

@@ -37,7 +37,7 @@ class Field:
     is_edge: bool = attrs.field(init=False)
 
     @required.default
-    def _default_required(self) -> bool:
+    def _has_no_default(self) -> bool:
         return self.default is attrs.NOTHING
 
     @is_edge.default
@@ -92,12 +92,12 @@ class Spec:
         return hasattr(self.cls, "constraints")
 
     @cached_property
-    def every_fields(self) -> tuple[Field, ...]:
+    def fields_of_kind_every(self) -> tuple[Field, ...]:
         """The fields that the container fills with every node of a port."""
         return self._select_fields("every")
 
     @cached_property
-    def recipe_fields(self) -> tuple[Field, ...]:
+    def fields_of_kind_recipe(self) -> tuple[Field, ...]:
         """The fields that the container fills with the resolved recipe."""
         return self._select_fields("recipe")
 

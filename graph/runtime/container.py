@@ -114,16 +114,16 @@ class NamedExitStack:
                 error.add_note(f"while closing [{name}]")
                 failures.append(error)
         if cause is not None:
-            return _attach_failures(cause, failures)
+            return _attach_failures_as_notes(cause, failures)
         interruption = next((error for error in failures if not isinstance(error, Exception)), None)
         if interruption is not None:
-            _attach_failures(interruption, [failure for failure in failures if failure is not interruption])
+            _attach_failures_as_notes(interruption, [failure for failure in failures if failure is not interruption])
             raise interruption
         if failures:
             raise ExceptionGroup("closing failed", [error for error in failures if isinstance(error, Exception)])
 
 
-def _attach_failures(cause: BaseException, failures: list[BaseException]) -> None:
+def _attach_failures_as_notes(cause: BaseException, failures: list[BaseException]) -> None:
     for failure in failures:
         cause.add_note(f"then: {type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})")
 
@@ -140,7 +140,7 @@ class Container(Mapping[str, Any]):
     After a failure, the container calls `on_failure(error)` of open objects before it closes any object. `on_failure`
     may return another exception to raise instead. If it is a ReopenError, nodes hand values over to their successors
     (`hand_over`), and the next container passes them on (`take_over`) before it opens a node. The container enters the
-    contexts from `stage_context(stage, node)` of all other objects, open or not, around every open() and close().
+    contexts from `lifecycle_context(stage, node)` of all other objects, open or not, around every open() and close().
     """
 
     graph: Graph
@@ -181,16 +181,16 @@ class Container(Mapping[str, Any]):
                     losses.append(step.state.number("loss"))
         """
         root = self._built_objects.get(self.graph.root)
-        if root is None or not hasattr(root, "iterate"):
-            raise TypeError(f"[{self.graph.root}] has no method `iterate`, or this container is not open")
-        steps: Iterator[Any] = root.iterate()
+        if root is None or not hasattr(root, "run_and_yield_steps"):
+            raise TypeError(f"[{self.graph.root}] has no method `run_and_yield_steps`, or this container is not open")
+        steps: Iterator[Any] = root.run_and_yield_steps()
         return steps
 
     def outcome(self) -> dict[str, Mapping[str, Any]]:
         """Return facts about an ended run, by node."""
         return {name: item.outcome() for name, item in self._built_objects.items() if hasattr(item, "outcome")}
 
-    def check_machine(self) -> list[Problem]:
+    def check_files_and_device(self) -> list[Problem]:
         """
         Return problems with files and devices that this machine lacks, each at the setting that names the file or
         device.
@@ -198,10 +198,12 @@ class Container(Mapping[str, Any]):
         Every problem is reported once, by the faulty node, and not by nodes reading from it.
         """
         problems: dict[str, Problem] = {}
-        checkable = {name: item for name, item in self._built_objects.items() if hasattr(item, "check_machine")}
+        checkable = {
+            name: item for name, item in self._built_objects.items() if hasattr(item, "check_files_and_device")
+        }
         for name, item in checkable.items():
             try:
-                item.check_machine()
+                item.check_files_and_device()
             except UserError as error:
                 if find_raising_node(error, checkable, name) == name:
                     position = locate_setting(self.graph.nodes[name], str(error), self.graph.recipe.vars)
@@ -239,9 +241,9 @@ class Container(Mapping[str, Any]):
         }
         for key, edge in node.edges.items():
             values[key] = self._make_edge_value(node.spec.fields[key], edge)
-        for field in node.spec.every_fields:
+        for field in node.spec.fields_of_kind_every:
             values[field.name] = Every()
-        for field in node.spec.recipe_fields:
+        for field in node.spec.fields_of_kind_recipe:
             values[field.name] = self.recipe
         try:
             return node.spec.cls(**values)
@@ -266,8 +268,8 @@ class Container(Mapping[str, Any]):
         # Matched by class: matching a class with a port is slow, and many nodes share a class.
         kinds = {type(item) for item in self._objects.values()}
         nodes = [self.graph.nodes[name] for name in self._objects if name not in self.replacements]
-        for node in [node for node in nodes if node.spec.every_fields]:
-            for field in node.spec.every_fields:
+        for node in [node for node in nodes if node.spec.fields_of_kind_every]:
+            for field in node.spec.fields_of_kind_every:
                 fitting = {kind for kind in kinds if _implements_any(kind, field.ports)}
                 members = {key: item for key, item in self._objects.items() if type(item) in fitting}
                 getattr(self._objects[node.name], field.attribute).update(members)
@@ -275,17 +277,17 @@ class Container(Mapping[str, Any]):
     def __enter__(self) -> "Container":
         try:
             self.build()
-            if problems := self.check_machine():
+            if problems := self.check_files_and_device():
                 raise RecipeError(problems)
             for name, values in self.handed_over.items():
                 if hasattr(self._objects[name], "take_over"):
                     self._objects[name].take_over(values)
             self.handed_over = {}  # the values may be large
-            self._watchers = [name for name, item in self._built_objects.items() if hasattr(item, "stage_context")]
+            self._watchers = [name for name, item in self._built_objects.items() if hasattr(item, "lifecycle_context")]
             for name, item in self._built_objects.items():
                 self._open_node(name, item)
         except BaseException as error:
-            self._handle_failure(error)
+            self._handle_failure_and_close_all(error)
             raise
         return self
 
@@ -297,19 +299,19 @@ class Container(Mapping[str, Any]):
             self._opened.push_callback(name, lambda: self._close_node(name, item))
         if hasattr(item, "open"):
             try:
-                with StageTimer(self.timings, name, "open"), self._enter_stage_contexts("open", name):
+                with StageTimer(self.timings, name, "open"), self._enter_lifecycle_contexts("open", name):
                     item.open()
             except UserError as error:  # printed without a traceback, so the message must name the node
                 node = self.graph.nodes[find_raising_node(error, self._built_objects, name)]
-                error.set_node(locate_setting(node, str(error), self.graph.recipe.vars), node.name)
+                error.add_node_to_message(locate_setting(node, str(error), self.graph.recipe.vars), node.name)
                 raise
 
     @contextmanager
-    def _enter_stage_contexts(self, stage: Stage, name: str) -> Iterator[None]:
+    def _enter_lifecycle_contexts(self, stage: Stage, name: str) -> Iterator[None]:
         with ExitStack() as stack:
             for watcher in self._watchers:
                 if watcher != name:
-                    stack.enter_context(self._objects[watcher].stage_context(stage, name))
+                    stack.enter_context(self._objects[watcher].lifecycle_context(stage, name))
             yield
 
     @property
@@ -318,16 +320,16 @@ class Container(Mapping[str, Any]):
         return {name: item for name, item in self._objects.items() if name not in self.replacements}
 
     def _close_node(self, name: str, item: Any) -> None:
-        with StageTimer(self.timings, name, "close"), self._enter_stage_contexts("close", name):
+        with StageTimer(self.timings, name, "close"), self._enter_lifecycle_contexts("close", name):
             item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
         if error is None:
             self._opened.close_all(None)
         else:
-            self._handle_failure(error)
+            self._handle_failure_and_close_all(error)
 
-    def _handle_failure(self, error: BaseException) -> None:
+    def _handle_failure_and_close_all(self, error: BaseException) -> None:
         """
         Call the failure handlers, last opened first, and close everything. Raise the replacement exception, if any.
         """

@@ -36,7 +36,9 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
         raise RecipeError(problems)
     objects_by_field = {key: _wrap_edge_objects(spec.fields[key], item) for key, item in objects.items()}
     defaults = {
-        field.name: _make_container_field(field) for field in spec.fields.values() if field.kind in ("every", "recipe")
+        field.name: _make_value_for_container_field(field)
+        for field in spec.fields.values()
+        if field.kind in ("every", "recipe")
     }
     return spec.cls(**node.settings, **defaults | objects_by_field)
 
@@ -100,7 +102,7 @@ def _wrap_edge_objects(field: Field, value: Any) -> Any:
     return value
 
 
-def _make_container_field(field: Field) -> Any:
+def _make_value_for_container_field(field: Field) -> Any:
     """Return a value for a field filled by the container."""
     return Every() if field.kind == "every" else EMPTY_RECIPE
 

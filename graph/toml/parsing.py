@@ -75,14 +75,14 @@ def parse(text: str, source: str = "") -> dict[str, Any]:
         message, offset, hint = diagnose(text, error)
         raise _syntax_error(source, text, offset, message, hint) from error
     except RecursionError as error:
-        raise _depth_error(source, text) from error
+        raise _too_deep_nesting_error(source, text) from error
     except ValueError as error:  # a decimal number with more digits than Python converts
-        raise _digits_error(source, text) from error
+        raise _too_many_digits_error(source, text) from error
     for depth, parts in enumerate(_iterate_nesting_levels(data)):
         if depth > MAX_DEPTH:
-            raise _depth_error(source, text)
+            raise _too_deep_nesting_error(source, text)
         if [part for part in parts if type(part) is int and part.bit_length() > MAX_DIGITS * 4]:
-            raise _digits_error(source, text)
+            raise _too_many_digits_error(source, text)
     return data
 
 
@@ -91,7 +91,7 @@ def _syntax_error(source: str, text: str, offset: int, message: str, hint: str =
     return RecipeError([Problem("DL103", message, hint, position=Position(source, line, column))])
 
 
-def _depth_error(source: str, text: str) -> RecipeError:
+def _too_deep_nesting_error(source: str, text: str) -> RecipeError:
     depth, offset = 0, 0
     for bracket in BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(bracket[0], 0)
@@ -101,7 +101,7 @@ def _depth_error(source: str, text: str) -> RecipeError:
     return _syntax_error(source, text, offset, f"arrays and tables are nested more than {MAX_DEPTH} deep")
 
 
-def _digits_error(source: str, text: str) -> RecipeError:
+def _too_many_digits_error(source: str, text: str) -> RecipeError:
     return _syntax_error(
         source, text, _find_outside_strings(_NUMBER, text) or 0, f"a number has more than {MAX_DIGITS} digits"
     )

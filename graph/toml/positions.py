@@ -156,11 +156,13 @@ def _read_value(text: str, offset: int, slot: _Slot | None) -> int:
             table, name, key = slot
             start, offset = offset, _scalar(text, offset).end()
             table[name] = key, (start, offset), {}
-        slot, offset = _next_slot(text, offset, containers)
+        slot, offset = _advance_to_next_value(text, offset, containers)
     return offset
 
 
-def _next_slot(text: str, offset: int, containers: list[tuple[_Slot, int, _Inside]]) -> tuple[_Slot | None, int]:
+def _advance_to_next_value(
+    text: str, offset: int, containers: list[tuple[_Slot, int, _Inside]]
+) -> tuple[_Slot | None, int]:
     """Close the arrays and tables ending here. Return slot and offset for the next value in an open container."""
     while containers:
         offset = _blank(text, offset).end()

@@ -34,7 +34,7 @@ class GraphBuilder:
     def __attrs_post_init__(self) -> None:
         self._settings = SettingsResolver(self.recipe.vars)
 
-    def run(self) -> None:
+    def build_nodes_and_edges(self) -> None:
         """Make every node with its settings, and then resolve and check every edge."""
         for name, table in self.recipe.nodes.items():
             self._make_node(name, table)
@@ -175,7 +175,7 @@ class EdgeResolver:
             hint = f'write "@{value}"' if isinstance(value, str) else 'write "@name"'
             node.add_problem("DL311", f"{format_path(path)} must be a node, not {describe(value)}", hint, path)
             return ()
-        return tuple(name for name in names if self._check_port(node, field, name, path))
+        return tuple(name for name in names if self._implements_port_or_report(node, field, name, path))
 
     def _make_inline_node(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
         """Make the node in an inline table, and resolve its edges; return its name in a list, empty after a problem."""
@@ -217,7 +217,7 @@ class EdgeResolver:
             hint = did_you_mean(group, self.recipe.groups if name.endswith(".*") else self.recipe.nodes)
         node.add_problem("DL313", text, hint, path)
 
-    def _check_port(self, node: Node, field: Field, name: str, path: KeyPath) -> bool:
+    def _implements_port_or_report(self, node: Node, field: Field, name: str, path: KeyPath) -> bool:
         target = self.nodes[name]
         if not implements_any(target.spec.cls, field.ports):
             ports = " or ".join(port.__name__ for port in field.ports)

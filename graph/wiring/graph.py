@@ -38,7 +38,7 @@ class Graph:
     def of(cls, recipe: MergedRecipe, registry: Registry, root: str = "") -> "Graph":
         """Build and check the graph of a recipe. If `root` is set, report unneeded nodes as warnings."""
         builder = GraphBuilder(recipe, registry)
-        builder.run()
+        builder.build_nodes_and_edges()
         graph = cls(recipe, registry, MappingProxyType(builder.nodes), root)
         problems = [*recipe.problems, *builder.problems(), *graph._check()]
         problems += graph._check_unneeded_nodes(all(problem.warning for problem in problems)) if root else ()
@@ -125,7 +125,7 @@ class Graph:
         valid: dict[str, None] = {}
         for name in self.topological_order(roots):
             node = self.nodes[name]
-            if name not in faulty and self.is_complete(node) and all(need in valid for need in node.needs):
+            if name not in faulty and self.is_valid_with_neighbours(node) and all(need in valid for need in node.needs):
                 valid[name] = None
         return list(valid)
 
@@ -133,7 +133,7 @@ class Graph:
         """Return the graph for `roots` and their dependencies, with their problems. Other nodes may be unknown."""
         nodes = {name: self.nodes[name] for name in self.topological_order(roots)}
         # An edge may be missing because its target table could not become a node.
-        broken = not all(self.is_complete(node) for node in nodes.values())
+        broken = not all(self.is_valid_with_neighbours(node) for node in nodes.values())
         problems = tuple(
             p for p in self.problems if p.node in nodes or (broken and p.node not in self.nodes and p.code != NO_ROOT)
         )
@@ -187,8 +187,8 @@ class Graph:
         for node in self.nodes.values():
             for field in node.spec.sequences:
                 if (edge := node.edges.get(field.name)) is not None:
-                    yield from check_sequence(node, field.name, edge, self.nodes)
-            if node.spec.has_constraints and self.is_complete(node):
+                    yield from check_sequence_dataflow(node, field.name, edge, self.nodes)
+            if node.spec.has_constraints and self.is_valid_with_neighbours(node):
                 yield from _check_constraints(node, self.view(node.name))
 
     def _find_edge_position(self, name: str, target: str) -> Position:
@@ -197,7 +197,7 @@ class Graph:
         paths = (dict(zip(edge.targets, edge.items, strict=False)).get(target) for edge in node.edges.values())
         return node.position_of(next((path for path in paths if path), ()))
 
-    def is_complete(self, node: Node) -> bool:
+    def is_valid_with_neighbours(self, node: Node) -> bool:
         """Return whether a node and its neighbours are valid. Constraints rely on valid settings and edges."""
         # A wired edge may be missing because its target table could not become a node.
         has_invalid_tables = not self.recipe.nodes.keys() <= self.nodes.keys()
@@ -288,7 +288,7 @@ class MemberSequence:
         return cls(writers, {name.removesuffix("?"): member for member in members for name in member.flow.reads})
 
 
-def check_sequence(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]) -> Iterator[Problem]:
+def check_sequence_dataflow(node: Node, field: str, edge: Edge, nodes: Mapping[str, Node]) -> Iterator[Problem]:
     """
     Check the order in a sequence edge as a dataflow: values are written before they are read, and changed in time.
     """

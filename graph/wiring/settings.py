@@ -94,7 +94,7 @@ class SettingsResolver:
         elif isinstance(item, Table):
             item = item.items
         if isinstance(item, str):
-            return self._unescape_string(node, item, path) if item[:1] in ("@", "$") else item
+            return self._unescape_or_resolve_string(node, item, path) if item[:1] in ("@", "$") else item
         if isinstance(item, list):
             parts = [self.resolve_value(node, part, (*path, number)) for number, part in enumerate(item)]
             return INVALID_VALUE if any(part is INVALID_VALUE for part in parts) else parts
@@ -103,7 +103,7 @@ class SettingsResolver:
             return INVALID_VALUE if any(part is INVALID_VALUE for part in table.values()) else table
         return item
 
-    def _unescape_string(self, node: Node, text: str, path: KeyPath) -> Any:
+    def _unescape_or_resolve_string(self, node: Node, text: str, path: KeyPath) -> Any:
         """Return a string without its escape @@ or $$, or its variable's value; report other uses of @ and $."""
         if text[:2] in ("@@", "$$"):
             return text[1:]

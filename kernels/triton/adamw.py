@@ -56,7 +56,9 @@ class AdamwTriton:
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step."""
         for indices, launch in self._launches:
-            launch.run([grads[index] for index in indices], *launch.on_device(scalars, counter), found_inf, factors)
+            launch.run(
+                [grads[index] for index in indices], *launch.upload_scalars(scalars, counter), found_inf, factors
+            )
 
 
 def _build_step(params: list[ParamState], indices: list[int], maximize: bool) -> Any:
@@ -82,7 +84,12 @@ def _kernel_constants(param: ParamState) -> dict[str, bool]:
     """
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in param.tensors)
     has_maximum = param.max_exp_avg_sq is not None
-    constants = {"ALIGNED": aligned, "ROWS": not param.is_contiguous, "PAIRS": param.has_pairs, "AMSGRAD": has_maximum}
+    constants = {
+        "ALIGNED": aligned,
+        "ROWS": not param.is_contiguous,
+        "PAIRS": param.has_adjacent_noise_pairs,
+        "AMSGRAD": has_maximum,
+    }
     return constants | {"MASTER": param.remainder is not None}
 
 
@@ -104,7 +111,7 @@ class _FusedStep:
         self._addresses: list[int] = []
         self._table = torch.empty(0)
 
-    def on_device(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
+    def upload_scalars(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
         """Return the scalars, float32 (6,) or (all weights, 6), and the counter, int64 (1,), on the device."""
         noise_step = None if counter is None else upload(torch.tensor([counter]), self._device)
         return upload(scalars, self._device), noise_step
@@ -118,7 +125,7 @@ class _FusedStep:
         factors: Tensor | None = None,
     ) -> None:
         """
-        Launch the step with gradients (any shape) in the weights' order, and the tensors from `on_device`.
+        Launch the step with gradients (any shape) in the weights' order, and the tensors from `upload_scalars`.
 
         The weights do not change if `found_inf` is not 0. `factors`, float32 (factors,), multiply the gradients.
         """

@@ -32,7 +32,7 @@ of blocks, the weight's index, the noise's key, first index, row width and row s
 
 
 @cache
-def _upload_maps(device: torch.device) -> Tensor:
+def _upload_code_values_and_midpoints(device: torch.device) -> Tensor:
     """Return values and midpoints of both maps, float32 (4 * 256,), with infinity after the midpoints."""
     parts = [part for signed in (True, False) for part in compute_values_and_midpoints(signed, torch.device("cpu"))]
     padded = [torch.cat([part, torch.full((256 - len(part),), torch.inf)]) for part in parts]
@@ -59,7 +59,7 @@ class FusedCodesStep:
         self._addresses: list[int] = []
         self._table = torch.empty(0)
 
-    def on_device(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
+    def upload_scalars(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
         """Return the scalars, float32 (6,) or (all weights, 6), and the counter, int64 (1,), on the device."""
         noise_step = None if counter is None else upload(torch.tensor([counter]), self._device)
         return upload(scalars, self._device), noise_step
@@ -73,7 +73,7 @@ class FusedCodesStep:
         factors: Tensor | None = None,
     ) -> None:
         """
-        Launch the step with gradients (any shape) in the weights' order, and the tensors from `on_device`.
+        Launch the step with gradients (any shape) in the weights' order, and the tensors from `upload_scalars`.
 
         `factors`, float32 (factors,), multiply the gradients.
         """
@@ -86,7 +86,7 @@ class FusedCodesStep:
             self._table,
             self._parts,
             self._weight_decays,
-            _upload_maps(self._device),
+            _upload_code_values_and_midpoints(self._device),
             scalars,
             0 if scalars.ndim == 1 else scalars.stride(0),
             counter,
@@ -181,14 +181,14 @@ def _adamw_8bit_kernel(
                 index = element
                 if ROWS:
                     index = element // noise_width * noise_stride + element % noise_width
-                new = _round(new, key, first + index, tl.load(counter), weight)
+                new = _round_if_bfloat16(new, key, first + index, tl.load(counter), weight)
             tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
         _encode_means(m, mean, mean_scale, maps + 256, element, block, mask, is_block, SMALLEST)
         _encode_means(s, square, square_scale, maps + 768, element, block, mask, is_block, SMALLEST)
 
 
 @triton.jit
-def _round(x, key, index, counter, pointer):
+def _round_if_bfloat16(x, key, index, counter, pointer):
     """Round x stochastically if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
         word, _, _, _ = philox(key, index >> 1, counter)

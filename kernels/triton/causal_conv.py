@@ -99,8 +99,8 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Ten
     parts = x.new_empty(grid[0], weight.numel(), dtype=torch.float32)
     constants = _kernel_constants(weight)
     block = next_power_of_2(weight.shape[1])
-    _gate_kernel[grid](grad, x, weight, ids, before_gate, parts, length, TAP_BLOCK=block, **constants)
-    _input_kernel[grid](before_gate, weight, ids, grad_x, length, **constants)
+    _gate_gradient_kernel[grid](grad, x, weight, ids, before_gate, parts, length, TAP_BLOCK=block, **constants)
+    _input_gradient_kernel[grid](before_gate, weight, ids, grad_x, length, **constants)
     return grad_x, reduce_partials(parts, weight.dtype).view(weight.shape)
 
 
@@ -156,7 +156,7 @@ def _forward_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length"])
-def _gate_kernel(
+def _gate_gradient_kernel(
     grad, x, weight, ids, before_gate, parts, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, TAP_BLOCK: tl.constexpr,
 ):
@@ -181,7 +181,7 @@ def _gate_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length"])
-def _input_kernel(
+def _input_gradient_kernel(
     before_gate, weight, ids, grad_x, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

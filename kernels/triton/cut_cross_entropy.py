@@ -90,7 +90,7 @@ def _forward(
     for chunk in split_token_chunks(len(hidden), len(weight), cut) if by_torch else [slice(0, len(hidden))]:
         part = hidden[chunk]
         logits = _compute_logits(part, weight, words) if by_torch else None
-        factors, by_tma = _describe_blocks((tokens, STEP), (words, STEP), part, weight)
+        factors, by_tma = _make_matrix_arguments((tokens, STEP), (words, STEP), part, weight)
         kernels.lse_kernel[(cdiv(len(part), tokens) * len(lse),)](
             logits,
             *factors,
@@ -110,7 +110,9 @@ def _forward(
     return lse.logsumexp(0), target_logit
 
 
-def _describe_blocks(block: tuple[int, int], other: tuple[int, int], *factors: Tensor) -> tuple[tuple[Any, Any], bool]:
+def _make_matrix_arguments(
+    block: tuple[int, int], other: tuple[int, int], *factors: Tensor
+) -> tuple[tuple[Any, Any], bool]:
     """Return two matrices as kernel arguments, in blocks with these sizes, and whether they are TMA descriptors."""
     if not all(map(tma.can_copy_blocks_of, factors)) or not tma.is_supported(factors[0].device):
         return factors, False  # type: ignore[return-value]
@@ -235,7 +237,7 @@ def _compute_grad_logits(
     )
     tiles = cdiv(tokens, height), cdiv(len(weight), across)
     active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
-    factors, by_tma = _describe_blocks((height, STEP), (across, STEP), hidden, weight)
+    factors, by_tma = _make_matrix_arguments((height, STEP), (across, STEP), hidden, weight)
     kernels.grad_logits_kernel[(active.numel(),)](
         *factors,
         targets.contiguous(),
@@ -261,7 +263,7 @@ def _compute_grad_logits(
 
 def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, result: Tensor, cut: LogitCut) -> None:
     step = min(STEP, cut.tile[1])
-    factors, by_tma = _describe_blocks((cut.tile[0], step), (step, CHANNELS), grad_logits, weight)
+    factors, by_tma = _make_matrix_arguments((cut.tile[0], step), (step, CHANNELS), grad_logits, weight)
     kernels.grad_hidden_kernel[(active.shape[0], cdiv(weight.shape[1], CHANNELS))](
         *factors,
         *_list_active_tiles_by_row(active),
@@ -281,7 +283,7 @@ def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, res
 
 def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, result: Tensor, cut: LogitCut) -> None:
     step = min(STEP, cut.tile[0])
-    factors, by_tma = _describe_blocks((step, cut.tile[1]), (step, CHANNELS), grad_logits, hidden)
+    factors, by_tma = _make_matrix_arguments((step, cut.tile[1]), (step, CHANNELS), grad_logits, hidden)
     kernels.grad_weight_kernel[(active.shape[1], cdiv(hidden.shape[1], CHANNELS))](
         *factors,
         *_list_active_tiles_by_row(active.T.contiguous()),

@@ -38,7 +38,7 @@ def _allocate_rows(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | 
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _add(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
+def _add_bias_by_expert(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
     result = _allocate_rows(rows, bias, offsets, scale)
     count, width = rows.shape
     if result.numel():
@@ -58,7 +58,7 @@ def _allocate_sums(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tenso
     return grad.new_empty(len(offsets), grad.shape[1])
 
 
-def _sums_scratch(grad: Tensor, offsets: Tensor) -> int:
+def _count_sums_scratch_bytes(grad: Tensor, offsets: Tensor) -> int:
     return 4 * PARTS * len(offsets) * grad.shape[1]
 
 
@@ -66,15 +66,15 @@ def _sums_scratch(grad: Tensor, offsets: Tensor) -> int:
     "expert_bias_sums(Tensor grad, Tensor offsets, Tensor? scale) -> Tensor",
     fake=_allocate_sums,
     flops=return_zero_flops,
-    scratch=_sums_scratch,
+    scratch=_count_sums_scratch_bytes,
 )
-def _sum_rows(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
+def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
     experts, width = len(offsets), grad.shape[1]
     if not grad.numel():
         return _allocate_sums(grad, offsets, scale).zero_()
     sums = grad.new_empty(PARTS, experts, width, dtype=torch.float32)
     grad = contiguous_last_dim(grad)
-    _sums_kernel[(experts * PARTS, cdiv(width, COLUMNS))](
+    _sum_rows_by_expert_kernel[(experts * PARTS, cdiv(width, COLUMNS))](
         *(grad, offsets, None if scale is None else scale.contiguous(), sums, experts, width, grad.stride(0)),
         PARTS=PARTS,
         ROWS=ROWS,
@@ -94,12 +94,12 @@ def _allocate_products(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tenso
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _sum_products(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
+def _sum_bias_products_by_row(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
     result = _allocate_products(grad, bias, offsets, scale)
     count, width = grad.shape
     if count:
         grad, bias = contiguous_last_dim(grad), contiguous_last_dim(bias)
-        _products_kernel[(cdiv(count, ROWS),)](
+        _bias_products_kernel[(cdiv(count, ROWS),)](
             *(grad, bias, offsets, result, count, width, len(offsets), grad.stride(0), bias.stride(0)),
             EXPERTS=next_power_of_2(len(offsets)),
             ROWS=ROWS,
@@ -110,7 +110,7 @@ def _sum_products(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) ->
 
 
 @triton.jit
-def _expert_of(row, offsets, num_experts, EXPERTS: tl.constexpr):
+def _find_expert_of_row(row, offsets, num_experts, EXPERTS: tl.constexpr):
     """Return every row's expert, and whether the row is used; unused rows have the last expert."""
     number = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + number, mask=number < num_experts, other=2147483647)
@@ -128,7 +128,7 @@ def _add_kernel(
     # fmt: on
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    expert, is_used = _expert_of(row, offsets, num_experts, EXPERTS)
+    expert, is_used = _find_expert_of_row(row, offsets, num_experts, EXPERTS)
     inside = (row < count)[:, None] & (column < width)[None, :]
     at = bias + expert.to(tl.int64)[:, None] * bias_stride + column[None, :]
     added = tl.load(at, mask=inside & is_used[:, None], other=0.0).to(tl.float32)
@@ -143,7 +143,7 @@ def _add_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
-def _sums_kernel(
+def _sum_rows_by_expert_kernel(
     grad, offsets, scale, sums, num_experts, width, row_stride, PARTS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -169,14 +169,14 @@ def _sums_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["count", "num_experts"])
-def _products_kernel(
+def _bias_products_kernel(
     grad, bias, offsets, result, count, width, num_experts, row_stride, bias_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     # fmt: on
     """Store every row's gradient times its expert's bias, 0 for unused rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert, is_used = _expert_of(row, offsets, num_experts, EXPERTS)
+    expert, is_used = _find_expert_of_row(row, offsets, num_experts, EXPERTS)
     is_used = is_used & (row < count)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, width, COLUMNS):
@@ -188,4 +188,4 @@ def _products_kernel(
     tl.store(result + row, tl.sum(total, 1).to(result.dtype.element_ty), mask=row < count)
 
 
-TRITON = ExpertBiasImplementation(_add, _sum_rows, _sum_products)
+TRITON = ExpertBiasImplementation(_add_bias_by_expert, _sum_rows_by_expert, _sum_bias_products_by_row)

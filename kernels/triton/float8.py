@@ -64,8 +64,8 @@ class TritonFloat8:
     def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return _quantize_weights([*weights])  # type: ignore[no-any-return]
 
-    def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
-        return _transpose_weights([*weights], scale)  # type: ignore[no-any-return]
+    def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
+        return _quantize_transposed_weights([*weights], scale)  # type: ignore[no-any-return]
 
     def round_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
         if not weights[0].is_meta:
@@ -73,7 +73,7 @@ class TritonFloat8:
             _transpose_into(rows.data, rows.transposed, None, None, None)
 
     def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
-        data, scale = _swiglu(gate_and_up)
+        data, scale = _quantize_swiglu(gate_and_up)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
@@ -82,7 +82,7 @@ class TritonFloat8:
     def quantize_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
     ) -> Gradient:
-        return Gradient(*_swiglu_gradient(grad, gate_and_up, factor, row_scale))
+        return Gradient(*_quantize_swiglu_gradient(grad, gate_and_up, factor, row_scale))
 
     def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         columns = _get_ones(b) if b_scale is None else b_scale
@@ -154,18 +154,18 @@ def _quantize_weights_into(weights: list[Tensor], data: Tensor, scale: Tensor) -
         _quantize_rows_into(weight, None, part, part_scale)
 
 
-def _allocate_swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
+def _allocate_quantized_swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
     return _allocate_quantized_rows(gate_and_up, len(gate_and_up), gate_and_up.shape[1] // 2)
 
 
 @register_kernel(
     "float8_swiglu(Tensor gate_and_up) -> (Tensor, Tensor)",
-    fake=_allocate_swiglu,
+    fake=_allocate_quantized_swiglu,
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_swiglu(gate_and_up)
+def _quantize_swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
+    data, scale = _allocate_quantized_swiglu(gate_and_up)
     gate, up = gate_and_up.chunk(2, 1)
     _quantize_rows_into(gate, up, data, scale)
     return data, scale
@@ -177,7 +177,9 @@ def _quantize_rows_into(x: Tensor, up: Tensor | None, data: Tensor, scale: Tenso
         _allocate_ones(data.device)  # allocated before a CUDA graph is captured
     if data.numel():
         rows = view_as_rows(x)
-        _launch_cast([rows], up, None, None, data, scale, None, None, _choose_program_count(data, WARPS_PER_SM))
+        _launch_quantize_rows(
+            [rows], up, None, None, data, scale, None, None, _choose_program_count(data, WARPS_PER_SM)
+        )
 
 
 def _allocate_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
@@ -196,7 +198,7 @@ def _quantize_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | 
     return _quantize_gradient_rows(grads, None, factor, row_scale)
 
 
-def _allocate_swiglu_gradient(
+def _allocate_quantized_swiglu_gradient(
     grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
     return _allocate_gradient([grad], factor, row_scale)
@@ -205,11 +207,13 @@ def _allocate_swiglu_gradient(
 @register_kernel(
     "float8_swiglu_gradient(Tensor grad, Tensor gate_and_up, Tensor factor, Tensor? row_scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_allocate_swiglu_gradient,
+    fake=_allocate_quantized_swiglu_gradient,
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _swiglu_gradient(grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+def _quantize_swiglu_gradient(
+    grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
+) -> tuple[Tensor, ...]:
     return _quantize_gradient_rows([grad], gate_and_up, factor, row_scale)
 
 
@@ -229,7 +233,7 @@ def _quantize_gradient_rows(
         parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
     results = data, scale, row_factor, parts
     if gate_and_up is None:
-        _launch_cast([*map(view_as_rows, grads)], None, factor, row_scale, *results, programs)
+        _launch_quantize_rows([*map(view_as_rows, grads)], None, factor, row_scale, *results, programs)
     else:
         _launch_swiglu_gradient(
             view_as_rows(grads[0]), view_as_rows(gate_and_up), factor, row_scale, *results, programs
@@ -279,7 +283,7 @@ def _allocate_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _transpose_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
+def _quantize_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
     result = _allocate_transposed_weights(weights, scale)
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(result, sizes, 1), torch.split(scale, sizes), strict=True):
@@ -315,7 +319,7 @@ COLUMNS, PARTS_PER_STEP = 32, 256
 """Columns per program for column maxima, and partial results per load."""
 
 
-def _launch_cast(
+def _launch_quantize_rows(
     parts_of_rows: list[Tensor],
     up: Tensor | None,
     factor: Tensor | None,
@@ -351,7 +355,7 @@ def _launch_cast(
         x.stride(0),
         0 if second is None else second.stride(0),
         0 if third is None else third.stride(0),
-        **_split_width(width),
+        **_choose_block_sizes(width),
         STAGES=3 if up is None and second is None else STAGES,
         num_warps=_choose_warp_count(width),
         maxnreg=None if parts is None else _count_registers_per_thread(width),
@@ -370,7 +374,7 @@ def _launch_swiglu_gradient(
     parts: Tensor | None,
     programs: int,
 ) -> None:
-    """Fill results like `_launch_cast` for SwiGLU's gradient: grad (rows, width), gate_and_up (rows, 2 * width)."""
+    """Fill results like `_launch_quantize_rows`, with SwiGLU's: grad (rows, width), gate_and_up (rows, 2 * width)."""
     count, width = grad.shape
     _swiglu_gradient_kernel[(programs,)](
         grad,
@@ -385,7 +389,7 @@ def _launch_swiglu_gradient(
         width,
         grad.stride(0),
         gate_and_up.stride(0),
-        **_split_width(width),
+        **_choose_block_sizes(width),
         STAGES=STAGES if width <= WIDE else 1,
         num_warps=_choose_warp_count(width),
         maxnreg=None if parts is None else _count_registers_per_thread(width),
@@ -398,7 +402,7 @@ def _choose_program_count(x: Tensor, warps_per_sm: int) -> int:
     return min(len(x), max(1, warps_per_sm // _choose_warp_count(x.shape[1])) * sm_count(x.device))
 
 
-def _split_width(width: int) -> dict[str, int]:
+def _choose_block_sizes(width: int) -> dict[str, int]:
     """
     Return sizes for one or two blocks, powers of two, that cover a row: 3 * 2^n is 2^(n + 1) and 2^n, exactly.
     """
@@ -466,7 +470,7 @@ def _load_values(x, second, third, up, row, column, width, first_end, second_end
 
 
 @triton.jit
-def _round_block(values, inverse, at, inside):
+def _round_and_store_block(values, inverse, at, inside):
     """Store and return rounded values."""
     rounded = (values * inverse).to(at.dtype.element_ty)
     tl.store(at, rounded, mask=inside)
@@ -519,9 +523,9 @@ def _quantize_kernel(
             largest = tl.maximum(largest, tl.max(get_magnitude_bits(rest_values), 0))
         own_scale, inverse = scale_and_inverse(largest)
         tl.store(scale + row, own_scale)
-        rounded = _round_block(values, inverse, data + row * width + column, inside)
+        rounded = _round_and_store_block(values, inverse, data + row * width + column, inside)
         if REST:
-            rest_rounded = _round_block(rest_values, inverse, data + row * width + rest, rest_inside)
+            rest_rounded = _round_and_store_block(rest_values, inverse, data + row * width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
@@ -583,11 +587,11 @@ def _swiglu_gradient_kernel(
         own_scale, inverse = scale_and_inverse(largest)
         tl.store(scale + row, own_scale)
         at = data + row * (2 * width)
-        gate_rounded = _round_block(gate_grads, inverse, at + column, inside)
-        up_rounded = _round_block(up_grads, inverse, at + width + column, inside)
+        gate_rounded = _round_and_store_block(gate_grads, inverse, at + column, inside)
+        up_rounded = _round_and_store_block(up_grads, inverse, at + width + column, inside)
         if REST:
-            rest_gate_rounded = _round_block(rest_gate_grads, inverse, at + rest, rest_inside)
-            rest_up_rounded = _round_block(rest_up_grads, inverse, at + width + rest, rest_inside)
+            rest_gate_rounded = _round_and_store_block(rest_gate_grads, inverse, at + rest, rest_inside)
+            rest_up_rounded = _round_and_store_block(rest_up_grads, inverse, at + width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)

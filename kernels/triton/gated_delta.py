@@ -178,7 +178,7 @@ class _Sizes(NamedTuple):
         return self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256
 
     @property
-    def carry_block(self) -> int:
+    def carry_tile_columns(self) -> int:
         """
         Return the columns in a sequential kernel's tile.
 
@@ -189,7 +189,7 @@ class _Sizes(NamedTuple):
         return MIN_BLOCK if has_small_tiles and programs >= self.multiprocessors else MIN_BLOCK // 2
 
     @property
-    def wide_block(self) -> int:
+    def wide_tile_columns(self) -> int:
         """Return the columns in a tile where nothing else needs shared memory."""
         return 2 * MIN_BLOCK if self.v_width > MIN_BLOCK and self.fits_several_chunks else MIN_BLOCK
 
@@ -240,7 +240,7 @@ def _solve_chunks(
     """Write all tensors of `chunks`, or its products alone if the systems are solved."""
     kernels.solve_chunks[(sizes.chunks * sizes.rows, sizes.heads)](
         *(k, v, g, beta, ids, before, *chunks, sizes.length, sizes.chunks),
-        **{**sizes.constants, "BV": sizes.wide_block},
+        **{**sizes.constants, "BV": sizes.wide_tile_columns},
         PRECISION=_float32_product_precision(),
         IS_SOLVED=is_solved,
         num_warps=4,
@@ -260,7 +260,7 @@ def _carry_states(
 ) -> Tensor:
     """Return states before chunks (rows, chunks, heads, K, V); write the tokens' values, and the last state."""
     states = k.new_empty(sizes.rows, sizes.chunks, sizes.heads, sizes.width, sizes.v_width)
-    block = sizes.carry_block
+    block = sizes.carry_tile_columns
     kernels.carry_states[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(k, chunks.keys, chunks.written, chunks.decays, ids, before),
         *(None if state is None else state.contiguous(), states, last, sizes.length, sizes.chunks),
@@ -325,7 +325,7 @@ def _backward(
     grad_q, grad_k = (v.new_empty(*v.shape[:3], sizes.width) for _ in "qk")
     grad_written, grad_states = v.new_empty(v.shape), torch.empty_like(states)
     by_chunk, constants = (sizes.chunks * sizes.rows, sizes.heads), sizes.constants
-    wide = sizes.wide_block
+    wide = sizes.wide_tile_columns
     blocks = cdiv(sizes.v_width, wide)
     kernels.compute_grad_written[(sizes.chunks * sizes.rows * blocks, sizes.heads)](
         *(grad, q, k, chunks.decays, ids, grad_written, sizes.length, sizes.chunks),
@@ -333,7 +333,7 @@ def _backward(
         PRECISION=precision,
         num_warps=4,
     )
-    block = sizes.carry_block
+    block = sizes.carry_tile_columns
     kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(grad, grad_state.contiguous(), q, k, chunks.keys, chunks.decays, ids, before, grad_written, grad_states),
         *(grads[5] if state is not None else None, sizes.length, sizes.chunks),

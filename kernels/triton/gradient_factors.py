@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.scale import scale
+from drawloom.kernels.scale import scale_and_sum_squares
 
 
 def unify_gradient_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
@@ -16,7 +16,7 @@ def unify_gradient_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[
     if len({grad.dtype for grad in grads}) == 1:
         return grads, factors
     for factor in () if factors is None else factors.double():
-        scale(grads, factor)
+        scale_and_sum_squares(grads, factor)
     return [grad.float() for grad in grads], None
 
 

@@ -20,7 +20,7 @@ from drawloom.kernels.grouped_float8 import (
     GroupedFactors,
     GroupedFloat8Kernels,
     ScaledRows,
-    count_columns,
+    count_padded_columns,
 )
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import register_kernel
@@ -28,7 +28,7 @@ from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.float8 import INFINITY, TritonFloat8, get_magnitude_bits, scale_and_inverse, sigmoid
 from drawloom.kernels.triton.grouped_gemm_blocks import locate_tile_rows
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.moe_permute import sum_rows_by_token
+from drawloom.kernels.triton.moe_permute import sum_rows_and_gather_scalars
 from drawloom.kernels.triton.primitives import cdiv, next_power_of_2, view_as_rows
 
 CHANNELS = 128
@@ -58,35 +58,37 @@ Accumulation in float32 after each GROUP summands needs twice the registers. On 
 class TritonGroupedFloat8(TritonFloat8):
     """Casts and products in Triton."""
 
-    def take(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> tuple[Tensor, Tensor, Tensor]:
-        return _take(*rows, probabilities, routes.source_choice, max(routes.dest_row.shape[1], 1))  # type: ignore[no-any-return]
+    def copy_tokens_to_expert_rows(
+        self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _copy_tokens_to_expert_rows(*rows, probabilities, routes.source_choice, max(routes.dest_row.shape[1], 1))  # type: ignore[no-any-return]
 
     def sum_by_token(self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor) -> tuple[Tensor, Tensor]:
-        return sum_rows_by_token(rows, None, scalars, dest_row)  # type: ignore[no-any-return]
+        return sum_rows_and_gather_scalars(rows, None, scalars, dest_row)  # type: ignore[no-any-return]
 
     def quantize_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return _quantize_experts(weight)  # type: ignore[no-any-return]
 
-    def transpose_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
-        return _transpose_experts(weight, scale)  # type: ignore[no-any-return]
+    def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
+        return _quantize_transposed_experts(weight, scale)  # type: ignore[no-any-return]
 
-    def round_experts(self, weight: Tensor, rows: Float8Rows) -> None:
+    def round_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
         if not weight.is_meta:
             _launch_quantize_experts(weight, rows.data, rows.scale)
-            _launch_cast_experts(weight, None, rows.scale, rows.transposed)
+            _launch_scale_and_round_experts(weight, None, rows.scale, rows.transposed)
 
-    def expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        return _swiglu(gate_and_up, probabilities)  # type: ignore[no-any-return]
+    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        return _quantize_swiglu(gate_and_up, probabilities)  # type: ignore[no-any-return]
 
-    def expert_swiglu_gradient(
+    def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _swiglu_gradient(grad, gate_and_up, probabilities)  # type: ignore[no-any-return]
+        return _quantize_swiglu_gradient(grad, gate_and_up, probabilities)  # type: ignore[no-any-return]
 
-    def factors(
+    def prepare_outer_product_factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
     ) -> GroupedFactors:
-        return GroupedFactors(*_factors(*left, *right, choices, top_k, ends))
+        return GroupedFactors(*_prepare_outer_product_factors(*left, *right, choices, top_k, ends))
 
     def multiply_rows(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool) -> Tensor:
         return _multiply_rows(a, a_scale, b, b_scale, ends, fast)  # type: ignore[no-any-return]
@@ -98,7 +100,7 @@ class TritonGroupedFloat8(TritonFloat8):
 TRITON: GroupedFloat8Kernels = TritonGroupedFloat8()
 
 
-def _allocate_taken(
+def _allocate_expert_rows(
     data: Tensor, scale: Tensor, probabilities: Tensor | None, choices: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     count = len(choices)
@@ -109,17 +111,17 @@ def _allocate_taken(
 @register_kernel(
     "float8_take(Tensor data, Tensor scale, Tensor? probabilities, Tensor choices, int top_k)"
     " -> (Tensor, Tensor, Tensor)",
-    fake=_allocate_taken,
+    fake=_allocate_expert_rows,
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _take(
+def _copy_tokens_to_expert_rows(
     data: Tensor, scale: Tensor, probabilities: Tensor | None, choices: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, row_scale, by_row = _allocate_taken(data, scale, probabilities, choices, top_k)
+    rows, row_scale, by_row = _allocate_expert_rows(data, scale, probabilities, choices, top_k)
     count, width = rows.shape
     if rows.numel():
-        _take_kernel[(cdiv(count, TAKEN_ROWS),)](
+        _copy_tokens_to_experts_kernel[(cdiv(count, TAKEN_ROWS),)](
             data,
             scale,
             None if probabilities is None else probabilities.contiguous(),
@@ -162,7 +164,7 @@ def _launch_quantize_experts(weight: Tensor, data: Tensor, scale: Tensor) -> Non
     weight = weight.contiguous()
     size = weight[0].numel()
     parts = weight.new_empty(len(weight), PARTS, dtype=torch.int32)
-    _largest_kernel[(len(weight) * PARTS,)](
+    _largest_magnitude_kernel[(len(weight) * PARTS,)](
         weight,
         parts,
         size,
@@ -171,7 +173,7 @@ def _launch_quantize_experts(weight: Tensor, data: Tensor, scale: Tensor) -> Non
         num_warps=8,
         enable_fp_fusion=True,
     )
-    _launch_cast_experts(weight, parts, scale, data)
+    _launch_scale_and_round_experts(weight, parts, scale, data)
 
 
 def _allocate_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
@@ -185,13 +187,13 @@ def _allocate_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _transpose_experts(weight: Tensor, scale: Tensor) -> Tensor:
+def _quantize_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
     result = _allocate_transposed_experts(weight, scale)
-    _launch_cast_experts(weight.contiguous(), None, scale, result)
+    _launch_scale_and_round_experts(weight.contiguous(), None, scale, result)
     return result
 
 
-def _launch_cast_experts(weight: Tensor, parts: Tensor | None, scale: Tensor, result: Tensor) -> None:
+def _launch_scale_and_round_experts(weight: Tensor, parts: Tensor | None, scale: Tensor, result: Tensor) -> None:
     """Fill scale and result with a weight by its `parts`' largest elements, or a transposed result by its scale."""
     experts, outputs, inputs = weight.shape
     if result.numel():
@@ -210,19 +212,19 @@ def _launch_cast_experts(weight: Tensor, parts: Tensor | None, scale: Tensor, re
         )
 
 
-def _allocate_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+def _allocate_quantized_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
     count, width = gate_and_up.shape
     return gate_and_up.new_empty(count, width // 2, dtype=E4M3), gate_and_up.new_empty(count, dtype=torch.float32)
 
 
 @register_kernel(
     "float8_expert_swiglu(Tensor gate_and_up, Tensor probabilities) -> (Tensor, Tensor)",
-    fake=_allocate_swiglu,
+    fake=_allocate_quantized_swiglu,
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_swiglu(gate_and_up, probabilities)
+def _quantize_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    data, scale = _allocate_quantized_swiglu(gate_and_up, probabilities)
     count, width = data.shape
     if data.numel():
         gate_and_up, block = view_as_rows(gate_and_up), next_power_of_2(width)
@@ -243,7 +245,7 @@ def _swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]
     return data, scale
 
 
-def _allocate_swiglu_gradient(
+def _allocate_quantized_swiglu_gradient(
     grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     data, scale = (
@@ -255,12 +257,14 @@ def _allocate_swiglu_gradient(
 
 @register_kernel(
     "float8_expert_swiglu_gradient(Tensor grad, Tensor gate_and_up, Tensor probabilities) -> (Tensor, Tensor, Tensor)",
-    fake=_allocate_swiglu_gradient,
+    fake=_allocate_quantized_swiglu_gradient,
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _swiglu_gradient(grad: Tensor, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale, grad_probabilities = _allocate_swiglu_gradient(grad, gate_and_up, probabilities)
+def _quantize_swiglu_gradient(
+    grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    data, scale, grad_probabilities = _allocate_quantized_swiglu_gradient(grad, gate_and_up, probabilities)
     count, width = grad.shape
     if data.numel():
         grad, gate_and_up, block = view_as_rows(grad), view_as_rows(gate_and_up), next_power_of_2(width)
@@ -298,7 +302,7 @@ def _allocate_factors(
     top_k: int,
     ends: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    columns = count_columns(len(left), len(ends))
+    columns = count_padded_columns(len(left), len(ends))
     left_factor, right_factor = (left.new_empty(x.shape[1], columns) for x in (left, right))
     return left_factor, right_factor, left_scale.new_empty(len(ends))
 
@@ -310,7 +314,7 @@ def _allocate_factors(
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _factors(
+def _prepare_outer_product_factors(
     left: Tensor,
     left_scale: Tensor,
     right: Tensor,
@@ -322,7 +326,7 @@ def _factors(
     left_factor, right_factor, scale = _allocate_factors(left, left_scale, right, right_scale, choices, top_k, ends)
     if not len(left) or not len(ends):
         return left_factor.view(torch.uint8).zero_().view(E4M3), right_factor, scale.fill_(MIN_SCALE)
-    _largest_scale_kernel[(len(ends),)](
+    _largest_scale_product_kernel[(len(ends),)](
         left_scale, right_scale, ends, scale, STEP=1024, num_warps=4, enable_fp_fusion=True
     )
     columns = left_factor.shape[1]
@@ -354,14 +358,14 @@ def _allocate_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, en
     return a.new_empty(len(a), b.shape[1], dtype=torch.bfloat16)
 
 
-def _rows_flops(a: Tensor, b: Tensor) -> float:
+def _count_row_product_flops(a: Tensor, b: Tensor) -> float:
     return 2.0 * a.numel() * b.shape[1]
 
 
 @register_kernel(
     "float8_multiply_rows(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, bool fast) -> Tensor",
     fake=_allocate_product,
-    flops=_rows_flops,
+    flops=_count_row_product_flops,
     scratch=return_zero_scratch_bytes,
 )
 def _multiply_rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool) -> Tensor:
@@ -391,14 +395,14 @@ def _allocate_gradient(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor)
     return left.new_empty(len(ends), len(left), len(right), dtype=torch.bfloat16)
 
 
-def _groups_flops(left: Tensor, right: Tensor) -> float:
+def _count_outer_product_flops(left: Tensor, right: Tensor) -> float:
     return 2.0 * left.numel() * len(right)
 
 
 @register_kernel(
     "float8_multiply_groups(Tensor left, Tensor right, Tensor scale, Tensor ends) -> Tensor",
     fake=_allocate_gradient,
-    flops=_groups_flops,
+    flops=_count_outer_product_flops,
     scratch=return_zero_scratch_bytes,
 )
 def _multiply_groups(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
@@ -432,7 +436,7 @@ LEAST = tl.constexpr(MIN_SCALE)
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["count"])
-def _take_kernel(
+def _copy_tokens_to_experts_kernel(
     data, scale, probabilities, choices, rows, row_scale, by_row, count, width,
     CHOICES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -455,7 +459,7 @@ def _take_kernel(
 
 @cache_launches
 @triton.jit
-def _largest_kernel(weight, parts, size, PARTS: tl.constexpr, STEP: tl.constexpr):
+def _largest_magnitude_kernel(weight, parts, size, PARTS: tl.constexpr, STEP: tl.constexpr):
     """Store a part's largest magnitude as bits; NaN is above infinity."""
     expert, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     length = tl.cdiv(size, PARTS * STEP) * STEP
@@ -548,7 +552,7 @@ def _swiglu_gradient_kernel(
 
 @cache_launches
 @triton.jit
-def _largest_scale_kernel(left_scale, right_scale, ends, scale, STEP: tl.constexpr):
+def _largest_scale_product_kernel(left_scale, right_scale, ends, scale, STEP: tl.constexpr):
     """Store the largest product between two scales in an expert's rows; NaN if one is not finite."""
     expert = tl.program_id(0)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)

@@ -66,7 +66,7 @@ def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
         return result
     rows = _choose_tile_rows(len(x), num_experts)
     tiles = len(x) // rows + num_experts
-    _rows_kernel[(tiles * cdiv(outputs, COLUMNS),)](
+    _multiply_rows_kernel[(tiles * cdiv(outputs, COLUMNS),)](
         x,
         weight,
         offsets,
@@ -106,7 +106,7 @@ def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tens
         blocks.sum_outer_products_by_tma(a, b, offsets, result)
         return result
     down, across = cdiv(height, COLUMNS), cdiv(width, COLUMNS)
-    _matrices_kernel[(num_experts * down * across,)](
+    _outer_products_kernel[(num_experts * down * across,)](
         a,
         b,
         offsets,
@@ -135,7 +135,7 @@ def _choose_tile_rows(rows: int, num_experts: int) -> int:
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
-def _rows_kernel(
+def _multiply_rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row,
     weight_column, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -166,7 +166,7 @@ def _rows_kernel(
 # fmt: off
 @cache_launches
 @triton.jit
-def _matrices_kernel(
+def _outer_products_kernel(
     a, b, offsets, result, down, across, height, width, a_row, a_channel, b_row, b_channel,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr,

@@ -52,7 +52,7 @@ def multiply_rows_by_tma(x: Tensor, weight: Tensor, offsets: Tensor, result: Ten
     assert layout is not None
     is_transposed = layout is not weight
     tiles, across = len(x) // HEIGHT + num_experts, cdiv(outputs, WIDTH)
-    _rows_kernel[(tiles * across,)](
+    _multiply_rows_kernel[(tiles * across,)](
         tma.create_block_descriptor(x, HEIGHT, STEP),
         tma.create_block_descriptor(layout, 1, *((WIDTH, STEP) if is_transposed else (STEP, WIDTH))),
         offsets,
@@ -70,7 +70,7 @@ def sum_outer_products_by_tma(a: Tensor, b: Tensor, offsets: Tensor, result: Ten
     """Fill result (experts, height, width) with a.T @ b by expert: a (rows, height), b (rows, width)."""
     num_experts, height, width = result.shape
     down, across = cdiv(height, HEIGHT), cdiv(width, WIDTH)
-    _matrices_kernel[(num_experts * down * across,)](
+    _outer_products_kernel[(num_experts * down * across,)](
         tma.create_block_descriptor(a, STEP, HEIGHT),
         tma.create_block_descriptor(b, STEP, WIDTH),
         a,
@@ -96,7 +96,7 @@ def _choose_layout(x: Tensor) -> Tensor | None:
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
-def _rows_kernel(
+def _multiply_rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -121,7 +121,7 @@ def _rows_kernel(
 # fmt: off
 @cache_launches
 @triton.jit
-def _matrices_kernel(
+def _outer_products_kernel(
     a, b, a_pointer, b_pointer, offsets, result, down, across, height, width, a_row, b_row,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):

@@ -48,7 +48,7 @@ class LeanKernel:
         key = (device, *map(get_specialization_key, arguments), *constants, *constants.values())
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compile(key, grid, arguments, constants)
+            self._launch_by_jit_and_cache(key, grid, arguments, constants)
             return
         run, function, metadata, rest = compiled
         across = grid[1] if len(grid) > 1 else 1
@@ -56,7 +56,7 @@ class LeanKernel:
         # The three Nones stand for metadata and hooks of Triton's profiler.
         run(grid[0], across, 1, stream, function, metadata, None, None, None, *arguments, *rest)
 
-    def _compile(
+    def _launch_by_jit_and_cache(
         self, key: tuple[Any, ...], grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
         """Launch with the JIT, and remember the compiled function."""

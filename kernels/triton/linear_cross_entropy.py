@@ -91,7 +91,7 @@ class _WholeLogits(Function):
         """Return losses and lse, float32 (tokens,), for hidden (tokens, width) and weight (vocabulary, width)."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         needed = wants_gradients and (needs_hidden or needs_weight)
-        losses, lse, grad_logits = _grad_logits(hidden, weight, targets, ignore_index, needed)
+        losses, lse, grad_logits = _compute_losses_and_grad_logits(hidden, weight, targets, ignore_index, needed)
         ctx.save_for_backward(hidden if needs_weight else None, weight if needs_hidden else None, targets, grad_logits)
         ctx.ignore_index, ctx.weight_gradient, ctx.vocab = ignore_index, weight_gradient, len(weight)
         pass_none_for_unused_grads(ctx)
@@ -240,7 +240,7 @@ def _recompute_weight_gradient(
     return grad_weight  # type: ignore[return-value]
 
 
-def _fake_grad_logits(
+def _fake_losses_and_grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses and lse by token, and the logits' gradients, empty if not needed."""
@@ -260,11 +260,11 @@ def _count_grad_logits_scratch_bytes(hidden: Tensor, weight: Tensor, needed: boo
 @register_kernel(
     "linear_cross_entropy_grad_logits(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool needed)"
     " -> (Tensor, Tensor, Tensor)",
-    fake=_fake_grad_logits,
+    fake=_fake_losses_and_grad_logits,
     flops=_count_grad_logits_flops,
     scratch=_count_grad_logits_scratch_bytes,
 )
-def _grad_logits(
+def _compute_losses_and_grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)

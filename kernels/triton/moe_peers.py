@@ -18,7 +18,7 @@ from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.moe_permute import (
     choose_row_constants,
     choose_tile_constants,
-    spread_token,
+    copy_token_to_rows,
     sum_rows_by_token_into,
 )
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, view_as_rows
@@ -69,7 +69,7 @@ class PeerExchangeTriton:
         local = tensors[0].new_empty(len(tensors) * slots, top_k)
         if local.numel():
             grid = (cdiv(local.numel(), ENTRIES),)
-            _choices_kernel[grid](
+            _localize_choices_kernel[grid](
                 addresses, local, local.numel(), slots * top_k, first, experts, ENTRIES=ENTRIES, num_warps=4
             )
         return local
@@ -81,7 +81,7 @@ class PeerExchangeTriton:
         limited, ends = torch.empty_like(dest_row), torch.empty_like(offsets)
         flag = max_rows.new_empty(1, dtype=torch.float32)
         grid = (max(1, cdiv(dest_row.numel(), ENTRIES)),)
-        _limit_kernel[grid](
+        _limit_routes_kernel[grid](
             dest_row,
             offsets,
             limited,
@@ -105,7 +105,7 @@ class PeerExchangeTriton:
         rows = like.new_empty(len(source_choice), like.shape[1])
         row_scalars = None if scalars is None else scalars[0][0].new_empty(len(rows))
         if len(rows):
-            _rows_kernel[(len(dest_row),)](
+            _read_peer_rows_kernel[(len(dest_row),)](
                 tokens[1],
                 None if scalars is None else scalars[1],
                 dest_row,
@@ -118,7 +118,7 @@ class PeerExchangeTriton:
         return rows, row_scalars
 
     @staticmethod
-    def stage_sums(
+    def publish_token_sums(
         rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
     ) -> None:
         """Write rows (rows, hidden_size), scalars (rows,) to sums (tokens, hidden_size), by_choice (tokens, top_k)."""
@@ -126,7 +126,7 @@ class PeerExchangeTriton:
         sum_rows_by_token_into(view_as_rows(rows) if rows.numel() else rows, None, scalars, dest_row, sums, by_choice)
 
     @staticmethod
-    def read_sums(
+    def read_and_add_token_sums(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return (tokens, hidden_size) and (tokens, top_k), from staged (ranks * slots, hidden_size) by rank."""
@@ -135,7 +135,7 @@ class PeerExchangeTriton:
         choice_scalars = None if by_choice is None else by_choice[0][0].new_empty(chosen.shape)
         if len(chosen):
             top_k = chosen.shape[1]
-            _sums_kernel[(len(chosen),)](
+            _read_peer_sums_kernel[(len(chosen),)](
                 staged[1],
                 None if by_choice is None else by_choice[1],
                 chosen.contiguous(),
@@ -182,7 +182,7 @@ def _publish_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["count", "room"])
-def _limit_kernel(
+def _limit_routes_kernel(
     dest_row, offsets, limited, ends, flag, max_rows, count, experts, room,
     ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
 ):
@@ -202,7 +202,7 @@ def _limit_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["first"])
-def _choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.constexpr):
+def _localize_choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.constexpr):
     # fmt: on
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     inside = entry < count
@@ -215,7 +215,7 @@ def _choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.
 # fmt: off
 @cache_launches
 @triton.jit
-def _rows_kernel(
+def _read_peer_rows_kernel(
     tokens, scalars, dest_row, rows, row_scalars, slots, width,
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -229,7 +229,7 @@ def _rows_kernel(
         rank_scalars = None
         if scalars is not None:
             rank_scalars = tl.load(scalars + rank).to(tl.pointer_type(row_scalars.dtype.element_ty))
-        spread_token(
+        copy_token_to_rows(
             x, None, rank_scalars, dest_row + rank * slots * CHOICES, rows, row_scalars, None, program - rank * slots,
             width, width, 0, False, CHOICES, TOGETHER, BLOCK,
         )  # fmt: skip
@@ -238,12 +238,15 @@ def _rows_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["first"])
-def _sums_kernel(
+def _read_peer_sums_kernel(
     staged, by_choice, chosen, total, choice_scalars, first, experts, width,
     RANKS: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Sum a token's staged rows over the ranks with its chosen experts."""
+    """
+    Sum a token's staged rows over the ranks with its chosen experts; with `by_choice`, also read its choices' scalars
+    from these ranks.
+    """
     token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
     within = choice < CHOICES
     expert = tl.load(chosen + token * CHOICES + choice, mask=within, other=-1).to(tl.int32)

@@ -68,7 +68,7 @@ class _Permute(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
         (dest_row,) = ctx.saved_tensors
-        return *sum_rows_by_token(grad, None, grad_probabilities, dest_row), None, None, None
+        return *sum_rows_and_gather_scalars(grad, None, grad_probabilities, dest_row), None, None, None
 
 
 class _Unpermute(Function):
@@ -81,7 +81,7 @@ class _Unpermute(Function):
         """Return (tokens, hidden_size) in the dtype of rows (rows, hidden_size); probabilities are (tokens, top_k)."""
         ctx.needs_probabilities, ctx.count = ctx.needs_input_grad[1], len(choices)
         ctx.save_for_backward(rows if ctx.needs_probabilities else None, probabilities, dest_row, offsets)
-        return sum_rows_by_token(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
+        return sum_rows_and_gather_scalars(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
@@ -133,7 +133,7 @@ def _copy_tokens_to_rows(
     if not len(offsets):
         return rows.zero_(), row_scalars.zero_(), products.zero_()
     x, tokens = view_as_rows(x) if x.numel() else x, len(dest_row)
-    _spread_kernel[(tokens + FILLERS,)](
+    _copy_tokens_by_choice_kernel[(tokens + FILLERS,)](
         x,
         None if others is None else view_as_rows(others),
         None if probabilities is None else probabilities.contiguous(),
@@ -168,7 +168,7 @@ def _allocate_sums(
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def sum_rows_by_token(
+def sum_rows_and_gather_scalars(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sum rows by token, times the choices' probabilities if any; `row_scalars` has a scalar per row."""
@@ -198,7 +198,7 @@ def sum_rows_by_token_into(
     """
     if not dest_row.numel():
         return
-    _gather_kernel[(len(dest_row),)](
+    _sum_rows_by_token_kernel[(len(dest_row),)](
         rows,
         None if probabilities is None else probabilities.contiguous(),
         None if row_scalars is None else row_scalars.contiguous(),
@@ -232,14 +232,14 @@ def choose_tile_constants(dest_row: Tensor, width: int) -> dict[str, Any]:
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["tokens", "count", "num_experts"])
-def _spread_kernel(
+def _copy_tokens_by_choice_kernel(
     x, others, probabilities, dest_row, offsets, rows, row_scalars, products, tokens, count, num_experts, width,
     x_stride, others_stride, WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     token = tl.program_id(0).to(tl.int64)
     if token < tokens:
-        spread_token(
+        copy_token_to_rows(
             x, others, probabilities, dest_row, rows, row_scalars, products, token, width, x_stride, others_stride,
             WEIGHTED, CHOICES, TOGETHER, BLOCK,
         )  # fmt: skip
@@ -250,7 +250,7 @@ def _spread_kernel(
 
 # fmt: off
 @triton.jit
-def spread_token(
+def copy_token_to_rows(
     x, others, probabilities, dest_row, rows, row_scalars, products, token, width, x_stride, others_stride,
     WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -297,7 +297,7 @@ def _zero_rows(rows, row_scalars, first, count, step, width, BLOCK: tl.constexpr
 # fmt: off
 @cache_launches
 @triton.jit
-def _gather_kernel(
+def _sum_rows_by_token_kernel(
     rows, probabilities, row_scalars, dest_row, summed, gathered, width, rows_stride,
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):

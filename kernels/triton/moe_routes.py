@@ -34,7 +34,7 @@ def moe_routes_triton(expert_indices: Tensor, num_experts: int) -> Routes:
             f"{expert_indices.numel()} choices are more than 32-bit row indices can number, {MAX_CHOICES}; "
             "use fewer tokens"
         )
-    return Routes(*_routes(expert_indices, num_experts))
+    return Routes(*_compute_routes(expert_indices, num_experts))
 
 
 def _allocate_tables(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +49,7 @@ def _allocate_tables(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, 
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, choices, offsets = _allocate_tables(expert_indices, num_experts)
     count = expert_indices.numel()
     if not count or not num_experts:
@@ -57,12 +57,14 @@ def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     flat, width = expert_indices.contiguous(), next_power_of_2(num_experts)
     parts = cdiv(count, ENTRIES)
     counts, totals = rows.new_empty(parts, width), rows.new_empty(width)
-    _count_kernel[(parts,)](flat, counts, count, ENTRIES=ENTRIES, WIDTH=width, num_warps=4, enable_fp_fusion=True)
+    _count_choices_by_expert_kernel[(parts,)](
+        flat, counts, count, ENTRIES=ENTRIES, WIDTH=width, num_warps=4, enable_fp_fusion=True
+    )
     experts = min(EXPERTS, width)
     _prefix_sum_kernel[(width // experts,)](
         counts, totals, parts, WIDTH=width, EXPERTS=experts, PARTS=PARTS, num_warps=8, enable_fp_fusion=True
     )
-    _rows_kernel[(parts,)](
+    _assign_rows_kernel[(parts,)](
         flat,
         counts,
         totals,
@@ -82,7 +84,7 @@ def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
 
 @cache_launches
 @triton.jit(do_not_specialize=["count"])
-def _count_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
+def _count_choices_by_expert_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
     part = tl.program_id(0).to(tl.int64)
     entry = part * ENTRIES + tl.arange(0, ENTRIES)
     expert = tl.load(expert_indices + entry, mask=entry < count, other=-1).to(tl.int32)
@@ -107,7 +109,7 @@ def _prefix_sum_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.c
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["count"])
-def _rows_kernel(
+def _assign_rows_kernel(
     expert_indices, earlier, totals, offsets, rows, choices, count, num_experts,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):

@@ -23,10 +23,12 @@ BLOCK = 2048
 """Elements that a program loads at a time: 16 per thread, two loads of bfloat16."""
 
 
-def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...], write: bool = True) -> Tensor:
+def scale_and_sum_squares_triton(
+    tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...], write: bool = True
+) -> Tensor:
     """
-    Compute scale_eager for contiguous tensors with one dtype, with bitwise equal tensors; factor and sum are float64
-    ().
+    Compute scale_and_sum_squares_eager for contiguous tensors with one dtype, with bitwise equal tensors; factor and
+    sum are float64 ().
 
     If the factor is 1 and no tensor is counted, the kernel reads no tensor.
     """

@@ -82,7 +82,7 @@ def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
 
 def _allocate_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of gate, up, and the scale (empty without a scale)."""
-    return gate.new_empty(gate.shape), up.new_empty(up.shape), _allocate_scale(grad, scale)
+    return gate.new_empty(gate.shape), up.new_empty(up.shape), _allocate_scale_gradient(grad, scale)
 
 
 @register_kernel(
@@ -99,7 +99,7 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> t
 
 def _allocate_halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the gradients of both halves in one tensor, and of the scale (empty without a scale)."""
-    return gate_and_up.new_empty(gate_and_up.shape), _allocate_scale(grad, scale)
+    return gate_and_up.new_empty(gate_and_up.shape), _allocate_scale_gradient(grad, scale)
 
 
 @register_kernel(
@@ -114,5 +114,5 @@ def _halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor | None) ->
     return grad_both, grad_scale
 
 
-def _allocate_scale(grad: Tensor, scale: Tensor | None) -> Tensor:
+def _allocate_scale_gradient(grad: Tensor, scale: Tensor | None) -> Tensor:
     return grad.new_empty(0) if scale is None else scale.new_empty(scale.shape)

@@ -15,19 +15,19 @@ THREAD_SECONDS = 5.0  # time for threads to end after the command
 
 def main() -> int:
     """Install signal handlers, run the command line, and return its exit code."""
-    _open_streams()
+    _reopen_closed_streams()
     # Before the imports below: they take seconds, and a signal or a dead parent must be noticed meanwhile.
     parent = os.getppid()
-    _handle(signal.SIGTERM, _end)
-    _handle(signal.SIGINT, _interrupt)
+    _install_handler(signal.SIGTERM, _exit_on_signal)
+    _install_handler(signal.SIGINT, _raise_keyboard_interrupt)
     if sys.argv[1:2] == ["run"]:
         from drawloom.components.distributed.guard import guard
 
         guard.start()  # before any thread exists
     if "LOCAL_RANK" in os.environ:  # a worker of torchrun
-        from drawloom.components.distributed.parent import watch_parent
+        from drawloom.components.distributed.parent import exit_after_parent
 
-        watch_parent(parent)
+        exit_after_parent(parent)
     from drawloom.components.distributed.cpu_threads import shorten_thread_spinning
 
     shorten_thread_spinning(os.environ, os.getloadavg()[0])
@@ -36,16 +36,18 @@ def main() -> int:
         from drawloom.graph.cli.main import main as command_line
 
         code = command_line(console=create_rank_console())
-        _end_with_threads(code)
+        _exit_despite_threads(code)
         return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:  # Python restores the default handlers while it shuts down
-        _handle(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to workers that end shortly after the first
-        _handle(signal.SIGINT, _end)
+        _install_handler(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # torchrun sends it to workers that end shortly after the first
+        _install_handler(signal.SIGINT, _exit_on_signal)
 
 
-def _end_with_threads(code: int) -> None:
+def _exit_despite_threads(code: int) -> None:
     """End this process with a warning if Python would wait forever for a component's thread."""
     import threading
     import time
@@ -60,7 +62,7 @@ def _end_with_threads(code: int) -> None:
         time.sleep(0.05)
 
 
-def _open_streams() -> None:
+def _reopen_closed_streams() -> None:
     """Open closed standard streams on /dev/null, and escape characters missing in a stream's encoding."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -73,18 +75,18 @@ def _open_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _handle(number: signal.Signals, handler: object) -> None:
+def _install_handler(number: signal.Signals, handler: object) -> None:
     """Install a handler, unless the signal is ignored, as under `nohup`."""
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, handler)  # type: ignore[arg-type]  # a function, or SIG_IGN
 
 
-def _end(number: int, _frame: "FrameType | None") -> None:
+def _exit_on_signal(number: int, _frame: "FrameType | None") -> None:
     """End immediately, without traceback or cleanup. An open run replaces this handler by its own."""
     os._exit(128 + number)
 
 
-def _interrupt(number: int, frame: "FrameType | None") -> None:
+def _raise_keyboard_interrupt(number: int, frame: "FrameType | None") -> None:
     """Raise KeyboardInterrupt, so that commands close resources. During an import, end immediately with one line."""
     # An import may swallow the exception, or print a traceback of its own.
     while frame is not None:
@@ -92,7 +94,7 @@ def _interrupt(number: int, frame: "FrameType | None") -> None:
             if os.environ.get("RANK", "0") == "0":
                 with open(2, "wb", closefd=False, buffering=0) as stderr:
                     stderr.write(b"interrupted\n")
-            _end(number, frame)
+            _exit_on_signal(number, frame)
         frame = frame.f_back
     raise KeyboardInterrupt
 

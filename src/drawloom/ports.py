@@ -48,10 +48,10 @@ from drawloom.components.ports.data import (
     ValidationData as ValidationData,
     WritesBatches as WritesBatches,
     find_batch_types as find_batch_types,
-    has_pairs as has_pairs,
-    is_unpaired as is_unpaired,
+    uses_document_pairs as uses_document_pairs,
+    uses_unpaired_answers as uses_unpaired_answers,
     count_target_bytes as count_target_bytes,
-    token_batch as token_batch,
+    require_token_batch as require_token_batch,
 )
 from drawloom.components.ports.distributed import (
     FrozenFormat as FrozenFormat,
@@ -117,7 +117,7 @@ from drawloom.components.ports.model import (
     Float8Layer as Float8Layer,
     LinearLayer as LinearLayer,
     QuantizableLayer as QuantizableLayer,
-    stored_formats as stored_formats,
+    quantized_parameter_formats as quantized_parameter_formats,
     build_known_module as build_known_module,
     BatchContext as BatchContext,
     BatchInvariantKernels as BatchInvariantKernels,
@@ -260,8 +260,8 @@ from drawloom.components.ports.run import (
     StoppingPhase as StoppingPhase,
     Tracker as Tracker,
     Value as Value,
-    check_cadence as check_cadence,
-    defers_scaling as defers_scaling,
+    describe_cadence_fault as describe_cadence_fault,
+    accepts_deferred_factors as accepts_deferred_factors,
     is_due as is_due,
     event_kinds as event_kinds,
 )
@@ -294,8 +294,8 @@ from drawloom.components.ports.stages import (
     Stages as Stages,
     TrainableStages as TrainableStages,
     Transform as Transform,
-    fuses_backward as fuses_backward,
-    gradient_or_zeros as gradient_or_zeros,
+    computes_both_gradients_at_once as computes_both_gradients_at_once,
+    get_or_create_gradient as get_or_create_gradient,
     use_averages_if_any as use_averages_if_any,
 )
 from drawloom.components.ports.staging import (

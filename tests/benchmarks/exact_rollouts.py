@@ -64,7 +64,7 @@ def _measure(tokens: int, rows: int, values: dict[str, Any]) -> float:
         }
         recipe = Recipe.load("grpo").with_values(tables).with_values({"rollouts": {"max_tokens": tokens}})
         with recipe.with_values(values).open() as run:
-            marks = [time.process_time() for _ in run.get(Trainer).iterate()]
+            marks = [time.process_time() for _ in run.get(Trainer).run_and_yield_steps()]
     return statistics.median(after - before for before, after in pairwise(marks))
 
 

@@ -82,7 +82,7 @@ class Frozen:
 class Aliases:
     """A stager without the copy it promises."""
 
-    copies = True
+    makes_copies = True
     should_synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class NeverFinished:
         """False."""
         return False
 
-    def finish(self, step: int) -> None:
+    def run_after_training(self, step: int) -> None:
         """Do nothing."""
 
 

@@ -69,7 +69,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))}
     values: dict[str, Any] = {"model": TINY, "run": {"name": "base", "folder": str(folder / "run")}}
     with Recipe.load("first_run").with_values(values | {"tokenizer": tokenizer}).open(only="export") as objects:
-        objects["export"].finish(1)
+        objects["export"].run_after_training(1)
     return folder / "run" / "export"
 
 

@@ -111,7 +111,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
     [
         (("Loss", "loss"), "StageRunner._compute_loss"),
         (("Phase", "run_phase"), "Trainer._run_step"),
-        (("Metric", "update"), "sum_metrics_over_ranks"),
+        (("Metric", "measure_on_rank"), "reduce_metrics_over_ranks"),
         (("Tracker", "track"), "_send_measurements"),
         (("DistributionTracker", "track_distributions"), "_send_measurements"),
         (("Kernels", "rms_norm"), "RMSNorm.forward"),

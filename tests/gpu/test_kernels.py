@@ -80,7 +80,7 @@ def make_calls() -> dict[str, Callable[[], Any]]:
     kept = [torch.zeros(256, **GPU) for _ in "wms"]
     (_, launch), *_ = AdamwTriton([ParamState(kept[0], kept[1], kept[2], 0.1, 1)])._launches
     scalars = compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1)
-    nearest, noisy = launch.on_device(scalars, None), launch.on_device(scalars, 1)
+    nearest, noisy = launch.upload_scalars(scalars, None), launch.upload_scalars(scalars, 1)
     ones, copy = torch.ones(256, **GPU), torch.zeros(64, 256, **GPU)
 
     def grad(result: Any, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ def test_a_recipe_is_checked_drawn_and_resolved_without_being_opened(project: Pr
     recipe = Recipe.load("small", 'spare.use="pages.plain"', "spare.title=A", project=project)
     assert [(problem.node, problem.warning) for problem in recipe.check()] == [("spare", True)]
     assert recipe.draw().startswith("[trainer] servers.loop\n") and recipe.draw("svg").startswith("<svg")
-    assert 'title = "A"' in recipe.resolved()
+    assert 'title = "A"' in recipe.to_resolved_toml()
     assert not Recipe.load("small", project=project).changes_since(Recipe.load("small", project=project))
 
 

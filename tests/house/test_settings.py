@@ -83,7 +83,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / f"{name}{suffix}.json").write_text(json.dumps(config))
     run = {"name": "small", "folder": str(folder / "run"), "seed": 5}
     with Recipe.load("first_run").with_values({"model": runs.TINY, "run": run}).open(only="export") as objects:
-        objects["export"].finish(1)
+        objects["export"].run_after_training(1)
     (folder / "run" / "export").rename(folder / "exported")
     return folder
 

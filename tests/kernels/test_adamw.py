@@ -14,7 +14,7 @@ from drawloom.kernels.adamw import (
     join_bfloat16_and_remainder,
     split_into_bfloat16_and_remainder,
 )
-from drawloom.kernels.scale import scale
+from drawloom.kernels.scale import scale_and_sum_squares
 
 
 def make_state(
@@ -166,7 +166,7 @@ def test_factors_have_the_bits_of_gradients_scaled_in_place(dtype: torch.dtype) 
         state = ParamState(weight, torch.zeros(300), torch.zeros(300), 0.1)
         if in_place:
             for factor in factors.double():
-                scale([grad], factor)
+                scale_and_sum_squares([grad], factor)
         numbers = compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
         AdamwEager([state]).step([grad], numbers, factors=None if in_place else factors)
         results.append(state.tensors)

@@ -9,7 +9,7 @@ from torch import Tensor
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.kernels.attention import attention_eager, create_causal_document_mask, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.batch_invariant import BLOCK, attend_in_blocks, with_more_rows
+from drawloom.kernels.batch_invariant import BLOCK, apply_with_padded_rows, attend_in_blocks
 from support.qwen3 import cpu_kernels
 
 CASES = {
@@ -88,5 +88,5 @@ def test_padding_of_few_rows_has_no_effect() -> None:
 
     for shape in ((3,), (1, 5, 3), (20, 3)):
         x = torch.randn(shape)
-        assert with_more_rows(double, x).equal(2 * x)
+        assert apply_with_padded_rows(double, x).equal(2 * x)
     assert seen == [16, 16, 20]

@@ -23,7 +23,7 @@ from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.phases.ema import WeightAverage
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import gradient_or_zeros
+from drawloom.components.ports.stages import get_or_create_gradient
 from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.checkpoints import checkpointer
@@ -97,7 +97,7 @@ def _take_steps(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str,
             for name, parameter in stages.named_parameters():
                 tensor_slice = slices[name] or TensorSlice.whole(tuple(parameter.shape))
                 whole = torch.randn(tensor_slice.shape, generator=create_generator(number, name))
-                gradient_or_zeros(parameter).copy_(whole[tensor_slice.index()])
+                get_or_create_gradient(parameter).copy_(whole[tensor_slice.index()])
             optimizer.run_phase(Step(number, 2))
         weights_by_optimizer[kind] = {name: part.detach().clone() for name, part in stages.named_parameters()}
         for name, part in stages.named_parameters():
@@ -115,7 +115,7 @@ def _save_or_load(folders: list[tuple[Path, Mapping[str, int], bool]]) -> list[d
             nodes = _nodes(mesh, device)
             if saves:
                 for name, parameter in nodes["stages"].named_parameters():
-                    gradient_or_zeros(parameter).fill_(len(name) / 100)
+                    get_or_create_gradient(parameter).fill_(len(name) / 100)
                 nodes["optimizer"].run_phase(Step(1, 1))
                 nodes["ema"].run_phase(Step(1, 1))
             node = checkpointer(folder, nodes, mesh)

@@ -40,7 +40,7 @@ def test_fine_tuned_folders_load_in_other_libraries(family: str, tmp_path: Path)
     words = (*(f"model.{size}" for size in SIZES), *FAMILY_WORDS[family], "vars.length=64", "device.kind=cpu")
     values: dict[str, Any] = {"run": {"name": "base", "folder": str(tmp_path / "base")}, "tokenizer": tokenizer}
     with Recipe.load("first_run", *words).with_values(values).open(only="export") as objects:
-        objects["export"].finish(1)
+        objects["export"].run_after_training(1)
     base, tokens = tmp_path / "base/export", torch.arange(3, 15).view(2, 6)
     before = logits_in_transformers(base, None, tokens)
     for recipe, more in (

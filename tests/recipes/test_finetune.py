@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("base")
     run: dict[str, Any] = {"name": "base", "folder": str(folder / "run")}
     with Recipe.load("first_run").with_values({"model": TINY, "run": run}).open(only="export") as objects:
-        objects["export"].finish(1)
+        objects["export"].run_after_training(1)
     yield folder / "run/export"
 
 
@@ -46,7 +46,7 @@ def chat_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = TINY | {"num_key_value_heads": 2}  # for two tensor ranks
     values: dict[str, Any] = {"model": model, "run": {"name": "base", "folder": str(folder / "run")}}
     with Recipe.load("first_run").with_values(values | {"tokenizer": tokenizer}).open(only="export") as objects:
-        objects["export"].finish(1)
+        objects["export"].run_after_training(1)
     return folder / "run/export"
 
 
@@ -67,10 +67,10 @@ def test_chat_keeps_conversations_whole(chat_base: Path) -> None:
     words = (f"vars.base={chat_base}", f'tokens.paths=["{data}"]', "vars.length=300")
     with Recipe.load("chat", *words).open(only="packing") as run:
         rows, lengths = run["packing"], run["tokens"].documents("train").lengths
-        assert rows.count("train") < len(lengths) and lengths.max() <= 300
-        assert sorted(name for row in range(rows.count("train")) for name in rows.sources("train", row)) == sorted(
-            run["tokens"].documents("train").source(number) for number in range(len(lengths))
-        )
+        assert rows.count_rows("train") < len(lengths) and lengths.max() <= 300
+        assert sorted(
+            name for row in range(rows.count_rows("train")) for name in rows.describe_row_origins("train", row)
+        ) == sorted(run["tokens"].documents("train").describe_origin(number) for number in range(len(lengths)))
 
 
 SCHEDULE = "pipeline.schedules.zero_bubble_1p"

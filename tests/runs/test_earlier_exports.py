@@ -69,5 +69,5 @@ def _run_with_rounded_weights(folder: Path, words: Sequence[str]) -> Outcome:
         loss_weights = weights.sum(1) * self.aux_loss_coef  # float32, as the weights are
         return loss_weights.double() / self.aux_loss_coef
 
-    put(Router, "row_weights", round_row_weights)
+    put(Router, "sum_row_weights", round_row_weights)
     return command(folder, words, None)

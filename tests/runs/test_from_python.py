@@ -74,7 +74,7 @@ def test_a_run_from_python_has_the_losses_of_the_command_line(tmp_path: Path, wh
 def _run_with_signal(folder: Path, number: int, where: str) -> tuple[int, int]:
     """Run from Python, send a signal in a step or a final task, and return `run`'s result and the last step."""
     os.chdir(folder)
-    owner, name = {"step": (ForwardBackward, "run_phase"), "sample": (Sample, "finish")}[where]
+    owner, name = {"step": (ForwardBackward, "run_phase"), "sample": (Sample, "run_after_training")}[where]
     call = getattr(owner, name)
 
     def signal_and_call(*arguments: Any) -> Any:

@@ -21,7 +21,7 @@ class Index:
     def accumulators(self):
         return {}
 
-    def update(self, step: Step):
+    def measure_on_rank(self, step: Step):
         return {}
 
     def compute(self, totals, step: Step):
@@ -51,8 +51,8 @@ class OwnBytes:
     def decode(self, ids):
         return Bytes().decode(ids)
 
-    def token_bytes(self):
-        return Bytes().token_bytes()
+    def token_byte_counts(self):
+        return Bytes().token_byte_counts()
 
     def save(self, folder: Path) -> None:
         Bytes().save(folder)

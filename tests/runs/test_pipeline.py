@@ -82,7 +82,7 @@ class LayerFiles:
     def is_finished(self, step: int) -> bool:
         return False
 
-    def finish(self, step: int) -> None:
+    def run_after_training(self, step: int) -> None:
         for stage in self.stages.local:
             layers = sorted({name.split(".")[2] for name, _ in stage.named_parameters() if ".layers." in name})
             Path(f"stage-{stage.index}.txt").write_text(" ".join(layers))

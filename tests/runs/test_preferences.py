@@ -38,7 +38,7 @@ def export_base(folder: Path) -> Path:
     values: dict[str, Any] = {"model": TINY | {"tie_word_embeddings": False, "initializer_range": 0.3}}
     values |= {"run": {"name": "base", "folder": str(folder / "base")}, "tokenizer": tokenizer}
     with Recipe.load("first_run").with_values(values).open(only="export") as objects:
-        objects["export"].finish(1)
+        objects["export"].run_after_training(1)
     return folder / "base/export"
 
 
@@ -54,7 +54,7 @@ def run_our_step(
         for parameter in named.values():
             torch.nn.init.normal_(parameter, std=0.2, generator=generator)
         rows = objects["packing"]
-        state = train(objects["executor"], [rows.batch("train", range(rows.count("train")))])
+        state = train(objects["executor"], [rows.batch("train", range(rows.count_rows("train")))])
         total, weight = sum_losses(state)
         gradients = {name: tensor.grad / weight for name, tensor in named.items() if tensor.grad is not None}
         documents = objects["tokens"].documents("train")

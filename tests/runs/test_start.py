@@ -113,10 +113,8 @@ def _run_in_shell(folder: Path, command: str) -> subprocess.CompletedProcess[str
 
 def test_closed_streams_get_no_file(folder: Path) -> None:
     """A file that a run opens never gets descriptor 1 or 2, where messages would overwrite it."""
-    numbers = (
-        "import os, sys, drawloom.__main__ as m; m._open_streams(); print('lost'); print('lost', file=sys.stderr);"
-    )
-    numbers += "sys.exit(os.open('file', os.O_CREAT | os.O_RDWR))"
+    numbers = "import os, sys, drawloom.__main__ as m; m._reopen_closed_streams(); "
+    numbers += "print('lost'); print('lost', file=sys.stderr); sys.exit(os.open('file', os.O_CREAT | os.O_RDWR))"
     assert _run_in_shell(folder, f'{sys.executable} -c "{numbers}" <&- >&- 2>&-').returncode == 3
     assert (folder / "file").read_bytes() == b""
     assert _run_in_shell(folder, "$DRAWLOOM check tiny.toml >&- 2>&-").returncode == 0
@@ -135,7 +133,7 @@ from drawloom import __main__
 
 __main__.THREAD_SECONDS = {seconds}
 threading.Thread(target=time.sleep, args=({thread},), name="upload").start()
-__main__._end_with_threads(3)
+__main__._exit_despite_threads(3)
 print("all threads have ended")
 """
 

@@ -44,7 +44,7 @@ if is_possible():
             for index in range(1, 6):
                 memory.state["weight"].fill_(index)
                 node.run_phase(Step(index, 99))
-            node._finish_pending_save()
+            node._wait_for_pending_save()
             left = sorted(path.name for path in (disk / "checkpoints").iterdir())
             assert left == ["step-1", "step-2"]
             messages = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]

@@ -144,7 +144,7 @@ def calls() -> dict[str, Callable[[int], object]]:
         "rope of any length": lambda size: rope._rotate(
             torch.empty(1, size, 4, 32), angles[:, :size], angles[:, :size], False, False
         ),
-        "moe_routes": lambda size: moe_routes._routes(torch.zeros(size, 8, dtype=torch.int64), 16),
+        "moe_routes": lambda size: moe_routes._compute_routes(torch.zeros(size, 8, dtype=torch.int64), 16),
         "moe_permute": lambda size: moe_permute._copy_tokens_to_rows(
             torch.empty(size, 64), None, torch.empty(size, 8), torch.zeros(size, 8, dtype=torch.int32),
             torch.zeros(16, dtype=torch.int32), 7 * size, False,
@@ -199,7 +199,7 @@ def lean_launches() -> dict[str, Any]:
 
     Compiler(complete=False)
     launched: dict[int, Launched] = {}
-    by_jit, past_jit, compile_ = JITFunction.run, LeanKernel._launch, LeanKernel._compile
+    by_jit, past_jit, compile_ = JITFunction.run, LeanKernel._launch, LeanKernel._launch_by_jit_and_cache
     counts, wrong = {"lean": 0, "by the JIT": 0}, []
 
     def run(kernel: Any, *arguments: Any, **settings: Any) -> Any:
@@ -226,7 +226,7 @@ def lean_launches() -> dict[str, Any]:
         if ([*done[:3]], same_arguments, hits[0]) != (expected[0], True, expected[2]):
             wrong.append(self.jit.fn.__name__)
 
-    JITFunction.run, LeanKernel._launch, LeanKernel._compile = run, launch, compiled  # type: ignore[method-assign, assignment]
+    JITFunction.run, LeanKernel._launch, LeanKernel._launch_by_jit_and_cache = run, launch, compiled  # type: ignore[method-assign, assignment]
     for _ in range(2):
         for _, launch_record in launches():
             launch_record()

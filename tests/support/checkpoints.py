@@ -90,7 +90,7 @@ class SingleRankProcesses:
         """Return a group of one rank."""
         return SingleProcess()
 
-    def control_group(self, name: str) -> Group:
+    def make_control_group(self, name: str) -> Group:
         """Return a group of one rank."""
         return SingleProcess()
 

@@ -38,7 +38,7 @@ class ClipRows:
     batch_type: ClassVar[type[Batch]] = Clips
     length: ClassVar[int] = 6
 
-    def count(self, split: Split) -> int:
+    def count_rows(self, split: Split) -> int:
         return 100
 
     def fill_rate(self, split: Split) -> float:

@@ -19,7 +19,7 @@ class Machine:
     used: int = 0
     backend: str = "gloo"
 
-    def memory(self) -> int:
+    def measure_peak_memory(self) -> int:
         return self.used
 
 

@@ -28,7 +28,7 @@ from drawloom.kernels.triton import (
     tma,
 )
 from drawloom.kernels.triton.adamw import AdamwTriton
-from drawloom.kernels.triton.scale import scale_triton
+from drawloom.kernels.triton.scale import scale_and_sum_squares_triton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
 from drawloom.kernels.triton.sum_parts import sum_parts_triton
 
@@ -91,7 +91,9 @@ def steps() -> Iterator[tuple[str, Launch]]:
 
         def scaled(dtype_of_values: torch.dtype = dtype) -> None:
             for counted in (False, True):
-                scale_triton([empty(4096, dtype=dtype_of_values)], empty(dtype=torch.float64), (counted,))
+                scale_and_sum_squares_triton(
+                    [empty(4096, dtype=dtype_of_values)], empty(dtype=torch.float64), (counted,)
+                )
 
         yield f"scale {dtype}", scaled
     for dtype in (BF16, torch.float16):
@@ -187,12 +189,12 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
         "moe_permute of far rows",
         lambda: moe_permute._copy_tokens_to_rows(rows, rows, None, of_choices, ends, of_choices.numel(), False),
     )
-    yield "moe_unpermute of far rows", lambda: moe_permute.sum_rows_by_token(rows, None, None, of_choices)
+    yield "moe_unpermute of far rows", lambda: moe_permute.sum_rows_and_gather_scalars(rows, None, None, of_choices)
     yield "grouped_gemm of far rows", lambda: grouped_gemm._multiply_rows_by_expert(rows, matrices, ends)
     yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._sum_outer_products_by_expert(rows, rows, ends)
-    yield "add_expert_bias of far rows", lambda: expert_bias._add(rows, rows, ends, numbers)
-    yield "expert_bias_sums of far rows", lambda: expert_bias._sum_rows(rows, ends, numbers)
-    yield "expert_bias_products of far rows", lambda: expert_bias._sum_products(rows, rows, ends, numbers)
+    yield "add_expert_bias of far rows", lambda: expert_bias._add_bias_by_expert(rows, rows, ends, numbers)
+    yield "expert_bias_sums of far rows", lambda: expert_bias._sum_rows_by_expert(rows, ends, numbers)
+    yield "expert_bias_products of far rows", lambda: expert_bias._sum_bias_products_by_row(rows, rows, ends, numbers)
 
 
 def losses() -> Iterator[tuple[str, Launch]]:
@@ -229,13 +231,16 @@ def experts() -> Iterator[tuple[str, Launch]]:
     expert_indices, ends = torch.zeros(64, 8, dtype=torch.int64), torch.zeros(128, dtype=torch.int32)
     x, rows, chances = empty(64, 2048), empty(512, 2048), empty(64, 8, dtype=FLOAT)
     of_choices = expert_indices.to(torch.int32)
-    yield "moe_routes", lambda: moe_routes._routes(expert_indices, 128)
+    yield "moe_routes", lambda: moe_routes._compute_routes(expert_indices, 128)
     yield (
         "moe_permute",
         lambda: moe_permute._copy_tokens_to_rows(x, None, chances, of_choices, ends, of_choices.numel(), False),
     )
-    yield "moe_permute backward", lambda: moe_permute.sum_rows_by_token(rows, None, chances.flatten(), of_choices)
-    yield "moe_unpermute", lambda: moe_permute.sum_rows_by_token(rows, chances, None, of_choices)
+    yield (
+        "moe_permute backward",
+        lambda: moe_permute.sum_rows_and_gather_scalars(rows, None, chances.flatten(), of_choices),
+    )
+    yield "moe_unpermute", lambda: moe_permute.sum_rows_and_gather_scalars(rows, chances, None, of_choices)
     yield (
         "moe_unpermute backward",
         lambda: moe_permute._copy_tokens_to_rows(x, rows, chances, of_choices, ends, of_choices.numel(), True),
@@ -246,12 +251,15 @@ def experts() -> Iterator[tuple[str, Launch]]:
             kind = f"{dtype}{'' if factors is None else ' scaled'}"
             yield (
                 f"add_expert_bias {kind}",
-                lambda x=biased, b=biases, f=factors: expert_bias._add(x, b, ends[:32], f),
+                lambda x=biased, b=biases, f=factors: expert_bias._add_bias_by_expert(x, b, ends[:32], f),
             )
-            yield f"expert_bias_sums {kind}", lambda x=biased, f=factors: expert_bias._sum_rows(x, ends[:32], f)
+            yield (
+                f"expert_bias_sums {kind}",
+                lambda x=biased, f=factors: expert_bias._sum_rows_by_expert(x, ends[:32], f),
+            )
         yield (
             f"expert_bias_products {dtype}",
-            lambda x=biased, b=biases, f=scale: expert_bias._sum_products(x, b, ends[:32], f),
+            lambda x=biased, b=biases, f=scale: expert_bias._sum_bias_products_by_row(x, b, ends[:32], f),
         )
     for count in (4096, 512):
         a, b, weight = empty(count, 512), empty(count, 256), empty(16, 512, 256)
@@ -282,13 +290,13 @@ def experts() -> Iterator[tuple[str, Launch]]:
 def casts() -> Iterator[tuple[str, Launch]]:
     for width in (3072, 4096):
         both, grad, factor = empty(64, 2 * width), empty(64, width), empty(2 * width, dtype=FLOAT)
-        yield f"float8 swiglu {width}", lambda b=both: float8._swiglu(b)
+        yield f"float8 swiglu {width}", lambda b=both: float8._quantize_swiglu(b)
         yield f"float8 quantize {width}", lambda g=grad: float8._quantize(g)
         for scale in (None, empty(64, dtype=FLOAT)):
             name = f"{width}{' by rows' if scale is None else ''}"
             yield (
                 f"float8 swiglu gradient {name}",
-                lambda g=grad, b=both, f=factor, s=scale: float8._swiglu_gradient(g, b, f, s),
+                lambda g=grad, b=both, f=factor, s=scale: float8._quantize_swiglu_gradient(g, b, f, s),
             )
             yield (
                 f"float8 gradient {name}",
@@ -297,15 +305,21 @@ def casts() -> Iterator[tuple[str, Launch]]:
     tokens, rows, ends = empty(64, 1024, dtype=E4M3), empty(512, 384, dtype=E4M3), torch.zeros(16, dtype=torch.int32)
     scale, choices, both = empty(512, dtype=FLOAT), torch.zeros(512, dtype=torch.int32), empty(512, 768)
     weight, rounded, by_expert = empty(16, 1024, 384), empty(16, 1024, 384, dtype=E4M3), empty(16, dtype=FLOAT)
-    yield "float8 take", lambda: grouped_float8._take(tokens, scale[:64], empty(64, 8, dtype=FLOAT), choices, 8)
+    yield (
+        "float8 take",
+        lambda: grouped_float8._copy_tokens_to_expert_rows(tokens, scale[:64], empty(64, 8, dtype=FLOAT), choices, 8),
+    )
     yield "float8 experts' weights", lambda: grouped_float8._quantize_experts(weight)
-    yield "float8 experts' weights transposed", lambda: grouped_float8._transpose_experts(weight, by_expert)
-    yield "float8 experts' swiglu", lambda: grouped_float8._swiglu(both, scale)
-    yield "float8 experts' swiglu gradient", lambda: grouped_float8._swiglu_gradient(both[:, :384], both, scale)
+    yield "float8 experts' weights transposed", lambda: grouped_float8._quantize_transposed_experts(weight, by_expert)
+    yield "float8 experts' swiglu", lambda: grouped_float8._quantize_swiglu(both, scale)
+    yield (
+        "float8 experts' swiglu gradient",
+        lambda: grouped_float8._quantize_swiglu_gradient(both[:, :384], both, scale),
+    )
     for indices in (None, choices):
         yield (
             f"float8 experts' factors {'' if indices is None else 'of tokens'}",
-            lambda i=indices: grouped_float8._factors(rows, scale, tokens, scale, i, 8, ends),
+            lambda i=indices: grouped_float8._prepare_outer_product_factors(rows, scale, tokens, scale, i, 8, ends),
         )
     for fast in (True, False):
         yield (

@@ -92,7 +92,7 @@ class Small:
             if self.norm == "device" and self.device.device.type == "cpu":
                 step.state = LateState()
             microbatches = batches(2)
-            step.state.split(len(microbatches), STEP_SPECS)
+            step.state.clear_for_new_step(len(microbatches), STEP_SPECS)
             step.state["batches"] = microbatches
             executor.train(step.state)
             if step.index in self.bad:

@@ -27,7 +27,7 @@ def combine(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[str
 
 def measure(metric: Metric, *shares: Step) -> Mapping[str, Value]:
     """Return a metric's values for one step; every argument is a rank's share."""
-    parts = [metric.update(share) for share in shares]
+    parts = [metric.measure_on_rank(share) for share in shares]
     return metric.compute(combine(metric.accumulators, parts), shares[0])
 
 

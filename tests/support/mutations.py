@@ -51,7 +51,7 @@ def no_rename() -> None:
         return
 
     put(writing, "TEMP", "")
-    put(writing, "begin_temporary_folder", begin)
+    put(writing, "create_empty_temporary_folder", begin)
     put(writing, "commit_folder", commit)
     put(writing, "_remove_leftovers", nothing)
 

@@ -55,12 +55,12 @@ def program(use: str, values: Values, _place: Path) -> Any:
     """
     schedule = build(use, **values)
     actions, outer = schedule.program(4, 8), isinstance(schedule, OuterLayersSchedule)
-    return format_program_csv(actions), actions.recompute, schedule.layers_in_stages(4, 99) if outer else 99
+    return format_program_csv(actions), actions.recompute, schedule.count_layers_in_all_stages(4, 99) if outer else 99
 
 
 def scaling_of(use: str, values: Values, _place: Path) -> Any:
     """Return a model's factors."""
-    return build(use, **values).scale_model(64, 8)
+    return build(use, **values).compute_scaling_for_size(64, 8)
 
 
 def model_of(use: str, values: Values, _place: Path) -> Any:
@@ -128,7 +128,7 @@ class _Pair:
     def max(self, tensor: Tensor) -> None:
         """Keep this rank's value, which is the maximum."""
 
-    def symmetric_memory(self, size: int) -> HostMemory:
+    def allocate_symmetric_memory(self, size: int) -> HostMemory:
         """Return memory of both ranks."""
         return HostMemory([torch.zeros(size, dtype=torch.uint8) for _ in range(2)], SingleProcess())
 
@@ -332,7 +332,7 @@ def distributions_of(use: str, values: Values, _place: Path) -> Any:
         parameters.differentiate(1e-4)
         step = Step(index, 3)
         metric.run_phase(step)
-        totals = combine(metric.accumulators, [metric.update(step)])
+        totals = combine(metric.accumulators, [metric.measure_on_rank(step)])
         histograms.append(metric.distributions(totals, step))
     return histograms
 
@@ -406,7 +406,7 @@ def tokens_of(use: str, values: Values, _place: Path) -> Any:
 def first_tokens(use: str, values: Values, _place: Path) -> Any:
     """Return the tokens of the first document of each split; stores are in the current directory."""
     corpus = build(use, **values)
-    corpus.check_machine()
+    corpus.check_files_and_device()
     splits = [corpus.documents(split) for split in ("train", "validation")]
     tokens_by_split = [split.read(0, 0, 99).ids.tolist() if len(split.lengths) else [] for split in splits]
     return tokens_by_split, corpus.vocab_size, corpus.eos_id
@@ -429,7 +429,7 @@ def pack_documents(use: str, values: Values, _place: Path) -> Any:
     corpus = fake(TokenCorpus, documents=lambda split: documents, vocab_size=10, eos_id=0)
     packing = build(use, tokens=corpus, job=fake(RunInfo, **JOB), **values)
     packing.open()
-    return packing.batch("train", range(packing.count("train"))).tokens.tolist()
+    return packing.batch("train", range(packing.count_rows("train"))).tokens.tolist()
 
 
 def examples_of(use: str, values: Values, _place: Path) -> Any:
@@ -455,7 +455,7 @@ def _numbers(_split: str, indices: Any) -> TokenBatch:
 
 
 def _rows() -> Any:
-    return fake(PackedDataset, count=lambda split: 50, batch=_numbers, length=1)
+    return fake(PackedDataset, count_rows=lambda split: 50, batch=_numbers, length=1)
 
 
 def _batching() -> Any:
@@ -502,7 +502,7 @@ def rows_in_order(use: str, values: Values, _place: Path) -> Any:
     """Return the rows of an epoch, which grow longer."""
     edges: dict[str, Any] = {}
     if use == "data.order.sorted_buffers":
-        edges = {"job": fake(RunInfo, **JOB), "lengths": fake(MeasuredRows, row_tokens=np.arange(12))}
+        edges = {"job": fake(RunInfo, **JOB), "lengths": fake(MeasuredRows, row_token_counts=np.arange(12))}
     return build(use, **edges, **values).rows_at(RowSource("", 0, 12, 66, 1.0), 0, np.arange(12)).tolist()
 
 

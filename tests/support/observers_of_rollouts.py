@@ -126,7 +126,7 @@ def encode_messages(use: str, values: Values, folder: Path) -> Any:
     tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(folder / "tokenizer"))
     tokenizer.open()
     with closing(build(use, tokenizer=tokenizer, **values)) as prompts:
-        return prompts.encode_messages(say("hello")).tolist(), prompts.answer_ends
+        return prompts.encode_messages(say("hello")).tolist(), prompts.answer_end_ids
 
 
 def digits_of(use: str, values: Values, _place: Path) -> Any:
@@ -178,7 +178,7 @@ class Fixed:
 
 
 def rollouts_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the completions sampled up to every step, and the phase's numbers."""
+    """Return, by step, the count of completions sampled so far, and the names of the values that the phase wrote."""
     batch = PromptBatch(torch.full((1, 1), 65), torch.ones(1, dtype=torch.int64), torch.ones(1), examples=({},))
     sampler = Ends()
     is_training = use == "phases.rollout"

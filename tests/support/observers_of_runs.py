@@ -32,7 +32,7 @@ from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
-from drawloom.components.ports.model import Model, TokenContext, stored_formats
+from drawloom.components.ports.model import Model, TokenContext, quantized_parameter_formats
 from drawloom.components.ports.pipeline import Executor, Predictor, RepeatingExecutor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.ports.stages import Parameters, Stages
@@ -163,7 +163,7 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
-        objects["stages"].local[0].shards.reduce_in_backward(is_last_in_step=True)
+        objects["stages"].local[0].shards.reduce_in_next_backward(is_last_in_step=True)
         objects["stages"].hand_over_gradients()
     return group.summed
 
@@ -176,7 +176,7 @@ def formats_of_frozen_weights(use: str, values: Values, folder: Path) -> Any:
     model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
     tables = {"precision": dict(values), "model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}}
     with _recipe(folder, **tables).open(only="stages") as objects:
-        formats = stored_formats(objects["stages"].local[0].module)
+        formats = quantized_parameter_formats(objects["stages"].local[0].module)
         return {name: weight_format.name for name, weight_format in formats.items()}
 
 
@@ -204,14 +204,14 @@ def export_adapter(use: str, values: Values, folder: Path) -> Any:
     """Return the configuration of an exported adapter."""
     tables = {"lora": LORA, "stages": {"adapters": ["@lora"]}, "adapter": {"use": use, **values}}
     with _recipe(folder, **tables, trainer={"on_finish": ["@adapter"]}).open(only="adapter") as objects:
-        objects["adapter"].finish(1)
+        objects["adapter"].run_after_training(1)
     return (folder / "run" / "adapter" / "adapter_config.json").read_text("utf-8")
 
 
 def export_files(use: str, values: Values, folder: Path) -> Any:
     """Return an export's files with their sizes."""
     with _recipe(folder, export=dict(values)).open(only="export") as objects:
-        objects["export"].finish(1)
+        objects["export"].run_after_training(1)
     return sorted((path.name, path.stat().st_size) for path in (folder / "run" / "export").iterdir())
 
 
@@ -262,7 +262,7 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.object(joining, "connect_to_launch_store", lambda *_: store),
-        mock.patch.object(joining, "watch_parent"),
+        mock.patch.object(joining, "exit_after_parent"),
         mock.patch.dict("os.environ"),
         open_node(node),
     ):
@@ -356,7 +356,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
     """Return the steps whose first microbatch is repeated."""
     steps: list[int] = []
 
-    def repeat(state: StepState) -> None:
+    def repeat_passes(state: StepState) -> None:
         steps.append(step.index)
         state["losses"] = losses_of(1.0, 1.0)
 
@@ -366,7 +366,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
         model=fake(Model),
         stages=fake(Stages, local=[]),
         parameters=fake(Parameters, named_parameters=lambda: []),
-        executor=fake(RepeatingExecutor, repeat=repeat),
+        executor=fake(RepeatingExecutor, repeat_passes=repeat_passes),
         device=ComputeDevice(kind="cpu"),
         **values,
     )
@@ -397,7 +397,10 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(commit, "begin_temporary_folder", fail, create=False), messages("drawloom.checkpoint"):
+    with (
+        mock.patch.object(commit, "create_empty_temporary_folder", fail, create=False),
+        messages("drawloom.checkpoint"),
+    ):
         try:
             for index in range(1, 9):
                 node.run_phase(Step(index, 9))
@@ -444,7 +447,7 @@ def write_sample(use: str, values: Values, folder: Path) -> Any:
         "mesh": SingleRankMesh(),
     }
     with messages("drawloom.run"):
-        build(use, **edges, **values).finish(1)
+        build(use, **edges, **values).run_after_training(1)
     return (folder / "sample.txt").read_text("utf-8")
 
 
@@ -465,7 +468,7 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
         for kind in ("step_started", "saving_started", "saving_ended", "step_ended"):
             node.on_event(Event(kind, step))
     node.on_event(Event("run_ended"))
-    with mock.patch.object(guard, "set_time_limit") as allow, node.stage_context("open", "corpus"):
+    with mock.patch.object(guard, "set_time_limit") as allow, node.lifecycle_context("open", "corpus"):
         return [call.arguments for call in timed.calls], allow.call_args.args[0]
 
 

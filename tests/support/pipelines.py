@@ -305,7 +305,7 @@ def model_of_transformers(kernels: Any, tie_word_embeddings: bool, **config: Any
         values = config | plain | {"tie_word_embeddings": tie_word_embeddings}
         (Path(folder) / "config.json").write_text(json.dumps(values))
         model = Transformers(kernels=kernels, path=Path(folder), weights=False)
-        model.check_machine()  # reads the config
+        model.check_files_and_device()  # reads the config
     return model
 
 
@@ -486,7 +486,7 @@ def _steps(
         "held_out": float(held_out[0]),
         "norm": step.state.number("grad_norm"),
         "norms": [
-            float(clip(max_norm=1.0, norm_type=p, targets=[targets])._compute_norm())
+            float(clip(max_norm=1.0, norm_type=p, targets=[targets])._compute_norm_over_ranks())
             for p, targets in ((1.0, "*"), (3.0, "*layers.*"), (math.inf, "*"))
         ],
     }

@@ -40,7 +40,7 @@ def on_a_gpu(memory: int) -> Iterator[None]:
 def plan_check(folder: Path, kind: str, recipe: Recipe = RECIPE, ranks: int = 1, **settings: Any) -> PlanCheck:
     """Return the listener of a small run on a kind of device."""
     return PlanCheck(
-        recipe=ResolvedRecipe(recipe.resolved(), ""),
+        recipe=ResolvedRecipe(recipe.to_resolved_toml(), ""),
         device=Machine(torch.device(kind)),
         processes=fake(Processes, rank=0, world_size=ranks),
         folder=fake(RunFolder, folder=folder),

@@ -87,7 +87,7 @@ def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows
                 unprepared = _logits(stages, rows)
             stages.cast_weights()
             shards.unshard()
-            shards.reduce_in_backward(is_last_in_step=True)
+            shards.reduce_in_next_backward(is_last_in_step=True)
             prepared = _logits(stages, rows)
             prepared.square().sum().backward()
             stages.hand_over_gradients()

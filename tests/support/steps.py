@@ -33,7 +33,7 @@ class LateState(StepState):
         self.arrivals: list[Arrival] = []
         super().__init__(values, **options)
 
-    def is_remote(self, tensor: Tensor) -> bool:
+    def needs_host_copy(self, tensor: Tensor) -> bool:
         """Return True for every tensor."""
         return True
 

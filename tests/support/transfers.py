@@ -43,7 +43,7 @@ class DelayedTransfers:
         """Seed the delays."""
         self._random = random.Random(self.seed)
 
-    def allocate(self, size: int) -> Tensor:
+    def allocate_in_host_memory(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8)
 
     def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
@@ -57,7 +57,7 @@ class DelayedTransfers:
     def mark_computation(self) -> Ticket:
         return None  # computation on a CPU has ended
 
-    def wait(self, ticket: Ticket) -> None:
+    def make_computation_wait(self, ticket: Ticket) -> None:
         self._advance(self._random.randrange(4))
         while ticket is not None and ticket.state != "done":
             self._advance(1)

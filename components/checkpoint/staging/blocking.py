@@ -13,7 +13,7 @@ from drawloom.graph import component, setting
 class Blocking:
     """Stager with copies to CPU memory before training continues; training does not wait for the disk."""
 
-    copies: ClassVar[bool] = True
+    makes_copies: ClassVar[bool] = True
 
     keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
     type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
@@ -44,5 +44,5 @@ class Blocking:
     def close(self) -> None:
         """Free the copies' memory; for copies in use, as soon as they are freed."""
         if self._pool is not None:
-            self._pool.clear()
+            self._pool.free_and_stop_pooling()
             self._pool = None

@@ -55,7 +55,7 @@ class Pool:
         parts = [memoryview(exporter)[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
 
-    def clear(self) -> None:
+    def free_and_stop_pooling(self) -> None:
         """Free the unused buffers, and keep no more buffers from now on."""
         with self._lock:
             self._kept = 0
@@ -115,7 +115,7 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
 
     copies: dict[Any, Copy] = {}  # memory is allocated for all of them together, after the walk
 
-    def copy_of(tensor: Tensor) -> Tensor:
+    def plan_copy(tensor: Tensor) -> Tensor:
         if (key := _memory_key(tensor)) not in copies:
             # without memory until the walk is over, but with the shape and strides that a wrapper needs
             target = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -123,14 +123,14 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
             copies[key] = Copy(tensor, target)
         return copies[key].target
 
-    staged = map_leaves_with_path(lambda path, value: _copy_leaf(path, value, copy_of, type_check), state)
+    staged = map_leaves_with_path(lambda path, value: _copy_leaf(path, value, plan_copy, type_check), state)
     return staged, _allocate_targets([*copies.values()], pool)
 
 
-def _copy_leaf(path: tuple[Any, ...], value: Any, copy_of: Callable[[Tensor], Tensor], type_check: bool) -> Any:
-    """Copy a leaf, with `copy_of` for tensors with a storage."""
+def _copy_leaf(path: tuple[Any, ...], value: Any, plan_copy: Callable[[Tensor], Tensor], type_check: bool) -> Any:
+    """Copy a leaf, with `plan_copy` for tensors with a storage."""
     if isinstance(value, Tensor):
-        return _copy_tensor(path, value, copy_of)
+        return _copy_tensor(path, value, plan_copy)
     if isinstance(value, PLAIN):
         return value
     if type_check:
@@ -144,13 +144,13 @@ def _memory_key(tensor: Tensor) -> Any:
     return memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _copy_tensor(path: tuple[Any, ...], tensor: Tensor, copy_of: Callable[[Tensor], Tensor]) -> Any:
+def _copy_tensor(path: tuple[Any, ...], tensor: Tensor, plan_copy: Callable[[Tensor], Tensor]) -> Any:
     """Copy a tensor; a wrapper subclass such as DTensor is rebuilt around the copies of its parts."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: getattr(tensor, name) for name in names}
         parts = {
-            name: _copy_tensor(path, part, copy_of) if isinstance(part, Tensor) else part
+            name: _copy_tensor(path, part, plan_copy) if isinstance(part, Tensor) else part
             for name, part in inner.items()
         }
         wrap = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
@@ -158,7 +158,7 @@ def _copy_tensor(path: tuple[Any, ...], tensor: Tensor, copy_of: Callable[[Tenso
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         kind = f"a {tensor.layout} tensor on {tensor.device}"
         raise TypeError(f"{'/'.join(map(str, path))} is {kind}, which can't be staged; save a dense tensor with data")
-    return copy_of(tensor.detach())
+    return plan_copy(tensor.detach())
 
 
 @attrs.define

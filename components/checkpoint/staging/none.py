@@ -11,7 +11,7 @@ from drawloom.graph import component
 class NoStaging:
     """Stager without a copy: training waits until the state is on disk, and needs no extra memory."""
 
-    copies: ClassVar[bool] = False
+    makes_copies: ClassVar[bool] = False
 
     _synchronize_after_execute: bool = attrs.field(init=False, default=True)
 

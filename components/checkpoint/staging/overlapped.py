@@ -32,7 +32,7 @@ class Overlapped:
     before `stage` returns.
     """
 
-    copies: ClassVar[bool] = True
+    makes_copies: ClassVar[bool] = True
 
     keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
     type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
@@ -74,7 +74,7 @@ class Overlapped:
         self._pending = []
         self._streams = {}
         if self._pool is not None:
-            self._pool.clear()
+            self._pool.free_and_stop_pooling()
             self._pool = None
 
     def _copy_by_streams(self, copies: list[Copy]) -> list[torch.cuda.Event]:

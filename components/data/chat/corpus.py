@@ -61,7 +61,7 @@ class ChatCorpus:
         """Return a split's documents, given its lines' documents: unchanged here, while subclasses may add some."""
         return documents
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """
         Encode the first line. Raises UserError for a glob without a file, a malformed line, or a missing
         template.
@@ -175,6 +175,6 @@ def check_messages(messages: Sequence[Any]) -> None:
             raise ValueError(f'turn {number} is not an object with a role; write {{"role": "user", "content": "..."}}')
 
 
-def remove_key(message: Message, key: str) -> Message:
+def copy_without_key(message: Message, key: str) -> Message:
     """Return a copy without the key."""
     return {name: value for name, value in message.items() if name != key}

@@ -46,12 +46,12 @@ def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequ
     for first, last in pairwise(sorted(cuts)):
         text = rendered.text[first:last]
         is_content = any(begin <= first and last <= end for begin, end in forged)
-        part_ids = tokenizer.encode(text) if is_content else tokenizer.encode_control(text)
+        part_ids = tokenizer.encode(text) if is_content else tokenizer.encode_with_control_tokens(text)
         weight = next((span.weight for span in rendered.trained if span.first <= first and last <= span.last), 0.0)
         ids.append(part_ids)
         weights.append(np.full(len(part_ids), weight, np.float32))
     joined = np.concatenate(ids)
-    whole_text_ids = joined if forged else tokenizer.encode_control(rendered.text)
+    whole_text_ids = joined if forged else tokenizer.encode_with_control_tokens(rendered.text)
     return Encoded(joined, np.concatenate(weights), not np.array_equal(whole_text_ids, joined))
 
 

@@ -29,7 +29,7 @@ def encode_prompt_messages(
     return encode_rendered(tokenizer, Rendered(whole, (), rendered.contents), messages, tools).ids
 
 
-def find_answer_end(tokenizer: ChatTokenizer, template: ChatTemplate) -> int | None:
+def find_answer_end_token(tokenizer: ChatTokenizer, template: ChatTemplate) -> int | None:
     """
     Return the template's control token after an answer, such as `<|im_end|>`; None if there is none.
 
@@ -41,4 +41,4 @@ def find_answer_end(tokenizer: ChatTokenizer, template: ChatTemplate) -> int | N
     after = text.partition(answer)[2].lstrip()
     if not after.startswith(tuple(tokenizer.control_tokens)):
         return None
-    return int(tokenizer.encode_control(after)[0])
+    return int(tokenizer.encode_with_control_tokens(after)[0])

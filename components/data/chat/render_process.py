@@ -104,9 +104,9 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     output = sys.stdout.buffer
 
-    def send(line: bytes) -> None:
+    def write_and_flush(line: bytes) -> None:
         """Write a line, and flush it."""
         output.write(line)
         output.flush()
 
-    serve_rendering_requests(sys.stdin.buffer.readline, send)
+    serve_rendering_requests(sys.stdin.buffer.readline, write_and_flush)

@@ -57,21 +57,21 @@ def render_turns(
     Raises AmbiguousTurnError with the turn's number, from 1, and RenderError.
     """
 
-    def request(part: Sequence[Message], prompt: bool = False) -> dict[str, Any]:
+    def make_request(part: Sequence[Message], prompt: bool = False) -> dict[str, Any]:
         """Return a rendering request."""
         return {"messages": list(part), "tools": tools, "add_generation_prompt": prompt}
 
     trained = [number for number, weight in enumerate(weights) if weight]
     contents = [number for number, message in enumerate(messages) if _get_text_content(message)]
     nonces = [(secrets.token_hex(12), secrets.token_hex(12)) for _ in contents]
-    requests = [request(messages)]
+    requests = [make_request(messages)]
     for number in trained:
         requests += [
-            request(messages[:number], prompt=messages[number].get("role") == "assistant"),
-            request(messages[: number + 1]),
+            make_request(messages[:number], prompt=messages[number].get("role") == "assistant"),
+            make_request(messages[: number + 1]),
         ]
     for number, pair in zip(contents, nonces, strict=True):
-        requests += [request(_replace_content(messages, number, nonce)) for nonce in pair]
+        requests += [make_request(_replace_content(messages, number, nonce)) for nonce in pair]
     whole, *rest = template.render(requests)
     prefixes = list(zip(rest[: 2 * len(trained) : 2], rest[1 : 2 * len(trained) : 2], strict=True))
     others = rest[2 * len(trained) :]

@@ -29,7 +29,7 @@ def list_row_sources(rows: PackedDataset) -> Sequence[RowSource]:
     """Return the sources of the training rows; without a mixture, one source without a name."""
     if isinstance(rows, MeasuredRows):
         return rows.row_sources("train")
-    count = rows.count("train")
+    count = rows.count_rows("train")
     return [RowSource("", 0, count, round(rows.fill_rate("train") * count * rows.length), 1.0)]
 
 

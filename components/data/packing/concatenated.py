@@ -54,15 +54,15 @@ class Stream:
     @property
     def tokens(self) -> int:
         """Token count over all rows."""
-        return min(self._end, self.rows * self.length)
+        return min(self._document_token_count, self.rows * self.length)
 
     @cached_property
     def rows(self) -> int:
         """Row count; the stream's last token has no target and begins no row."""
-        return -(-max(self._end - 1, 0) // self.length)
+        return -(-max(self._document_token_count - 1, 0) // self.length)
 
     @cached_property
-    def _end(self) -> int:
+    def _document_token_count(self) -> int:
         """Token count over all documents."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
@@ -70,7 +70,7 @@ class Stream:
         """Return the document parts between two cuts."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
-        begin, end = row * self.length, min((row + 1) * self.length, self._end)
+        begin, end = row * self.length, min((row + 1) * self.length, self._document_token_count)
         ends = self.ends.numpy()
         first, last = np.searchsorted(ends, [begin, end - 1], side="right").tolist()
         inner_ends = ends[first : last + 1]
@@ -82,6 +82,6 @@ class Stream:
         )
         return list(map(RowPiece._make, zip(*columns, strict=True)))
 
-    def row_tokens(self) -> np.ndarray:
+    def row_token_counts(self) -> np.ndarray:
         """Return the token count per row, int64 (rows,); the last row has the rest."""
         return np.minimum(self.tokens - np.arange(self.rows) * self.length, self.length)

@@ -14,7 +14,7 @@ from drawloom.components.data.mixture import list_document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, build_batch
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, has_pairs
+from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, uses_document_pairs
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.teacher import TeacherPredictions
@@ -76,10 +76,10 @@ class PackedRows:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield a problem if a packing separates document pairs, or packs non-existent pairs."""
         for source in find_document_nodes(node):
-            if has_pairs(source.component) and not has_pairs(cls):
+            if uses_document_pairs(source.component) and not uses_document_pairs(cls):
                 text = f"[{source.name}] has pairs of documents, which this packing would separate"
                 yield node.problem("use", text, 'write use = "data.packing.pairs"')
-            elif has_pairs(cls) and not has_pairs(source.component):
+            elif uses_document_pairs(cls) and not uses_document_pairs(source.component):
                 text = f"[{source.name}] has no pairs of documents"
                 yield node.problem("use", text, f'write use = "data.preferences" in [{source.name}]')
 
@@ -115,7 +115,7 @@ class PackedRows:
         self._splits.clear()
         self._fingerprints.clear()
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Raise UserError if the tokenizer has more ids than every model's vocabulary."""
         sizes = [model.vocab_size for model in self.models.values()]
         if sizes and max(sizes) < self.tokens.vocab_size:
@@ -125,7 +125,7 @@ class PackedRows:
                 f"write vocab_size = {ids} in the model, or use another tokenizer"
             )
 
-    def count(self, split: Split) -> int:
+    def count_rows(self, split: Split) -> int:
         return self._splits[split].index.rows
 
     def fill_rate(self, split: Split) -> float:
@@ -141,10 +141,10 @@ class PackedRows:
         ids, logps = (torch.from_numpy(part) for part in self.teacher.predictions(split, indices))
         return batch.evolve(teacher_ids=ids, teacher_logps=logps)
 
-    def sources(self, split: Split, row: int) -> list[str]:
+    def describe_row_origins(self, split: Split, row: int) -> list[str]:
         """Return a row's document sources, in order."""
         packed = self._splits[split]
-        return [packed.documents.source(piece.document) for piece in packed.index.pieces(row)]
+        return [packed.documents.describe_origin(piece.document) for piece in packed.index.pieces(row)]
 
     def row_sources(self, split: Split) -> list[RowSource]:
         """Return a split's row sources; without a mixture, one source without a name."""
@@ -156,8 +156,8 @@ class PackedRows:
             RowSource(source.name, start, index.rows, index.tokens, source.weight) for source, index, start in parts
         ]
 
-    def row_tokens(self, split: Split) -> np.ndarray:
-        return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
+    def row_token_counts(self, split: Split) -> np.ndarray:
+        return np.concatenate([index.row_token_counts() for index in self._splits[split].index.members])
 
     def identity(self) -> dict[str, Any]:
         """
@@ -194,7 +194,7 @@ class PackedRows:
     def _warn_of_cut_documents(self, split_name: str, documents: TokenDocuments) -> None:
         """Warn if documents with token weights, such as conversations, are longer than a row."""
         cut = int((documents.lengths > self.length).sum())
-        if cut and not has_pairs(type(self)) and documents.read(0, 0, 1).weights is not None:
+        if cut and not uses_document_pairs(type(self)) and documents.read(0, 0, 1).weights is not None:
             longest = documents.lengths.max()
             log.warning(
                 "%s: %d of %d documents with weights are longer than a row of %d tokens, and are cut: what follows has "

@@ -39,7 +39,7 @@ class RowIndex(Protocol):
         """Return a row's pieces, in order. Raises IndexError beyond the last row."""
         ...
 
-    def row_tokens(self) -> np.ndarray:
+    def row_token_counts(self) -> np.ndarray:
         """Return the token count per row, int64 (rows,)."""
         ...
 
@@ -131,5 +131,5 @@ def _read_document_range(documents: TokenDocuments, document: int, first: int, l
             raise ValueError(f"it has {len(part.ids)} tokens there instead of {last - first - 1}")
         return part
     except Exception as error:
-        where = f"{documents.source(document)}: tokens {first} to {last - 2}"
+        where = f"{documents.describe_origin(document)}: tokens {first} to {last - 2}"
         raise UserError(f"{where} can't be read ({type(error).__name__}: {error}); restore the file") from error

@@ -63,7 +63,7 @@ def find_files(patterns: Iterable[str]) -> list[File]:
     return list(files.values())
 
 
-def make_local_file(name: str, path: Path) -> File:
+def describe_local_file(name: str, path: Path) -> File:
     """Return a local file; its version is its modification and change times."""
     try:
         status = path.stat()
@@ -139,7 +139,7 @@ def _find_local_files(pattern: str) -> list[File]:
         pattern = f"{pattern.rstrip('/')}/**/*"
     folder = _get_base_folder(pattern)
     paths = [Path(match) for match in iglob(pattern, recursive=True)]
-    files = [make_local_file(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
+    files = [describe_local_file(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
     if not files:
         raise UserError(f'paths: no file matches "{pattern}" (relative to {Path.cwd()}); write a glob that matches one')
     return sorted(files, key=lambda file: file.name)

@@ -54,7 +54,7 @@ def build_store(
     has other content.
     """
     plan = make_store_plan(parts, tokenizer)
-    with lock_folder(folder, say) as lock:
+    with create_and_lock_folder(folder, say) as lock:
         try:
             if not _is_complete_store(folder, plan):
                 _write_shards(
@@ -99,7 +99,7 @@ def hash_tokenizer(tokenizer: Tokenizer) -> str:
 
 
 @contextmanager
-def lock_folder(folder: Path, say: Say) -> Iterator[int]:
+def create_and_lock_folder(folder: Path, say: Say) -> Iterator[int]:
     """Create a folder, and wait until no other process writes to it; yields the lock's descriptor."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,9 @@ def _write_shards(
     missing = {number: part for number, part in enumerate(parts) if not _is_complete_shard(folder, number, plan)}
     sizes = {number: part.byte_count for number, part in missing.items()}
     complete = sum(part.byte_count for part in parts) - sum(sizes.values())
-    processes.tokenize_parts(folder, missing, tokenizer, workers, Progress(sizes, complete, say, report_interval), lock)
+    processes.tokenize_parts_into_shards(
+        folder, missing, tokenizer, workers, Progress(sizes, complete, say, report_interval), lock
+    )
     shards = [_open_shard(folder, number, plan) for number in range(len(parts))]
     counts = [[shard.documents, shard.tokens, shard.digest] for shard in shards]
     replace_file(folder / STORE, encode_index({**plan, "fingerprint": hash_documents(shards), "shards": counts}))

@@ -84,7 +84,7 @@ def format_duration(seconds: float) -> str:
 TICK = 1.0  # seconds between checks of the progress
 
 
-def tokenize_parts(
+def tokenize_parts_into_shards(
     folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress, lock: int
 ) -> None:
     """
@@ -109,7 +109,7 @@ def tokenize_parts(
         _distribute_parts(processes, waiting, progress)
     finally:
         for child in processes:
-            child.stop()
+            child.kill_and_close()
 
 
 def _distribute_parts(

@@ -209,7 +209,7 @@ class TokenShard:
             offset += dtype.itemsize * self.documents
         raise KeyError(name)
 
-    def source(self, document: int) -> str:
+    def describe_origin(self, document: int) -> str:
         """Return a document's source and its offset there."""
         source = self.summary["sources"][self.document_column("sources")[document]]
         return f"{source}:{self.document_column('offsets')[document]}"
@@ -275,4 +275,4 @@ def _append_values(file: FileWriter, values: np.ndarray) -> None:
     """Append an array's bytes."""
     if values.nbytes:
         assert file.sha256 is not None
-        file.put(memoryview(values.view(np.uint8).data), file.sha256.size)
+        file.write_at(memoryview(values.view(np.uint8).data), file.sha256.size)

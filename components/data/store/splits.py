@@ -32,11 +32,11 @@ class ChosenDocuments:
     def read(self, document: int, first: int, last: int) -> DocumentPart:
         return self.documents.read(int(self.chosen[document]), first, last)
 
-    def source(self, document: int) -> str:
-        return self.documents.source(int(self.chosen[document]))
+    def describe_origin(self, document: int) -> str:
+        return self.documents.describe_origin(int(self.chosen[document]))
 
 
-def split_documents(
+def select_split_documents(
     documents: TokenDocuments, document_hashes: np.ndarray, split: Split, validation_fraction: float
 ) -> ChosenDocuments:
     """Select a split's documents by their hashes, uint64 (documents,)."""

@@ -58,7 +58,7 @@ class Store:
 
     def find_faults(self) -> list[str]:
         """Verify all files. Describe changed files, and files foreign to the store."""
-        faults = [fault for shard in self.shards if (fault := _describe_shard_fault(shard))]
+        faults = [fault for shard in self.shards if (fault := _verify_shard(shard))]
         names = {STORE, LOCK, *(path.name for shard in self.shards for path in shard.paths)}
         for path in sorted(self.folder.iterdir()):
             if path.name not in names:
@@ -93,10 +93,10 @@ class Store:
         weights = shard.read_weights(start, stop) if shard.weighted else None
         return DocumentPart(shard.read_ids(start, stop), weights)
 
-    def source(self, document: int) -> str:
+    def describe_origin(self, document: int) -> str:
         """Return a document's file, and its offset there."""
         shard, number = self._locate_document(document)
-        return shard.source(number)
+        return shard.describe_origin(number)
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -152,7 +152,7 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _describe_shard_fault(shard: TokenShard) -> str:
+def _verify_shard(shard: TokenShard) -> str:
     """Verify a shard's files, and describe the first fault; empty if there is none."""
     try:
         shard.check_file_contents()

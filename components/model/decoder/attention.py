@@ -77,7 +77,7 @@ class Attention(TensorParallel):
             return self.kernels.linears_float8(hidden.to(weights[0].dtype), weights)
         return tuple(layer(hidden) for layer in layers)
 
-    def rounds_input(self) -> bool:
+    def rounds_input_to_float8(self) -> bool:
         return bool(self.list_fused_float8_layers())
 
     def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:

@@ -22,10 +22,10 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.hugging_face import (
     Family,
     build_hugging_face_config,
+    build_updated_folder_config,
     locate_config_json,
     read_config,
     read_json,
-    update_folder_config,
 )
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
@@ -213,7 +213,7 @@ class DecoderBuilder:
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
         with suppress(UserError):  # a problem of its own
-            return cls(kernels=kernels, **{**node.settings, **ids}).whole_module()
+            return cls(kernels=kernels, **{**node.settings, **ids}).build_whole_meta_module()
         return None
 
     @classmethod
@@ -222,7 +222,7 @@ class DecoderBuilder:
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None
 
-    def check_machine(self) -> None:
+    def check_files_and_device(self) -> None:
         """Raise UserError if the config can't be read or built, or the tokenizer has more ids than the vocabulary."""
         _ = self.architecture
 
@@ -244,7 +244,7 @@ class DecoderBuilder:
         return ModelScaling()
 
     @property
-    def split(self) -> Split | None:
+    def vocabulary_split(self) -> Split | None:
         """The vocabulary's split into a table and new tokens: the tokenizer's last ids, or ids after the table."""
         if not self.new_tokens:
             return None
@@ -263,7 +263,7 @@ class DecoderBuilder:
 
     @property
     def vocab_size(self) -> int:
-        return self.architecture.vocab_size if self.split is None else self.split.id_count
+        return self.architecture.vocab_size if self.vocabulary_split is None else self.vocabulary_split.id_count
 
     @property
     def max_sequence_length(self) -> int:
@@ -272,7 +272,7 @@ class DecoderBuilder:
     def build(self, span: LayerRange) -> nn.Module:
         module = CausalLM(self.architecture, span, self.kernels, self.scaling)
         set_joined_layer_names(module, self.family.mapper, self.architecture)
-        return module if self.split is None else replace_by_split_layers(module, self.split)
+        return module if self.vocabulary_split is None else replace_by_split_layers(module, self.vocabulary_split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [part for part in module.modules() if isinstance(part, Block)]
@@ -283,7 +283,7 @@ class DecoderBuilder:
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
-        return forward_flops(self.whole_module(), self.architecture)
+        return forward_flops(self.build_whole_meta_module(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
@@ -291,16 +291,16 @@ class DecoderBuilder:
             self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id
         )
 
-    def update_folder_config(self, path: Path) -> dict[str, Any]:
+    def build_updated_folder_config(self, path: Path) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return update_folder_config(self.family, path, written, self.hugging_face_config())
+        return build_updated_folder_config(self.family, path, written, self.hugging_face_config())
 
     def find_decoder_prefix(self, path: Path) -> str:
         return self.family.nested_types.get(str(read_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self.whole_module())]
-        joined = Mapper(()) if self.split is None else create_join_mapper(names, self.split)
+        names = [*persistent_tensors(self.build_whole_meta_module())]
+        joined = Mapper(()) if self.vocabulary_split is None else create_join_mapper(names, self.vocabulary_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
         layers = str(self.num_hidden_layers)
@@ -308,9 +308,9 @@ class DecoderBuilder:
 
     @cached_property
     def _roles_by_parameter_name(self) -> dict[str, Role]:
-        return dict(parameter_roles(self.whole_module()))
+        return dict(parameter_roles(self.build_whole_meta_module()))
 
-    def whole_module(self) -> nn.Module:
+    def build_whole_meta_module(self) -> nn.Module:
         """Build the whole model on the meta device, where nothing is allocated."""
         with torch.device("meta"):
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))

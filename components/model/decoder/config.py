@@ -16,7 +16,12 @@ from drawloom.components.model.decoder.specs import (
     MixerSpec,
     MlpSpec,
 )
-from drawloom.components.model.decoder.values import COEFFICIENT, LAYER_NUMBERS, config_key, create_word_list_check
+from drawloom.components.model.decoder.values import (
+    COEFFICIENT,
+    LAYER_NUMBERS,
+    create_word_list_check,
+    declare_config_key,
+)
 from drawloom.graph import between
 from drawloom.graph.component import Bound
 from drawloom.kernels.attention_options import AttentionOptions
@@ -227,8 +232,8 @@ class MoeConfig(DecoderConfig):
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    router_aux_loss_coef: float = config_key(COEFFICIENT, 0.001)  # the default of transformers' MoeConfig
-    router_z_loss_coef: float = config_key(COEFFICIENT, 0.0)
+    router_aux_loss_coef: float = declare_config_key(COEFFICIENT, 0.001)  # the default of transformers' MoeConfig
+    router_z_loss_coef: float = declare_config_key(COEFFICIENT, 0.0)
 
     @property
     def routing(self) -> Routing:
@@ -276,7 +281,7 @@ class Qwen3MoeConfig(MoeConfig):
 
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = config_key(LAYER_NUMBERS, ())
+    mlp_only_layers: tuple[int, ...] = declare_config_key(LAYER_NUMBERS, ())
 
     @property
     def routing(self) -> Routing:

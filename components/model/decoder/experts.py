@@ -68,8 +68,8 @@ class SparseMoeBlock(nn.Module):
         shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
-    def rounds_input(self) -> bool:
-        return self.experts.uses_float8 and self.experts.keeps_tokens()
+    def rounds_input_to_float8(self) -> bool:
+        return self.experts.uses_float8 and self.experts.has_all_experts_on_rank()
 
 
 class Experts(ExpertParallel, Float8Layer):
@@ -112,7 +112,7 @@ class Experts(ExpertParallel, Float8Layer):
         Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token: (tokens,
         hidden_size).
         """
-        if self.uses_float8 and self.keeps_tokens():
+        if self.uses_float8 and self.has_all_experts_on_rank():
             # Tokens are rounded before they are copied to rows, and so are their gradients.
             routes = self.kernels.moe_routes(chosen, self.num_experts)
             gate_up, down = self.gate_up_proj, self.down_proj
@@ -132,7 +132,7 @@ class Experts(ExpertParallel, Float8Layer):
             outputs = self.kernels.add_expert_bias(outputs, self.down_proj_bias, here.ends, here.scale)
         return here.combine(outputs)
 
-    def keeps_tokens(self) -> bool:
+    def has_all_experts_on_rank(self) -> bool:
         """Return whether all experts are on this rank, so that tokens stay here."""
         if self.dispatcher is None or isinstance(self.dispatcher, LocalExperts):
             return True

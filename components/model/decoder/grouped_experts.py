@@ -9,7 +9,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MoeConfig, create_size_check, find_dense_width_faults
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
-from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, config_key
+from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, declare_config_key
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import above, at_least, inheritable, setting
 
@@ -22,7 +22,7 @@ class GroupedExpertsConfig(MoeConfig):
     n_shared_experts: int = 1
     n_group: int = 1
     topk_group: int = 1
-    first_k_dense_replace: int = config_key(COUNT, 0)
+    first_k_dense_replace: int = declare_config_key(COUNT, 0)
 
     @property
     def shared_expert_width(self) -> int:
@@ -48,7 +48,7 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
     """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 
     norm_topk_prob: bool = True
-    router_aux_loss_coef: float = config_key(COEFFICIENT, 0.0)  # the router's bias balances
+    router_aux_loss_coef: float = declare_config_key(COEFFICIENT, 0.0)  # the router's bias balances
 
     @property
     def routing(self) -> Routing:

@@ -150,7 +150,7 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys in `rope_parameters` for positions in images, which do not matter to text."""
 
 
-def update_folder_config(
+def build_updated_folder_config(
     family: Family, path: Path, architecture: DecoderConfig, written: Mapping[str, Any]
 ) -> dict[str, Any]:
     """

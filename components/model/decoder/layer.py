@@ -63,7 +63,7 @@ class Block(nn.Module):
         output: Tensor | None = None  # of the branch before, which is not yet part of the stream
         for branch in self.branches:
             module = self.get_submodule(branch.name)
-            float8 = isinstance(module, RoundsInput) and module.rounds_input()
+            float8 = isinstance(module, RoundsInput) and module.rounds_input_to_float8()
             inputs, hidden = self._add_and_norm(output, hidden, branch.norm_before, float8)
             output = module(inputs, context)
             if branch.norm_after is not None:

@@ -41,7 +41,7 @@ class GatedMlp(TensorParallel):
         output: Tensor = self.down_proj(activation(self.gate_proj(hidden), self.up_proj(hidden)))
         return output
 
-    def rounds_input(self) -> bool:
+    def rounds_input_to_float8(self) -> bool:
         return bool(self.list_fused_float8_layers())
 
     def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:

@@ -152,7 +152,7 @@ class Router(Linear, RowSums):
         if weights is not None and self.z_loss_coef:
             logits = logits.to(wide)
             logits = attach_loss_gradient(
-                logits, compute_router_z_loss(logits, self.token_weights(weights) * self.z_loss_coef)
+                logits, compute_router_z_loss(logits, self.select_own_token_weights(weights) * self.z_loss_coef)
             )
         scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
         # Which experts are the best has no gradient; only their scores do.
@@ -171,8 +171,10 @@ class Router(Linear, RowSums):
         """
         Return a scalar, linear in the probabilities, whose gradients equal the rows' load-balancing losses' gradients.
         """
-        counts = self.row_counts(chosen, weights, self.num_experts)
-        grad = compute_aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
+        counts = self.count_choices_by_row(chosen, weights, self.num_experts)
+        grad = compute_aux_loss_grad(
+            counts, self.sum_row_weights(weights) * self.aux_loss_coef, self.row_length(weights)
+        )
         return (self.repeat_by_token(grad.to(scores.dtype), weights) * self._normalise_unless_softmax(scores)).sum()
 
     def _choose_experts(self, scores: Tensor) -> Tensor:

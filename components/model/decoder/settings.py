@@ -61,7 +61,7 @@ def build_architecture_from_settings(
     for fault in find_setting_faults(family, settings, tokens is not None):
         raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
-        architecture = _override_config(family, settings)
+        architecture = _read_and_override_config(family, settings)
         for fault in find_architecture_faults(architecture):
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     else:
@@ -98,7 +98,7 @@ def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | No
     }
 
 
-def _override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
+def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
     """Read the config file named in the settings, and override its values by the other settings."""
     given = _drop_unset_settings(family, settings)
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}

@@ -40,14 +40,14 @@ def create_word_list_check(*words: str) -> KeyValues:
     return KeyValues(text, lambda value: type(value) is list and all(word in words for word in value))
 
 
-def config_key(values: KeyValues, default: Any = attrs.NOTHING) -> Any:
+def declare_config_key(values: KeyValues, default: Any = attrs.NOTHING) -> Any:
     """Return an attrs field for a config key with a check; a list becomes a tuple if the default is a tuple."""
     converter = tuple if isinstance(default, tuple) else None
     return attrs.field(default=default, metadata={"values": values}, converter=converter)
 
 
 def find_key_check(field: "attrs.Attribute[Any]") -> KeyValues:
-    """Return the check for a config field: its own from `config_key`, or the default check for its type."""
+    """Return the check for a config field: its own from `declare_config_key`, or the default check for its type."""
     if own := field.metadata.get("values"):
         return own  # type: ignore[no-any-return]
     kind: Any = field.type

@@ -80,7 +80,7 @@ def run_self_check(config: Any) -> Verdict:
             comparison = Comparison(reference)
             hidden = comparison.compare_hidden_states()
             comparison.compare_logits()
-            comparison.compare_weights()
+            comparison.check_weights_survive_round_trip()
             return Verdict(comparison.parts, comparison.find_stage_fault(hidden), constants)
 
 
@@ -127,7 +127,9 @@ class Comparison:
         whole = self._build_stage_module(0, self.count)
         shared = create_packed_context()
         documents = RowAttention(whole.kernels, shared)
-        hidden = convert_errors_to_failed_check("keyword", lambda: whole.run(self.tokens[None], shared, documents))
+        hidden = convert_errors_to_failed_check(
+            "keyword", lambda: whole.run_base_model(self.tokens[None], shared, documents)
+        )
         if documents.calls == 0:
             raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
         expected = torch.cat([states for states, _ in self.alone], 1)
@@ -149,7 +151,7 @@ class Comparison:
         expected = torch.cat([logits for _, logits in self.alone], 1)
         _assert_close("head", convert_errors_to_failed_check("head", compute), expected, "logits differ")
 
-    def compare_weights(self) -> None:
+    def check_weights_survive_round_trip(self) -> None:
         """Raise SelfCheckError if converting parameters to tensors on disk and back changes them."""
         tensors = persistent_tensors(self._build_stage_module(0, self.count))
         mapper = create_conversion_mapper(self.reference, [*tensors])
@@ -168,8 +170,8 @@ class Comparison:
             return f"{common[0]} is outside of layers"
         shared = create_packed_context()
         try:
-            between = first.run(self.tokens[None], shared, RowAttention(first.kernels, shared))
-            outputs = second.run(between, shared, RowAttention(second.kernels, shared))
+            between = first.run_base_model(self.tokens[None], shared, RowAttention(first.kernels, shared))
+            outputs = second.run_base_model(between, shared, RowAttention(second.kernels, shared))
             _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
         except Exception as error:
             return error.reason if isinstance(error, SelfCheckError) else _shorten_error_text(error)

@@ -103,7 +103,7 @@ class TransformersLM(nn.Module):
         """
         if shared.hidden_states is not None:
             raise ValueError("model.transformers does not return hidden states of inner layers; use a native family")
-        hidden = self.run(inputs, shared, RowAttention(self.kernels, shared))
+        hidden = self.run_base_model(inputs, shared, RowAttention(self.kernels, shared))
         if not self.span.head or finish is None:
             return hidden
         layer: Any = self.get_submodule(self.parts.embedding if self.parts.tied else self.parts.head)
@@ -112,7 +112,7 @@ class TransformersLM(nn.Module):
             hidden, finish if outer is None else lambda hidden, head: finish(hidden, outer.head(head))
         )
 
-    def run(self, inputs: Tensor, shared: TokenContext, documents: RowAttention) -> Tensor:
+    def run_base_model(self, inputs: Tensor, shared: TokenContext, documents: RowAttention) -> Tensor:
         """Return the base model's last hidden states (rows, length, hidden_size) for inputs as in `forward`."""
         key = "input_ids" if self.span.embedding else "inputs_embeds"
         base = self.get_submodule(self.parts.base)
@@ -179,13 +179,13 @@ def convert_layers_to_kernels(module: nn.Module, kernels: Kernels) -> None:
         elif type(part) is nn.LayerNorm:
             part.__class__ = WideLayerNorm
         elif type(part).__name__.endswith("Norm"):
-            part.__class__ = _derive_from_mixin(KeepsDtype, part)
+            part.__class__ = _make_mixin_subclass(KeepsDtype, part)
         if values := {name: _copy_to_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
             part.__dict__["values_of_buffers"] = values
-            part.__class__ = _derive_from_mixin(KnownBuffers, part)
+            part.__class__ = _make_mixin_subclass(KnownBuffers, part)
 
 
-def _derive_from_mixin(mixin: type, part: nn.Module) -> Any:
+def _make_mixin_subclass(mixin: type, part: nn.Module) -> Any:
     """Return a class with the module's class name that derives from `mixin` first, then from the module's class."""
     kind: Any = type(part)
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})

@@ -16,7 +16,7 @@ class CompleteP:
         doc="num_hidden_layers of the tuned model",
     )
 
-    def scale_model(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
+    def compute_scaling_for_size(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
         return compute_model_scaling(
             hidden_size / self.base_hidden_size, num_hidden_layers / self.base_num_hidden_layers
         )

@@ -12,5 +12,5 @@ class MuP:
 
     base_hidden_size: int = setting(check=create_size_check("hidden_size"), doc="hidden_size of the tuned model")
 
-    def scale_model(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
+    def compute_scaling_for_size(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
         return compute_model_scaling(hidden_size / self.base_hidden_size)

@@ -100,8 +100,8 @@ class Buffers:
             return self.circ_storage.pop(iteration % self.table.slot_count)
         return self.shift.pop(stage)
 
-    def take_moved_tensor(self, move: Move, *, late: bool) -> Tensor:
-        """Return the tensor (any shape) that a move takes from a local stage; `late`: from this iteration's outputs."""
+    def take_tensor_to_move(self, move: Move, *, late: bool) -> Tensor:
+        """Return the tensor (any shape) to move out of a local stage; `late`: from this iteration's outputs."""
         if move.buffer == "state_io":
             return self._pop_state_io(move.source, move.column)
         return (self.outputs if late else self.before)[move.source]

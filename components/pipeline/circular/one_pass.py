@@ -79,7 +79,7 @@ class ForwardPass:
         local: list[tuple[Move, Tensor]] = []
         for move in moves:
             if move.source in local_stages:
-                value = self.buffers.take_moved_tensor(move, late=late)
+                value = self.buffers.take_tensor_to_move(move, late=late)
                 (local if move.target in local_stages else outgoing).append((move, value))
             elif move.target in local_stages:
                 incoming.append(move)

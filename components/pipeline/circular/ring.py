@@ -72,7 +72,7 @@ class RingExchange:
     sources: Sequence[tuple[int, TensorMeta]]
     _receiving: list[tuple[Pending, Tensor]] = attrs.field(init=False, factory=list)
 
-    def begin(self, tensors: Sequence[Tensor], *, reversed_direction: bool) -> None:
+    def start_transfers(self, tensors: Sequence[Tensor], *, reversed_direction: bool) -> None:
         """Post sends for tensors (any shapes), and receives, without waiting, in reverse in a backward pass."""
         to, sources = (self.sources, self.to) if reversed_direction else (self.to, self.sources)
         links, boxes = self.ring.links, [(source, meta.allocate_empty()) for source, meta in sources]
@@ -81,7 +81,7 @@ class RingExchange:
         pairs = zip(to, tensors, strict=True)
         self.pending_sends.add([links[peer].send(tensor.detach().contiguous()) for (peer, _), tensor in pairs])
 
-    def finish(self) -> list[Tensor]:
+    def wait_for_received_tensors(self) -> list[Tensor]:
         """Wait for the receives, and return the received tensors (any shapes)."""
         incoming, self._receiving = self._receiving, []
         for message, _ in incoming:
@@ -91,21 +91,21 @@ class RingExchange:
 
 def create_exchange_token(pending_sends: PendingSends, device: torch.device) -> Tensor:
     """Return a new autograd token, 0-dimensional, whose backward pass waits until all sends have completed."""
-    return _apply_node(_BeginToken, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
+    return _apply_autograd_function(_BeginToken, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
 
 
 def start_exchange(exchange: RingExchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """Begin an exchange with these tensors (any shape), and return the token."""
-    return _apply_node(_StartExchange, exchange, token, *tensors)[0]
+    return _apply_autograd_function(_StartExchange, exchange, token, *tensors)[0]
 
 
 def finish_exchange(exchange: RingExchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Finish an exchange, and return the token and the received tensors (any shape)."""
-    token, *received = _apply_node(_FinishExchange, exchange, token)
+    token, *received = _apply_autograd_function(_FinishExchange, exchange, token)
     return token, received
 
 
-def _apply_node(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
+def _apply_autograd_function(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
     """Return an autograd node's results, always as a tuple."""
     results = node.apply(*arguments)  # type: ignore[no-untyped-call]
     return results if isinstance(results, tuple) else (results,)
@@ -134,14 +134,14 @@ class _StartExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: RingExchange, token: Tensor, *tensors: Tensor) -> Tensor:
         """Start sending tensors with any shape and dtype, and return the token, 0-dimensional."""
-        exchange.begin(tensors, reversed_direction=False)
+        exchange.start_transfers(tensors, reversed_direction=False)
         ctx.exchange = exchange
         return token.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, gradient, *ctx.exchange.finish())
+        return (None, gradient, *ctx.exchange.wait_for_received_tensors())
 
 
 class _FinishExchange(torch.autograd.Function):
@@ -151,10 +151,10 @@ class _FinishExchange(torch.autograd.Function):
     def forward(ctx: Any, exchange: RingExchange, token: Tensor) -> tuple[Tensor, ...]:
         """Return the token, 0-dimensional, and the received tensors, with any shape and dtype."""
         ctx.exchange = exchange
-        return (token.clone(), *exchange.finish())
+        return (token.clone(), *exchange.wait_for_received_tensors())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.exchange.begin(gradients, reversed_direction=True)
+        ctx.exchange.start_transfers(gradients, reversed_direction=True)
         return None, gradient

@@ -29,13 +29,13 @@ class StagePasses:
     def forward(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
         """Return a stage's output (any shape) for a microbatch: a tensor, or the loss on the last stage."""
         runner = self.stages[stage]
-        if stage not in self._done and runner.stage.shards is not None and not runner.stage.shards.by_block:
+        if stage not in self._done and runner.stage.shards is not None and not runner.stage.shards.gathers_per_block:
             runner.unshard()
         self._done[stage] = self._done.get(stage, 0) + 1
         # With the token as an input, every pass is part of the graph, even the pass of token ids.
         return _Pass.apply(self, stage, microbatch, self.token, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
-    def run(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
+    def run_forward(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
         """Run a stage's forward pass, keep its autograd graph for `run_backward`, and return its output (any shape)."""
         inputs, runner = self.microbatches[microbatch], self.stages[stage]
         with torch.enable_grad():
@@ -47,8 +47,8 @@ class StagePasses:
         """Return the gradient of a stage's input, with its shape, or None for token ids."""
         runner = self.stages[stage]
         self._done[stage] -= 1
-        if (shards := runner.stage.shards) is not None and (shards.by_microbatch or not self._done[stage]):
-            runner.reduce_in_backward(is_last_in_step=not self._done[stage])
+        if (shards := runner.stage.shards) is not None and (shards.reduces_per_microbatch or not self._done[stage]):
+            runner.reduce_in_next_backward(is_last_in_step=not self._done[stage])
         grads = runner.backward(microbatch, None if runner.last else [grad])
         return grads[0] if grads else None
 
@@ -60,7 +60,7 @@ class _Pass(torch.autograd.Function):
     def forward(ctx: Any, passes: StagePasses, stage: int, microbatch: int, token: Tensor, tensor: Tensor) -> Tensor:
         """Return the stage's output (...) for an input (...); the token is 0-dimensional."""
         ctx.pass_of = passes, stage, microbatch
-        return passes.run(stage, microbatch, tensor)
+        return passes.run_forward(stage, microbatch, tensor)
 
     @staticmethod
     @once_differentiable

@@ -68,7 +68,7 @@ def build_program_for_lowering(schedule: Schedule, rank: int, ranks: int, microb
     return schedule.program_for_ranks({rank} | neighbours, ranks, microbatches)
 
 
-def check_ranks_have_equal_programs(program: Program, rank: int, group: Group) -> None:
+def check_ranks_agree_on_program(program: Program, rank: int, group: Group) -> None:
     """Raise UserError unless all ranks in this rank's program have the same actions in their own programs."""
     digests = group.gather_json(_hash_actions(program, rank)) if group.size > 1 else []
     for other, theirs in enumerate(digests):
@@ -172,18 +172,18 @@ class Sharding:
     """
     Sharding of every stage's parameters over data-parallel ranks.
 
-    Gradients are reduced with a stage's last backward pass, or with every one if `by_microbatch` is set. Weights are
-    gathered once a step if `gathered` is set, or else inside the stage's actions.
+    Gradients are reduced with a stage's last backward pass, or with every one if `reduces_per_microbatch` is set.
+    Weights are gathered once a step if `gathered` is set, or else inside the stage's actions.
     """
 
     gathered: bool = False
-    by_microbatch: bool = False
+    reduces_per_microbatch: bool = False
 
     def insert_actions(self, rank_program: RankProgram) -> RankProgram:
         """Return a rank's program with its actions on shards."""
         stages = {action.stage for action in iterate_actions(rank_program)}
         return insert_shard_actions(
-            rank_program, stages if self.gathered else set(), stages, stages if self.by_microbatch else set()
+            rank_program, stages if self.gathered else set(), stages, stages if self.reduces_per_microbatch else set()
         )
 
 

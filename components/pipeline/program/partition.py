@@ -75,7 +75,7 @@ class ModelSlices:
         local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
         for way in list_option_choices(len(options.policies), 1 + max(local)):
             chosen = way[local], 0, stages
-            costs = attrs.evolve(table, lengths=_add_repeated_time(table.lengths, options.again[chosen]))
+            costs = attrs.evolve(table, lengths=_add_recomputation_time(table.lengths, options.again[chosen]))
             activations, pending = (tuple(sizes.tolist()) for sizes in (options.kept[chosen], options.pending[0]))
             yield Task(stage_to_rank, microbatches, costs, activations, limit, pending)
 
@@ -185,7 +185,7 @@ class Fit:
         chosen, fits = options.choose_fastest(self._live, self.limit * (1 + ROUNDING))
         index = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
         makespans = self._timings.compute_makespans(
-            _add_repeated_time(self.slices.sum_costs_by_stage(partitions), options.again[index])
+            _add_recomputation_time(self.slices.sum_costs_by_stage(partitions), options.again[index])
         )
         makespans[~fits] = math.inf
         smallest = options.kept.min(0)
@@ -253,7 +253,7 @@ def _list_neighbouring_partitions(sizes: Sizes) -> list[Sizes]:
     return neighbours
 
 
-def _add_repeated_time(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
+def _add_recomputation_time(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
     """Add recomputation time `again` (..., stages) to the backward durations in `lengths` (..., stages, ops)."""
     lengths = lengths.copy()
     lengths[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]

@@ -44,12 +44,14 @@ def search_best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: in
 def select_promising_tasks(tasks: Sequence[Task]) -> list[Task]:
     """Return the tasks (equal in size) with the shortest programs under two usual policies: BEAM, or 1 if large."""
 
-    def length(task: Task) -> float:
+    def find_shortest_makespan(task: Task) -> float:
         while _count_actions(task) > MAX_DIRECT_ACTIONS and task.ranks >= 8:
             task = halve_task_size(task)
         return min(compute_makespan(task, policy) for policy in (FORWARDS_FIRST, WAVE))
 
-    return sorted(tasks, key=length)[: BEAM if tasks and _count_actions(tasks[0]) <= MAX_DIRECT_ACTIONS else 1]
+    return sorted(tasks, key=find_shortest_makespan)[
+        : BEAM if tasks and _count_actions(tasks[0]) <= MAX_DIRECT_ACTIONS else 1
+    ]
 
 
 def _search_policies(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:

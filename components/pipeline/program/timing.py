@@ -125,7 +125,7 @@ def compute_timing(program: Program, costs: Costs) -> Timing:
     Results from ranks without actions are ready from the start: a program reduced to some ranks is timed as if the
     other ranks were never late. Raises DeadlockError if the program can't finish.
     """
-    produces, consumes, delay = list_input_cells(program, costs)
+    produces, consumes, delay = list_output_and_input_cells(program, costs)
     if not np.diff(program.bounds).all():
         return _compute_timing_of_few_ranks(
             program, produces.tolist(), (consumes.tolist(), delay.tolist(), costs.get_durations(program).tolist())
@@ -170,7 +170,7 @@ class ManyTimings:
     def compute_makespans(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the makespans (costs,) for `lengths` (costs, stages, ops), ordered like OPS."""
         produces, consumes, delay = (
-            cells[self._order] for cells in list_input_cells(self.program, Costs(comm=self.comm))
+            cells[self._order] for cells in list_output_and_input_cells(self.program, Costs(comm=self.comm))
         )
         rank = self.program.rank_by_action[self._order]
         kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
@@ -218,7 +218,7 @@ _NO_INPUT = 0
 """Cell of actions without an input, which is ready from the start."""
 
 
-def list_input_cells(
+def list_output_and_input_cells(
     program: Program, costs: Costs
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """

@@ -26,7 +26,7 @@ from drawloom.components.pipeline.runtime.stage_runner import (
     StageRunner,
     detach_leaf,
     list_floating_leaves,
-    start_stage_graph,
+    make_autograd_leaves,
 )
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import LOSSES, Loss
@@ -94,7 +94,7 @@ class Slot:
         """Run the runner's forward pass for recording, and return the output and the losses."""
         inputs, shared, batch = self._given
         # Inputs start the stage's autograd graph, except for token ids.
-        output = self.runner.forward(0, start_stage_graph(map_leaves(detach_leaf, inputs)), shared, batch)
+        output = self.runner.forward(0, make_autograd_leaves(map_leaves(detach_leaf, inputs)), shared, batch)
         return output, self.runner.state.microbatch(0).get(LOSSES)
 
     def _run_backward(self, name: str) -> Any:
@@ -129,7 +129,7 @@ class WeightSums:
                 self._left[summed] = parameter.grad
                 parameter.grad = summed
 
-    def reset(self) -> None:
+    def restore_or_zero_sums(self) -> None:
         """Set newly attached sums to the replaced gradients, or to zero."""
         if self._left:  # torch refuses an empty list
             torch._foreach_zero_(list(self._left))
@@ -159,7 +159,7 @@ class StageGraphs:
         """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
         return self._first is not None and len(self._slots) < in_flight
 
-    def begin_step(self, in_flight: int) -> None:
+    def free_and_create_slots(self, in_flight: int) -> None:
         """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
         while self.lacks_slots(in_flight):
             example, split = self._first
@@ -172,7 +172,7 @@ class StageGraphs:
         if self._first is None:
             self._first, self.stage = (map_leaves(_copy_leaf, inputs_context_batch), split), stage
         if _get_graph_key((inputs_context_batch, split)) != _get_graph_key(self._first):
-            self._warn_once()
+            self._warn_once_of_other_shapes()
             return None
         return self._free.pop() if self._free else None
 
@@ -183,7 +183,7 @@ class StageGraphs:
     def _create_runner(self, split: bool) -> StageRunner:
         return StageRunner(self.stage, self.objective, split=split)
 
-    def _warn_once(self) -> None:
+    def _warn_once_of_other_shapes(self) -> None:
         if not self._warned:
             log.warning(
                 f"capture: stage {self.stage.index} gets microbatches of several shapes, and only those of the first "
@@ -269,7 +269,7 @@ class Captures:
             self._graphs.clear()
         return inputs if self._whole_rows else [microbatch.without_whole_rows_flag() for microbatch in inputs]
 
-    def begin_step(self, actions: Iterable[Action]) -> None:
+    def record_missing_graphs(self, actions: Iterable[Action]) -> None:
         """
         Record missing graphs before a step's first microbatch; UserError if a pass can't be recorded.
 
@@ -282,12 +282,12 @@ class Captures:
         self._sums.attach_to_parameters()
         for index, graphs in self._graphs.items():
             try:
-                graphs.begin_step(most[index])
+                graphs.free_and_create_slots(most[index])
             except RuntimeError as error:
                 raise UserError(_describe_capture_error(index, error), exit_code=2) from error
-        self._sums.reset()
+        self._sums.restore_or_zero_sums()
 
-    def end_step(self) -> None:
+    def keep_gradient_tensors(self) -> None:
         """Reuse the step's gradient tensors in later steps; call this before `hand_over_gradients`."""
         for graphs in self._graphs.values():
             self._sums.adopt_gradients(graphs.stage.module.parameters())

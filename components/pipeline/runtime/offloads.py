@@ -35,7 +35,11 @@ class Offloads:
 
     def take_host_memory(self, byte_count: int) -> tuple[Tensor, Ticket]:
         """Return host memory, uint8 (size,), from the pool or new, and a ticket for the end of its last use."""
-        return self._pool[byte_count].pop() if self._pool[byte_count] else (self.transfers.allocate(byte_count), None)
+        return (
+            self._pool[byte_count].pop()
+            if self._pool[byte_count]
+            else (self.transfers.allocate_in_host_memory(byte_count), None)
+        )
 
     def return_host_memory(self, memory: Tensor, ticket: Ticket) -> None:
         """Return host memory to the pool; the ticket is for the end of its use."""
@@ -87,7 +91,7 @@ class OffloadedTensors:
 
     def free_device_memory(self) -> None:
         """Free the device memory, after the copies to the host."""
-        self._offloads.transfers.wait(self._left)
+        self._offloads.transfers.make_computation_wait(self._left)
         for storage, memory in zip(self._storages, self._host, strict=True):
             storage.point_views_to(memory)
             storage.bytes = storage.bytes.new_empty(0)
@@ -106,9 +110,9 @@ class OffloadedTensors:
         for storage in self._storages:
             storage.point_views_to(storage.bytes)
 
-    def wait(self) -> None:
+    def wait_for_reload(self) -> None:
         """Let later kernels wait for the reloaded activations, and give the host memory back to the pool."""
-        self._offloads.transfers.wait(self._arrived)
+        self._offloads.transfers.make_computation_wait(self._arrived)
         for memory in self._host:
             self._offloads.return_host_memory(memory, self._arrived)
         self._host, self._storages = [], []

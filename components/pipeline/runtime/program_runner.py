@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 from drawloom.components.pipeline.runtime.offloads import OffloadedTensors
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers, describe_tree_mismatch, list_tensors
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, start_stage_graph
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, make_autograd_leaves
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.program import OPS, Action
@@ -75,8 +75,8 @@ class ProgramRunner:
             "RECV_B": self._receive_backward,
             "UNSHARD": lambda action: self.stages[action.stage].unshard(),
             "RESHARD": lambda action: self.stages[action.stage].reshard(),
-            "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_in_backward(is_last_in_step=False),
-            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_in_backward(is_last_in_step=True),
+            "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=False),
+            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=True),
             "OFFLOAD": lambda action: self._leaving.append((2, self.stages[action.stage].offload(action.microbatch))),
             "RELOAD": lambda action: self.stages[action.stage].reload(action.microbatch),
         }
@@ -103,7 +103,7 @@ class ProgramRunner:
                 raise
         self.p2p.wait_for_sends()
         if self.streams is not None:
-            self.streams.join_current_stream()
+            self.streams.let_current_stream_wait()
 
     def _free_offloaded(self) -> None:
         """Free the device memory for activations whose offload began before the last compute action."""
@@ -136,7 +136,7 @@ class ProgramRunner:
         key = action.stage, action.microbatch
         inputs = self._outputs.pop(key) if key in self._outputs else self.p2p.wait_recv(("RECV_F", *key))
         # Detached tensors become leaves: every stage has its own graph, which its backward pass frees.
-        return start_stage_graph(inputs) if torch.is_grad_enabled() else inputs
+        return make_autograd_leaves(inputs) if torch.is_grad_enabled() else inputs
 
     def _send_forward(self, action: Action) -> None:
         output = self._outputs.pop((action.stage + 1, action.microbatch))

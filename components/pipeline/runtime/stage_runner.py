@@ -135,13 +135,13 @@ class StageRunner:
         return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run W: accumulate the weight gradients; after `reduce_in_backward`, reduce every part once it is computed."""
+        """Run W: accumulate the weight gradients, and reduce every part after `reduce_in_next_backward`."""
         split = _get_split_backward(self._in_flight.pop(microbatch))
         if not self._reduces_next:
             split.backward_weight()
             return
-        split.backward_weight(self._shards.parts())
-        self._shards.reduce()
+        split.backward_weight(self._shards.list_reduced_parts())
+        self._shards.reduce_remaining_gradients()
         self._end_reduction()
 
     def offload(self, microbatch: int) -> OffloadedTensors:
@@ -170,13 +170,13 @@ class StageRunner:
         """Free the gathered parameters."""
         self._shards.reshard()
 
-    def reduce_in_backward(self, is_last_in_step: bool) -> None:
+    def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         """Reduce gradients with the next backward pass; if `is_last_in_step`, they are then complete for the step."""
-        self._shards.reduce_in_backward(is_last_in_step)
+        self._shards.reduce_in_next_backward(is_last_in_step)
         self._reduces_next = True
 
     def _end_reduction(self) -> None:
-        """End the gradient reduction requested by `reduce_in_backward`."""
+        """End the gradient reduction requested by `reduce_in_next_backward`."""
         self._shards.end_reduction()
         self._reduces_next = False
 
@@ -193,7 +193,7 @@ class StageRunner:
 def _wait_until_reloaded(kept: InFlight) -> None:
     """Let the backward pass wait for a microbatch's offloaded activations."""
     if kept.offloaded is not None:
-        kept.offloaded.wait()
+        kept.offloaded.wait_for_reload()
 
 
 def _get_split_backward(kept: InFlight) -> SplitBackward:
@@ -219,7 +219,7 @@ def detach_leaf(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def start_stage_graph(tree: Any) -> Any:
+def make_autograd_leaves(tree: Any) -> Any:
     """Make the previous stage's output the leaves of this stage's own autograd graph: they require gradients."""
     if isinstance(tree, Tensor):
         return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree

@@ -37,7 +37,7 @@ class Circular(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def layers_in_stages(self, ranks: int, layers: int) -> int:
+    def count_layers_in_all_stages(self, ranks: int, layers: int) -> int:
         """Return the number of a model's layers in all stages; UserError if the setting does not fit the model."""
         inside, stages = self.pipeline_parallel_layers or layers, ranks * self.stages_per_rank
         if inside > layers:

@@ -104,11 +104,11 @@ class _Picture:
     def draw_elements(self) -> Iterator[str]:
         width, height = max(self.right_x, LEFT + NARROWEST) + RIGHT, self.bottom_y + BOTTOM
         yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
-            f'height="{_n(height)}" font-family="Helvetica, Arial, sans-serif" fill="{INK}">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_px(width)} {_px(height)}" width="{_px(width)}" '
+            f'height="{_px(height)}" font-family="Helvetica, Arial, sans-serif" fill="{INK}">'
         )
         yield f"<title>{escape(self.title)}</title>"
-        yield f'<rect width="{_n(width)}" height="{_n(height)}" fill="#fff"/>'
+        yield f'<rect width="{_px(width)}" height="{_px(height)}" fill="#fff"/>'
         yield _format_text(LEFT, 24, self.title, 15, weight="bold")
         yield _format_text(LEFT, 43, self.caption, 12, PALE)
         yield _format_text(self.right_x + 8, TOP - 7, "peak live", 10, PALE)
@@ -122,7 +122,7 @@ class _Picture:
         y = TOP + rank * self.row
         bars = list(self.simulation.iterate_bars(rank))
         yield _format_text(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, anchor="end")
-        yield f'<rect x="{LEFT}" y="{y}" width="{_n(self.right_x - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
+        yield f'<rect x="{LEFT}" y="{y}" width="{_px(self.right_x - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
         for bar in bars:
             yield from self._draw_bar(bar, y)
         side = y + BAR + 2
@@ -134,7 +134,7 @@ class _Picture:
         for first, last in _find_overlaps(bars):
             x, width = LEFT + first.start * self.unit, (last.end - first.start) * self.unit
             yield (
-                f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" rx="2" fill="none" stroke="{INK}" '
+                f'<rect x="{_px(x)}" y="{y}" width="{_px(width)}" height="{BAR}" rx="2" fill="none" stroke="{INK}" '
                 'stroke-width="1.5"/>'
             )
         yield _format_text(self.right_x + 8, y + BAR / 2 + 4, str(live), 11, PALE)
@@ -148,7 +148,7 @@ class _Picture:
         x, width = LEFT + bar.start * self.unit, (bar.end - bar.start) * self.unit
         colour = self._choose_colour(bar.action.op, self.local_stage[bar.action.stage])
         yield (
-            f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" fill="{_to_hex(colour)}" stroke="#fff" '
+            f'<rect x="{_px(x)}" y="{y}" width="{_px(width)}" height="{BAR}" fill="{_to_hex(colour)}" stroke="#fff" '
             f'stroke-width="0.8"><title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>'
         )
         if self.digits >= SMALLEST_DIGITS:
@@ -160,7 +160,7 @@ class _Picture:
         x, width = LEFT + bar.start * self.unit, max(2.0, (bar.end - bar.start) * self.unit)
         colour = self._choose_colour(bar.action.op, self.local_stage[bar.action.stage])
         return (
-            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{SIDE_BAR}" fill="{_to_hex(colour)}">'
+            f'<rect x="{_px(x)}" y="{_px(y)}" width="{_px(width)}" height="{SIDE_BAR}" fill="{_to_hex(colour)}">'
             f"<title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>"
         )
 
@@ -172,11 +172,11 @@ class _Picture:
 
     def _draw_axis(self) -> Iterator[str]:
         y = self.bottom_y + 3
-        yield f'<path d="M{LEFT} {_n(y)}H{_n(self.right_x)}" stroke="{PALE}" stroke-width="0.8"/>'
+        yield f'<path d="M{LEFT} {_px(y)}H{_px(self.right_x)}" stroke="{PALE}" stroke-width="0.8"/>'
         step = _round_up_axis_step(70 / self.unit)
         for number in range(math.floor(self.longest_makespan / step + 1e-9) + 1):
             x = LEFT + number * step * self.unit
-            yield f'<path d="M{_n(x)} {_n(y)}v4" stroke="{PALE}" stroke-width="0.8"/>'
+            yield f'<path d="M{_px(x)} {_px(y)}v4" stroke="{PALE}" stroke-width="0.8"/>'
             yield _format_text(x, y + 15, f"{number * step:g}", 10, PALE, anchor="middle")
         yield _format_text(self.right_x + 8, y + 15, "time", 10, PALE)
 
@@ -188,7 +188,7 @@ class _Picture:
         for work in filter(done.__contains__, NAMES):
             for local_stage in range(self.stages_per_rank):
                 colour = _to_hex(self._choose_colour(work, local_stage))
-                yield f'<rect x="{_n(x)}" y="{_n(y)}" width="13" height="13" fill="{colour}"/>'
+                yield f'<rect x="{_px(x)}" y="{_px(y)}" width="13" height="13" fill="{colour}"/>'
                 x += 15
             yield _format_text(x + 3, y + 11, NAMES[work], 11.5)
             x += 24 + 6.2 * len(NAMES[work])
@@ -214,10 +214,10 @@ def _format_text(
     x: float, y: float, text: str, size: float, colour: str = INK, *, anchor: str = "", weight: str = ""
 ) -> str:
     more = (f' text-anchor="{anchor}"' if anchor else "") + (f' font-weight="{weight}"' if weight else "")
-    return f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" fill="{colour}"{more}>{escape(text)}</text>'
+    return f'<text x="{_px(x)}" y="{_px(y)}" font-size="{_px(size)}" fill="{colour}"{more}>{escape(text)}</text>'
 
 
-def _n(number: float) -> str:
+def _px(number: float) -> str:
     """Return a number as text for an SVG attribute, with at most 6 digits."""
     return f"{number:.6g}"
 

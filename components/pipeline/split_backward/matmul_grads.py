@@ -123,7 +123,7 @@ class Product:
         return self.node.register_hook(capture_gradient)
 
 
-def defer_product_gradients(users: Users, deferral: Deferral) -> tuple[list[Tensor], list[RemovableHandle]]:
+def defer_and_return_other_leaves(users: Users, deferral: Deferral) -> tuple[list[Tensor], list[RemovableHandle]]:
     """
     Queue in `deferral` the weight gradients of leaves used only by products.
 

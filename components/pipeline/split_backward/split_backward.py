@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.split_backward.matmul_grads import defer_product_gradients, find_node_users
+from drawloom.components.pipeline.split_backward.matmul_grads import defer_and_return_other_leaves, find_node_users
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.stages import ReducedPart
 from drawloom.graph import UserError
@@ -110,7 +110,7 @@ class SplitBackward:
     def _compute_input_grads(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
         """Return the inputs' gradients, and queue the leaves' gradients for W."""
         outputs, grads = [output for output, _ in roots], [grad for _, grad in roots]
-        leaves, handles = defer_product_gradients(find_node_users(outputs, inputs), self._deferral)
+        leaves, handles = defer_and_return_other_leaves(find_node_users(outputs, inputs), self._deferral)
         # autograd.grad raises an error for an empty list of inputs or outputs.
         if not (inputs or leaves) or not roots:
             return [None] * len(inputs)

@@ -114,7 +114,10 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
     if not os.path.lexists(folder / INDEX):
         raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; write the path of a Hugging Face model folder")
     files_by_tensor, total = _read_index(folder / INDEX)
-    files = {file: _read_shard(folder, file, name) for file, name in {f: n for n, f in files_by_tensor.items()}.items()}
+    files = {
+        file: _read_shard_header(folder, file, name)
+        for file, name in {f: n for n, f in files_by_tensor.items()}.items()
+    }
     if reasons := list(_find_differences(files_by_tensor, files, total)):
         raise UserError(f"{folder / INDEX} and its files differ: {'; '.join(reasons)}; copy the folder again")
     return SafetensorsFolder({name: files[file] for name, file in files_by_tensor.items()})
@@ -128,7 +131,7 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
         )
 
 
-def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
+def _read_shard_header(folder: Path, file: str, name: str) -> SafetensorsFile:
     """Return an indexed file's header; `name` is a tensor in the file, for messages."""
     try:
         return read_safetensors_header(folder / file)

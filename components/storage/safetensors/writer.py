@@ -43,9 +43,9 @@ class SafetensorsWriter:
         actual = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if actual != entry.spec:
             raise ValueError(f"{name} has {actual}, but was planned with {entry.spec}")
-        self.file.put(view_bytes(tensor), self.begin + entry.start)
+        self.file.write_at(view_bytes(tensor), self.begin + entry.start)
 
-    def finish(self) -> None:
+    def check_all_are_written(self) -> None:
         """Raise ValueError if a planned tensor is not written."""
         if self.missing:
             raise ValueError(f"{format_names(list(self.missing))} were planned, but not written")
@@ -56,10 +56,10 @@ def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iter
     """Create a file for these tensors, and flush it to disk when the context ends. Raises OSError if it exists."""
     head, entries = plan_layout(specs)  # before the file is created, because it refuses tensors that can't be written
     with durable_files.create_file(path) as file:
-        file.put(memoryview(head), 0)
+        file.write_at(memoryview(head), 0)
         writer = SafetensorsWriter(file, len(head), entries)
         yield writer
-        writer.finish()
+        writer.check_all_are_written()
 
 
 def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> Content:
@@ -78,9 +78,9 @@ def write_planned_tensors(
 
     Writes from start to end, so the file can be hashed.
     """
-    file.put(memoryview(head), 0)
+    file.write_at(memoryview(head), 0)
     for name, entry in entries.items():
-        file.put(view_bytes(tensors[name]), len(head) + entry.start)
+        file.write_at(view_bytes(tensors[name]), len(head) + entry.start)
 
 
 def plan_layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:

@@ -41,7 +41,7 @@ KINDS = {
     "NCCL": ("nccl",),
     "casts": ("_quantize_kernel", "_transpose_kernel", "_column_scale", "_largest", "_swiglu", "_cast_experts"),
     "attention": ("sdpa", "attention", "fmha", "flash", "cudnn::fusion"),
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "_rows_kernel", "_matrices_kernel", "_groups_kernel"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "_rows_kernel", "_outer_products_kernel", "_groups_kernel"),
     "optimizer, norm": ("multi_tensor_apply",),
     "copies": ("memcpy", "memset"),
 }

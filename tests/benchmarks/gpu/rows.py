@@ -20,7 +20,7 @@ from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
-from drawloom.kernels.scale import scale, scale_eager
+from drawloom.kernels.scale import scale_and_sum_squares, scale_and_sum_squares_eager
 from drawloom.kernels.swiglu import swiglu_eager
 from drawloom.kernels.triton.adamw import AdamwTriton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
@@ -233,8 +233,8 @@ def _steps(tiny: bool) -> Iterator[Row]:
             name,
             f"{elements / 1e6:.0f}M in {len(sizes)}, bfloat16",
             lambda: ((), (make()[1][0], torch.tensor(0.999, dtype=torch.float64, device=DEVICE))),
-            {"drawloom": partial(scale, counted=counted)},
-            {"eager": partial(scale_eager, counted=counted)},
+            {"drawloom": partial(scale_and_sum_squares, counted=counted)},
+            {"eager": partial(scale_and_sum_squares_eager, counted=counted)},
             None,
             (4.0 * elements, 0.0),
         )

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.checkpoint.memory import StateMemory, newest_common_step
+from drawloom.components.checkpoint.memory import StateMemory, find_newest_recoverable_step
 from drawloom.components.ports.slices import TensorSlice
 
 
@@ -38,24 +38,24 @@ def _values(memory: StateMemory) -> dict[int, tuple[list[float], list[int]]]:
 def test_an_update_changes_no_held_state() -> None:
     """Until the copy, the last two steps are held; then the newest one, as it was before the update."""
     memory, node = StateMemory(), Node()
-    memory.copy()
+    memory.copy_referenced_states()
     assert memory.states_by_step() == {}
     for step in (1, 2, 3):
         node.rows.append(step)
-        memory.hold(step, {"node": node})
+        memory.reference_states(step, {"node": node})
         assert list(memory.states_by_step()) == [step - 1, step][step == 1 :]
-        memory.copy()
+        memory.copy_referenced_states()
         node.weight += 1
         assert _values(memory) == {step: ([step - 1.0] * 3, list(range(1, step + 1)))}
-    memory.hold(4, {"node": node})
-    memory.keep(memory.states_by_step()[3])
+    memory.reference_states(4, {"node": node})
+    memory.replace_states_by(memory.states_by_step()[3])
     assert list(_values(memory)) == [3]
 
 
 def test_a_state_of_other_nodes_or_slices_does_not_fit() -> None:
     """An optimizer before its first step has no slices, and everything fits."""
     memory, whole = StateMemory(), Node(slices={"weight": TensorSlice.whole((3,))})
-    memory.hold(1, {"node": whole})
+    memory.reference_states(1, {"node": whole})
     state = memory.states_by_step()[1]
     other = Node(slices={"weight": TensorSlice((6,), (3,), (3,))})
     assert state.fits({"node": whole}) and state.fits({"node": Node()})
@@ -77,4 +77,4 @@ def test_the_newest_step_in_some_replica_of_each_position_is_found(
     steps: list[list[int]], positions: list[list[int]], step: int
 ) -> None:
     """It is 0 if a part of the model is in nobody's memory."""
-    assert newest_common_step(steps, positions) == step
+    assert find_newest_recoverable_step(steps, positions) == step

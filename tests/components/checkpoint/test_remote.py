@@ -35,7 +35,7 @@ def test_a_fetched_run_equals_the_copied_one(store: ObjectStore, tmp_path: Path)
     (run / "metrics.jsonl").write_text("{}\n", "utf-8")
     copy = RemoteCopy(store)
     assert copy.is_behind(run)
-    copy.copy_changes(run)
+    copy.upload_changes_and_prune(run)
     assert not copy.is_behind(run)
     assert RemoteCopy(store).fetch_checkpoint(other) == 2 and RemoteCopy(store).fetch_checkpoint(other, 1) == 1
     for step in ("step-1", "step-2"):
@@ -45,7 +45,7 @@ def test_a_fetched_run_equals_the_copied_one(store: ObjectStore, tmp_path: Path)
     assert (other / "metrics.jsonl").read_text("utf-8") == "{}\n"
     assert [path.name for path in list_checkpoints(other / "checkpoints")] == ["step-1", "step-2"]
     shutil.rmtree(run / "checkpoints/step-1")
-    copy.copy_changes(run)
+    copy.upload_changes_and_prune(run)
     assert store.list_names("checkpoints") == ["step-2"]
 
 
@@ -66,10 +66,10 @@ def test_a_checkpoint_without_a_manifest_does_not_count(
 
         with monkeypatch.context() as patch, pytest.raises(StoreError, match="the store is full"):
             patch.setattr(ObjectStore, "upload", put_some)
-            RemoteCopy(store).copy_changes(run)
+            RemoteCopy(store).upload_changes_and_prune(run)
         assert "step-1/manifest.json" not in files(store)
         assert RemoteCopy(store).fetch_checkpoint(tmp_path / "none") == 0
-    RemoteCopy(store).copy_changes(run)
+    RemoteCopy(store).upload_changes_and_prune(run)
     assert len(files(store)) == whole and RemoteCopy(store).fetch_checkpoint(tmp_path / "other") == 1
 
 
@@ -77,7 +77,7 @@ def test_damaged_copies_are_not_read(store: ObjectStore, tmp_path: Path) -> None
     """An older whole checkpoint is read instead; if there is none, the error names the file."""
     run = tmp_path / "run"
     save_steps(run, 1, 2)
-    RemoteCopy(store).copy_changes(run)
+    RemoteCopy(store).upload_changes_and_prune(run)
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"x")
     for step, expected in ((2, 1), (1, None)):

@@ -310,7 +310,7 @@ def test_memory_for_copies_does_not_grow(tmp_path: Path) -> None:
     for index in range(7, 12):
         node.run_phase(Step(index, 99))
         _wait(node)
-        node._finish_pending_save()
+        node._wait_for_pending_save()
         assert stager._pool is not None
         places |= {id(buffer) for buffer in stager._pool._unused}
     assert len(places) == 1

@@ -3,7 +3,7 @@
 import pytest
 import tomli
 
-from drawloom.components.commands._ladder_sizes import format_overlay, scale_sizes
+from drawloom.components.commands._ladder_sizes import format_overlay, make_scaled_model_overlay
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
@@ -26,12 +26,15 @@ def recipe(**model: object) -> Recipe:
 
 def test_width_grows_by_heads_and_depth_by_layers() -> None:
     """The overlay has sizes and the parametrization's base, and its recipe no problems."""
-    wide, deep = scale_sizes(recipe().graph, 4, "width", "mup"), scale_sizes(recipe().graph, 3, "depth", "completep")
+    wide, deep = (
+        make_scaled_model_overlay(recipe().graph, 4, "width", "mup"),
+        make_scaled_model_overlay(recipe().graph, 3, "depth", "completep"),
+    )
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 128}
     assert wide == {"model": sizes, "parametrization": BASE}
     completep = {"use": "model.parametrization.completep", "base_hidden_size": 16, "base_num_hidden_layers": 1}
     assert deep == {"model": {"num_hidden_layers": 3}, "parametrization": completep}
-    assert scale_sizes(recipe().graph, 4, "width", "standard") == {"model": sizes}
+    assert make_scaled_model_overlay(recipe().graph, 4, "width", "standard") == {"model": sizes}
     for values in (wide, deep):
         assert tomli.loads(format_overlay(values, "a size")) == values
         recipe().with_values(values).check(elsewhere=True)
@@ -50,4 +53,4 @@ def test_other_recipes_are_refused(changed: dict[str, object], reason: str) -> N
     model = {key: value for key, value in SIZES.items() if key != "head_dim"} if "unset" in changed else None
     graph = Recipe.load("first_run").with_values(changed | ({"model": model} if model else {})).graph
     with pytest.raises(UserError, match=reason):
-        scale_sizes(graph, 2, "width", "mup")
+        make_scaled_model_overlay(graph, 2, "width", "mup")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.commands._options import (
+    convert_write_errors,
     integer_parser,
     parse_output_path,
     parse_positive_integers,
-    report_write_errors,
 )
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
@@ -99,7 +99,7 @@ def test_a_full_disk_is_reported_in_one_line(
     assert "mesh.data_shard = 2" in said.out
     assert said.err == "best.toml can't be written: No space left on device; write another file with --to\n"
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match=r"^e can't be written: Permission denied; "), report_write_errors(Path("e")):
+    with pytest.raises(UserError, match=r"^e can't be written: Permission denied; "), convert_write_errors(Path("e")):
         raise PermissionError(errno.EACCES, "Permission denied")
 
 

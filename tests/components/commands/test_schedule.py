@@ -161,7 +161,7 @@ def test_a_named_schedule_takes_part_in_the_comparison(capsys: Capture) -> None:
 
 def test_a_run_is_a_recipe(capsys: Capture, tmp_path: Path) -> None:
     """All schedules are compared on its ranks and microbatches, and it has its own number of ranks."""
-    (tmp_path / "recipe.lock.toml").write_text(Recipe.load("pipeline").resolved())
+    (tmp_path / "recipe.lock.toml").write_text(Recipe.load("pipeline").to_resolved_toml())
     summaries = data(capsys, "--compare", str(tmp_path))
     assert {(item["ranks"], item["microbatches"]) for item in summaries} == {(2, 8)}
     assert "a recipe has its own number of ranks" in run_schedule(capsys, str(tmp_path), "--ranks", "4", code=2)

@@ -33,7 +33,7 @@ def test_ids_are_bytes_and_decode_to_the_text(text: str) -> None:
 
 def test_each_byte_counts_once_and_the_end_not_at_all() -> None:
     """There are 257 ids, the last without text."""
-    assert Bytes().token_bytes().tolist() == [1] * 256 + [0]
+    assert Bytes().token_byte_counts().tolist() == [1] * 256 + [0]
 
 
 @given(texts)

@@ -11,7 +11,7 @@ import pytest
 
 from drawloom.components.data.collated import Collated
 from drawloom.components.data.pad_collator import PadCollator
-from drawloom.components.ports.data import Example, token_batch
+from drawloom.components.ports.data import Example, require_token_batch
 from drawloom.components.ports.model import LanguageModel
 from drawloom.graph import Every, ResolvedRecipe, UserError
 from drawloom.graph.testing import fake
@@ -89,12 +89,12 @@ def open_rows(data: Own, **settings: Any) -> Collated:
 def test_each_example_is_a_row(kind: str) -> None:
     """For any source, rows come in the order of examples, as long as the longest; also in another process."""
     rows = open_rows(Own(kind))
-    assert (rows.length, rows.count("train"), rows.count("validation")) == (5, 3, 1)
+    assert (rows.length, rows.count_rows("train"), rows.count_rows("validation")) == (5, 3, 1)
     assert rows.fill_rate("train") == 10 / 15
     unpickled = pickle.loads(pickle.dumps(rows)) if kind != "iterable" else rows
-    batch = token_batch(unpickled.batch("train", [2, 0]), "test")
+    batch = require_token_batch(unpickled.batch("train", [2, 0]), "test")
     assert batch.tokens.tolist() == [[6, 7, 8, 9, 1], [1, 2, 3, 0, 0]] and batch.token_count == 8
-    assert rows.sources("train", 1) == ["mine:1"]
+    assert rows.describe_row_origins("train", 1) == ["mine:1"]
 
 
 def test_the_length_is_a_multiple_up_to_the_greatest() -> None:

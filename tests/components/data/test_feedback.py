@@ -30,7 +30,7 @@ def read(corpus: Feedback) -> list[tuple[str, str, float, float]]:
         part = documents.read(number, 0, int(length))
         assert part.weights is not None and part.label is not None
         trained = part.weights > 0
-        decode = corpus.tokenizer.decode_control
+        decode = corpus.tokenizer.decode_with_control_tokens
         ids = np.asarray(part.ids)
         result.append(
             (decode(ids[~trained].tolist()), decode(ids[trained].tolist()), float(part.weights.sum()), part.label)

@@ -43,7 +43,7 @@ def test_bytes_of_ids_join_to_the_text(made: Any, tmp_path: Path) -> None:
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(path=tmp_path / "tokenizer.json", end_token="<end>")
     tokenizer.open()
-    table = tokenizer.token_bytes()
+    table = tokenizer.token_byte_counts()
     assert table.shape == (tokenizer.vocab_size,) and table[tokenizer.eos_id] == 0
     for text in (TEXT, "x x öx\t😀", "eine Übung", "", "<end>"):
         assert table[tokenizer.encode(text)].sum() == len(text.encode())

@@ -21,7 +21,7 @@ from drawloom.components.data.order.sorted_buffers import SortedBuffers
 from drawloom.components.data.packing.best_fit import BestFit
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.token_arrays import TokenArrays
-from drawloom.components.ports.data import RowOrder, token_batch
+from drawloom.components.ports.data import RowOrder, require_token_batch
 from drawloom.components.run.batch import GlobalBatch
 
 GLOBAL = 8
@@ -113,7 +113,7 @@ class Runs(RuleBasedStateMachine):
     def _names(self, loaders: list[Loader]) -> list[list[int]]:
         """Return the tokens in a step's rows, in order."""
         batches = chain.from_iterable(loader.next_step() for loader in loaders)
-        return [row for batch in batches for row in token_batch(batch, "test").tokens.tolist()]
+        return [row for batch in batches for row in require_token_batch(batch, "test").tokens.tolist()]
 
 
 WEIGHTS = st.fixed_dictionaries({name: st.integers(0, 4) for name in "abc"}).filter(lambda held: any(held.values()))
@@ -186,7 +186,7 @@ def _alone(source: "Documents", name: str) -> list[int]:
     loader = Loader(rows=rows, order=Shuffled(job=_fixtures["job"]), batching=batching, mesh=batching.mesh)
     loader.open()
     [batch] = loader.next_step()
-    return [int(first) for first in token_batch(batch, "test").tokens[:, 0]]
+    return [int(first) for first in require_token_batch(batch, "test").tokens[:, 0]]
 
 
 class RunsWithWorkers(Runs):

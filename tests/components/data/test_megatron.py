@@ -15,7 +15,7 @@ DOCUMENTS = [[number, 2, 65_535, 0][: 1 + number % 4] for number in range(40)]
 
 def corpus(folder: Path, **settings: Any) -> Megatron:
     made = Megatron(path=folder / "data_text_document", vocab_size=65_536, eos_id=0, **settings)
-    made.check_machine()
+    made.check_files_and_device()
     return made
 
 
@@ -30,7 +30,7 @@ def test_documents_are_read_as_they_are(tmp_path: Path) -> None:
             assert documents.read(number, 0, length).weights is None
     assert ids_by_document == dict(enumerate(DOCUMENTS))
     assert 4 < len(corpus(tmp_path, validation_fraction=0.3).documents("validation").lengths) < 20
-    assert corpus(tmp_path).documents("train").source(0).startswith(f"{tmp_path}/data_text_document.bin:")
+    assert corpus(tmp_path).documents("train").describe_origin(0).startswith(f"{tmp_path}/data_text_document.bin:")
 
 
 def test_an_empty_data_set_has_no_documents(tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ def test_rows_are_of_one_source_each(job: Any) -> None:
         (source.name, source.first, source.rows, source.tokens, source.weight) for source in rows.row_sources("train")
     ]
     assert row_sources == [("web", 0, 4, 16, 1), ("code", 4, 4, 16, 2)]
-    assert rows.row_tokens("train").tolist() == [6, 6, 2, 2, 4, 4, 4, 4]
+    assert rows.row_token_counts("train").tolist() == [6, 6, 2, 2, 4, 4, 4, 4]
     batch = rows.batch("train", range(8))
     assert batch.tokens[:, 0].tolist() == [1] * 4 + [2] * 4
-    assert rows.sources("train", 7)[0].startswith("code: document ")
+    assert rows.describe_row_origins("train", 7)[0].startswith("code: document ")
     assert [(source.name, source.rows) for source in rows.row_sources("validation")] == [("web", 1), ("code", 2)]
     assert rows.batch("validation", [2]).tokens.tolist() == [[2, 2, 2, 0, 0, 0]]
 
@@ -79,7 +79,7 @@ def test_sources_of_two_tokenizers_are_refused() -> None:
     """Their numbers of ids, and their ends, are named."""
     mixture = Mixture(sources={**SOURCES, "other": TokensInMemory([], [], vocab_size=50, eos_id=1)})
     with pytest.raises(UserError, match="web has 100000 token ids and the end token 0, but other has 50 and 1"):
-        mixture.check_machine()
+        mixture.check_files_and_device()
 
 
 def problems(**settings: Any) -> Counter[str]:

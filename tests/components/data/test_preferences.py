@@ -39,7 +39,7 @@ def compared_texts(made: Preferences) -> list[tuple[str, str]]:
             ids, weights, *_ = documents.read(number, 0, 10**6)
             assert weights is not None
             total += float(weights[1:].sum(dtype=np.float64))
-            texts.append(tokenizer.decode_control(ids[weights > 0].tolist()))
+            texts.append(tokenizer.decode_with_control_tokens(ids[weights > 0].tolist()))
         assert total == pytest.approx(1.0, rel=1e-6), "the weights of a pair do not add up to 1"
         pairs.append((texts[0], texts[1]))
     return pairs
@@ -90,7 +90,7 @@ def test_a_pair_without_a_difference_is_dropped_as_a_whole(tmp_path: Path, caplo
 def test_a_pair_has_one_prompt_and_one_beginning(tmp_path: Path) -> None:
     """Both documents begin with the same prompt's ids; the template's BOS is in both once, and in no answer."""
     made = corpus(tmp_path, {"prompt": ASK, **ANSWERS}, template=HEADERS)
-    documents, [begin] = made.documents("train"), made.tokenizer.encode_control("<s>").tolist()
+    documents, [begin] = made.documents("train"), made.tokenizer.encode_with_control_tokens("<s>").tolist()
     pair = [documents.read(number, 0, 99).ids.tolist() for number in (0, 1)]
     assert [ids.count(begin) for ids in pair] == [1, 1] and pair[0][0] == begin
     starts = [int((documents.read(number, 0, 99).weights > 0).argmax()) for number in (0, 1)]  # type: ignore[operator, union-attr]

@@ -18,7 +18,7 @@ def test_rows_are_prompts_with_their_examples() -> None:
     batch = collator.collate(examples, 5)
     batch.check()
     assert batch.tokens.tolist() == [[97, 98, 256, 256, 256], [97, 98, 99, 100, 256]]
-    assert batch.lengths.tolist() == [2, 4] == [collator.count(example) for example in examples]
+    assert batch.lengths.tolist() == [2, 4] == [collator.count_tokens(example) for example in examples]
     assert batch.examples == tuple(examples) and batch.weights.tolist() == [1, 1]
 
 
@@ -34,7 +34,7 @@ def test_rows_are_prompts_with_their_examples() -> None:
 def test_an_example_without_a_prompt_is_refused(example: dict[str, Any], message: str) -> None:
     """The message says what the example has instead."""
     with pytest.raises(ValueError, match=message):
-        PromptCollator(tokenizer=Bytes()).count(example)
+        PromptCollator(tokenizer=Bytes()).count_tokens(example)
 
 
 def test_messages_are_rendered_up_to_the_answer(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_messages_are_rendered_up_to_the_answer(tmp_path: Path) -> None:
             ids = collator.collate([{"prompt": messages}], 60)
             row = ids.tokens[0, : int(ids.lengths[0])].tolist()
             text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-            assert tokenizer.decode_control(row) == text
-            assert (row == tokenizer.encode_control(text).tolist()) == (content == "hello")
+            assert tokenizer.decode_with_control_tokens(row) == text
+            assert (row == tokenizer.encode_with_control_tokens(text).tolist()) == (content == "hello")
     finally:
         collator.close()

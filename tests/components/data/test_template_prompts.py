@@ -26,14 +26,14 @@ def test_an_answer_ends_with_the_end_of_its_turn(tmp_path: Path, template: str, 
     """The ids are the tokenizer's end and the control token behind an answer, if the template writes one."""
     tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer", template))
     with closing(TemplatePrompts(tokenizer=tokenizer)) as prompts:
-        assert prompts.answer_ends == {tokenizer.eos_id, *tokenizer.encode_control(end).tolist()}
+        assert prompts.answer_end_ids == {tokenizer.eos_id, *tokenizer.encode_with_control_tokens(end).tolist()}
 
 
 def test_the_system_prompt_is_the_first_message(tmp_path: Path) -> None:
     """The prompt ends where the answer begins."""
     tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
     with closing(TemplatePrompts(tokenizer=tokenizer, system="day")) as prompts:
-        text = tokenizer.decode_control(prompts.encode_messages(say("hello")).tolist())
+        text = tokenizer.decode_with_control_tokens(prompts.encode_messages(say("hello")).tolist())
     assert text == "<|im_start|>system\nday<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -85,7 +85,7 @@ def test_files_are_tokenized_once(
     stores = sorted((tmp_path / "runs" / ".tokens").iterdir())
     assert len(stores) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "tokenize_parts", lambda *arguments: pytest.fail("tokenized again"))
+        patch.setattr(processes, "tokenize_parts_into_shards", lambda *arguments: pytest.fail("tokenized again"))
         assert tokens_of(run(), "train") == tokens_of(first, "train")
     (tmp_path / "3.txt").write_text("text X")
     run()

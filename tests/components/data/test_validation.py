@@ -51,7 +51,7 @@ def test_every_row_is_evaluated_once(rows: Any, names: Any, rows_used: int, repl
         together += [row for batch in batches for row in batch]
     assert sorted(together) == alone and len(counts) == 1
     assert len(set(alone)) == min(rows_used, 40)
-    assert data.row_counts() == (len(alone), 40)
+    assert data.count_evaluated_and_total_rows() == (len(alone), 40)
 
 
 def test_rows_are_spread_over_the_split(rows: Any, names: Any) -> None:

@@ -10,9 +10,9 @@ import torch
 from drawloom.components.distributed.device_model import (
     find_device_model,
     find_gpu_model,
+    get_matmul_dtype_key,
     get_peak_tflops,
-    get_product_key,
-    read_device_rows,
+    read_device_table,
 )
 from drawloom.graph import UserError
 
@@ -37,7 +37,7 @@ def test_names_of_devices_are_found(name: str, products: str, peak: float | None
 
 def test_every_row_of_the_table_has_its_source() -> None:
     """Rows for planning are read strictly; TF32 is half as fast as bfloat16: no number has sparsity."""
-    for row in read_device_rows():
+    for row in read_device_table():
         if row["name"] == "cpu":
             continue
         assert re.match(r"(NVIDIA|AMD) ", row["source"])
@@ -47,10 +47,10 @@ def test_every_row_of_the_table_has_its_source() -> None:
 
 def test_float32_is_multiplied_as_torch_says() -> None:
     """In TF32 where device.tf32 has told torch so."""
-    assert get_product_key(torch.float16) == get_product_key(torch.bfloat16) == "bfloat16"
+    assert get_matmul_dtype_key(torch.float16) == get_matmul_dtype_key(torch.bfloat16) == "bfloat16"
     for precision, products in (("highest", "float32"), ("high", "tf32")):
         with mock.patch.object(torch, "get_float32_matmul_precision", return_value=precision):
-            assert get_product_key(torch.float32) == products
+            assert get_matmul_dtype_key(torch.float32) == products
 
 
 def test_a_gpu_is_found_by_its_name() -> None:
@@ -72,8 +72,8 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
     path.write_text(f"{DESCRIBED}[reached]\nproducts = 0.5\n")
     described = find_device_model(str(path))
     assert (described.name, described.memory, described.bandwidth, described.link) == ("mine", 2**33, 500e9, 10e9)
-    assert described.product_rate(torch.bfloat16) == 50e12
-    assert described.product_rate(torch.float64) == 25e12
+    assert described.compute_matmul_rate(torch.bfloat16) == 50e12
+    assert described.compute_matmul_rate(torch.float64) == 25e12
 
 
 @pytest.mark.parametrize(

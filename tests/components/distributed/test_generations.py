@@ -53,7 +53,7 @@ def test_replica_shapes_number_ranks_like_the_mesh() -> None:
     """A replica's ranks differ in all dimensions but data_replicate."""
     sizes = {"pipeline": 2, "data_replicate": 3, "data_shard": 2, "context": 1, "tensor": 2}
     ranks = Layout(sizes).list_rank_sets("pipeline", "data_shard", "context", "tensor")
-    assert ReplicaShape(2, 4, [3]).ranks(3) == ranks
+    assert ReplicaShape(2, 4, [3]).list_ranks_by_replica(3) == ranks
 
 
 def _agree(store: Any, rank: int, lost: list[int], is_over: bool = False) -> list[int]:
@@ -88,14 +88,14 @@ def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
         spares.register(RunProcess(RunProcess.here().machine, process.pid))
     number = spares.register(RunProcess.here())
-    assert spares.waiting() == {number: RunProcess.here()}
+    assert spares.find_waiting_spares() == {number: RunProcess.here()}
     assert spares.await_admission(number, lambda: False) is None
     for rank in range(4):
         store.set(f"joined/{rank}", "1")
-    assert _agree(store, 0, [2]) == [0, 1, 3, os.getpid()] and spares.waiting() == {}
+    assert _agree(store, 0, [2]) == [0, 1, 3, os.getpid()] and spares.find_waiting_spares() == {}
     generation = spares.await_admission(number, lambda: True)
     assert isinstance(generation, Generation) and generation.members[3] == RunProcess.here()
-    spares.end(3)
+    spares.announce_run_end(3)
     assert spares.await_admission(spares.register(SPARES[0]), lambda: True) == 3
 
 

@@ -59,10 +59,10 @@ def _work(limit: float, fault: str, faulty: int) -> tuple[str, float]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     world = processes.make_group("world", [[*range(processes.world_size)]])
-    processes.set_location("step 1, phase [sum]")
+    processes.record_step_and_phase("step 1, phase [sum]")
     world.sum(torch.zeros(1))  # with the long timeout: on a busy machine ranks start seconds apart
     processes.set_timeout(limit)
-    processes.set_location("step 2, phase [other]")
+    processes.record_step_and_phase("step 2, phase [other]")
     if processes.rank == faulty:
         FAULTS[fault]()
     began = time.monotonic()
@@ -80,7 +80,7 @@ def _write(slow: int) -> str:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     world = processes.make_group("world", [[*range(processes.world_size)]])
-    control = processes.control_group("writing")
+    control = processes.make_control_group("writing")
     world.sum(torch.zeros(1))
     work = (lambda: time.sleep(1.7)) if processes.rank == slow else (lambda: control.gather_json(None))
     threading.Thread(target=work, daemon=True).start()

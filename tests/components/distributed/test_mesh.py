@@ -43,7 +43,7 @@ class FakeProcesses:
     def open_channel(self, name: str, first: int, second: int) -> Any:
         raise AssertionError("no tensor is sent")
 
-    def control_group(self, name: str) -> Group:
+    def make_control_group(self, name: str) -> Group:
         return SingleProcess()
 
 

@@ -35,4 +35,4 @@ def test_collectives_give_tensors_of_the_right_shape() -> None:
     group.max(part)
     assert group.start_sum(part).is_completed()
     assert group.gather_json("x") == ["x"] * 4
-    assert PlannedDevice(torch.device("cuda")).memory() == 0
+    assert PlannedDevice(torch.device("cuda")).measure_peak_memory() == 0

@@ -44,12 +44,12 @@ def test_polling_reveals_the_failure_of_another_rank(store: Any, capsys: pytest.
     codes: list[int] = []
     zero, one = both(store, exit=codes.append)
     zero.check_for_failures()
-    zero.kill_self_if_overdue()
+    zero.exit_if_grace_period_is_over()
     assert zero.failure is None
     one.report_failure("rank 1 has no disk", 2)
     capsys.readouterr()
     zero.check_for_failures()
-    zero.kill_self_if_overdue()
+    zero.exit_if_grace_period_is_over()
     assert zero.failure == one.failure and codes == [] and capsys.readouterr().err == ""
 
 
@@ -60,10 +60,10 @@ def test_a_rank_that_does_not_end_in_time_is_killed(store: Any, monkeypatch: pyt
     for monitor in both(store, exit=codes.append):
         monitor.report_failure("a failure", 3)
         time.sleep(0.06)
-        monitor.kill_self_if_overdue()
+        monitor.exit_if_grace_period_is_over()
         assert codes.pop() == 3 and not codes
         monitor.close()
-        monitor.kill_self_if_overdue()
+        monitor.exit_if_grace_period_is_over()
         assert codes == []
 
 

@@ -21,7 +21,7 @@ def _share_memory(folder: str) -> tuple[list[int], list[str], str]:
     processes.open()
     try:
         group = processes.make_group("pair", [[0, 1]])
-        memory = group.symmetric_memory(16)
+        memory = group.allocate_symmetric_memory(16)
         memory.parts[group.rank].fill_(group.rank + 7)
         memory.barrier()
         read = [int(part.max()) for part in memory.parts]
@@ -29,7 +29,7 @@ def _share_memory(folder: str) -> tuple[list[int], list[str], str]:
         group.gather_json(None)
         with mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device")):
             try:
-                group.symmetric_memory(16)
+                group.allocate_symmetric_memory(16)
                 said = ""
             except UserError as error:
                 said = str(error)
@@ -47,6 +47,6 @@ def test_ranks_read_each_others_writes(tmp_path: Path) -> None:
 
 def test_one_process_has_memory_of_its_own() -> None:
     """A group with one rank has one part, filled with zeros."""
-    memory = SingleProcess().symmetric_memory(8)
+    memory = SingleProcess().allocate_symmetric_memory(8)
     memory.barrier()
     assert len(memory.parts) == 1 and torch.equal(memory.parts[0], torch.zeros(8, dtype=torch.uint8))

@@ -44,7 +44,7 @@ def open_exporter(folder: Path, world: Any, model: Any, *adapters: Any) -> Adapt
 def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
     """Write the base, the merged export and the adapter; gives the exporter."""
     exporter = open_exporter(folder, world, model, *adapters)
-    exporter.finish(3)
+    exporter.run_after_training(3)
     write_hugging_face_folder(folder / "export", model, exporter.stages)
     write_hugging_face_folder(folder / "base", model, OneStage(adapt(model)))
     return exporter
@@ -153,7 +153,7 @@ def test_a_folder_is_of_one_step(tmp_path: Path, one_rank: Any) -> None:
     exporter = export(tmp_path, one_rank.world, dense(), lora("q_proj"))
     assert not find_mismatches(AdapterExport, FinalTask)
     assert exporter.is_finished(3) and not exporter.is_finished(6)
-    exporter.finish(6)
+    exporter.run_after_training(6)
     assert exporter.is_finished(6)
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",

@@ -55,20 +55,20 @@ def test_an_export_is_written_once(tmp_path: Path, one_rank: Any) -> None:
     """Finishing writes `export/`, is seen as finished, and done again changes nothing."""
     export = export_of(tmp_path, one_rank)
     assert not export.is_finished(6)
-    export.finish(6)
+    export.run_after_training(6)
     assert export.is_finished(6)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "export").iterdir()}
-    export.finish(6)
+    export.run_after_training(6)
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "export").iterdir()}
     assert before.keys() == {"config.json", "model.safetensors", "trainer_state.json"}
 
 
 def test_an_export_of_an_earlier_step_is_replaced(tmp_path: Path, one_rank: Any) -> None:
     """The folder belongs to one step: for a later one it is not finished, and is written again whole."""
-    export_of(tmp_path, one_rank, max_shard=4000).finish(6)
+    export_of(tmp_path, one_rank, max_shard=4000).run_after_training(6)
     export = export_of(tmp_path, one_rank)
     assert not export.is_finished(12)
-    export.finish(12)
+    export.run_after_training(12)
     assert export.is_finished(12) and not export.is_finished(6)
     assert os.listdir(tmp_path) == ["export"]
     assert sorted(os.listdir(tmp_path / "export")) == ["config.json", "model.safetensors", "trainer_state.json"]
@@ -91,7 +91,7 @@ def _replicas(folder: Path, late: bool) -> list[str]:
     assert not export.is_finished(6)
     if late and world.rank == 0:
         time.sleep(0.3)
-    export.finish(6)
+    export.run_after_training(6)
     assert export.is_finished(6)
     return sorted(os.listdir(folder))
 
@@ -104,7 +104,7 @@ def test_replicas_write_one_folder(tmp_path: Path) -> None:
 
 def test_settings_reach_the_files(tmp_path: Path, one_rank: Any) -> None:
     """The files have the set `dtype` and respect `max_shard`."""
-    export_of(tmp_path, one_rank, dtype="float16", max_shard=4000).finish(6)
+    export_of(tmp_path, one_rank, dtype="float16", max_shard=4000).run_after_training(6)
     files = sorted((tmp_path / "export").glob("*.safetensors"))
     assert len(files) > 1
     assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.float16}

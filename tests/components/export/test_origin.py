@@ -136,7 +136,7 @@ def export(folder: Path, path: Path, *words: str, factor: float = 1.0) -> dict[s
                 parameter.mul_(factor)
             tokens = torch.arange(12).view(2, 6)
             logits = logits_of(stages.local[0].module, tokens, one_document(2, 6))
-        objects["export"].finish(1)
+        objects["export"].run_after_training(1)
     return {"tokens": tokens, "logits": logits}
 
 
@@ -205,7 +205,7 @@ def test_adapters_load_over_the_multimodal_folder(kind: str, tmp_path: Path, one
     write_hugging_face_folder(tmp_path / "base", model, LoadedStage(adapt(model), (), tmp_path / "origin"))  # type: ignore[arg-type]
     mesh: Any = SimpleNamespace(world=one_rank.world)
     folder: Any = SimpleNamespace(folder=tmp_path)
-    AdapterExport(model=model, stages=stages, folder=folder, mesh=mesh).finish(1)
+    AdapterExport(model=model, stages=stages, folder=folder, mesh=mesh).run_after_training(1)
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         ours = logits_of(stages.module, tokens, one_document(2, 6))

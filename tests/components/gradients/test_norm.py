@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.components.gradients.norm import compute_exact_norm
-from drawloom.kernels.scale import scale
+from drawloom.kernels.scale import scale_and_sum_squares
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def _exact(gradients: list[Tensor], ranks: Ranks) -> float:
 
 def _on_device(gradients: list[Tensor], ranks: Ranks) -> float:
     one = torch.ones((), dtype=torch.float64)
-    norm = ranks.sum_over_ranks(scale(gradients, one, [True] * len(gradients))).sqrt()
+    norm = ranks.sum_over_ranks(scale_and_sum_squares(gradients, one, [True] * len(gradients))).sqrt()
     assert norm.dtype == torch.float64 and norm.shape == ()
     return float(norm)
 

@@ -24,8 +24,22 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
     implementation = load_implementation(operation, name)
     names = {
         "attention": ("mask", "attend"),
-        "moe_peers": ("publish_tokens", "localize_choices", "limit_routes", "read_rows", "stage_sums", "read_sums"),
-        "experts_float8": ("take", "quantize_experts", "expert_swiglu", "factors", "multiply_rows", "multiply_groups"),
+        "moe_peers": (
+            "publish_tokens",
+            "localize_choices",
+            "limit_routes",
+            "read_rows",
+            "publish_token_sums",
+            "read_and_add_token_sums",
+        ),
+        "experts_float8": (
+            "take",
+            "quantize_experts",
+            "quantize_expert_swiglu",
+            "prepare_outer_product_factors",
+            "multiply_rows",
+            "multiply_groups",
+        ),
         "linear_float8": (
             "quantize_rows",
             "quantize_weights",

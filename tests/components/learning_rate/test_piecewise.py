@@ -78,12 +78,12 @@ def test_a_rate_that_does_not_depend_on_the_number_of_steps_is_known(
 ) -> None:
     """If it says so, each step has the same rate in a longer run; a constant rate, also after a warm-up, says so."""
     lr, node = Piecewise(start=start, phases=phases), SimpleNamespace(settings={"start": start, "phases": phases})
-    if not Piecewise.derives_from_total(node):
+    if not Piecewise.depends_on_total_steps(node):
         assert factors(lr, total) == factors(lr, total + 3)[: total + 1]
     constant = SimpleNamespace(
         settings={"start": 0.0, "phases": [SchedulePiece(steps=9, to=1.0), SchedulePiece(to=1.0)]}
     )
-    assert not Piecewise.derives_from_total(constant)
+    assert not Piecewise.depends_on_total_steps(constant)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.listeners.logging import make_rank_log_path
+from drawloom.components.listeners.logging import prepare_rank_log_path
 from support.folders import Folder
 
 
@@ -20,5 +20,5 @@ class Third:
 def test_each_rank_has_its_own_log(tmp_path: Path, mesh_of: Callable[..., Any]) -> None:
     """The name has the global rank; the folder is made if it does not exist."""
     for _ in range(2):
-        assert make_rank_log_path(Folder(tmp_path), mesh_of(world=Third())) == tmp_path / "log" / "rank-2.log"
+        assert prepare_rank_log_path(Folder(tmp_path), mesh_of(world=Third())) == tmp_path / "log" / "rank-2.log"
     assert (tmp_path / "log").is_dir()

@@ -28,7 +28,7 @@ class Rows:
     def fill_rate(self, split: Split) -> float:
         return self.fill
 
-    def count(self, split: Split) -> int:
+    def count_rows(self, split: Split) -> int:
         return {"train": 100, "validation": 10}[split]
 
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
@@ -39,7 +39,7 @@ class Rows:
 class Validation:
     """Some rows of many."""
 
-    def row_counts(self) -> tuple[int, int]:
+    def count_evaluated_and_total_rows(self) -> tuple[int, int]:
         return 64, 1234
 
     def batches(self) -> Iterator[TokenBatch]:

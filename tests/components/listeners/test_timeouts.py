@@ -29,7 +29,7 @@ class FakeProcesses:
             raise RuntimeError("no such group")
         self.limits.append(seconds)
 
-    def set_location(self, location: str) -> None:
+    def record_step_and_phase(self, location: str) -> None:
         self.location = location
 
     def diagnose_hang(self) -> str:
@@ -185,7 +185,7 @@ def test_a_component_that_hangs_while_it_opens_or_closes_is_named(
 ) -> None:
     """It is named in a warning, then in the failure that ends the process; other ranks learn where this one is."""
     timeouts.opening = 0.05
-    with timeouts.stage_context(stage, "corpus"):
+    with timeouts.lifecycle_context(stage, "corpus"):
         assert processes.location == f"{stage}() of [corpus]"
         assert timeouts.exit.called.wait(10)  # type: ignore[attr-defined]
     where = f"{stage}() of [corpus]"
@@ -198,7 +198,7 @@ def test_a_component_that_hangs_while_it_opens_or_closes_is_named(
 def test_between_components_there_is_no_limit(timeouts: Timeouts) -> None:
     """A notebook may open a run, and wait before it trains."""
     timeouts.opening = 0.5
-    with timeouts.stage_context("open", "corpus"):
+    with timeouts.lifecycle_context("open", "corpus"):
         pass
     assert not timeouts.exit.called.wait(0.8)  # type: ignore[attr-defined]
 
@@ -207,7 +207,7 @@ def test_a_component_that_logs_has_its_time_again(timeouts: Timeouts, monkeypatc
     """Tokenization takes hours, and logs its progress."""
     allowed: list[float | None] = []
     monkeypatch.setattr(timeouts._watchdog, "start_limit", lambda seconds, slow_after_seconds: allowed.append(seconds))
-    with timeouts.stage_context("open", "corpus"):
+    with timeouts.lifecycle_context("open", "corpus"):
         logging.getLogger("drawloom.data").warning("1 of 9 MB tokenized")
     logging.getLogger("drawloom.data").warning("not the component's")
     assert allowed == [timeouts.opening, timeouts.opening, None]
@@ -222,7 +222,7 @@ def test_components_that_open_before_the_watchdog_have_the_guard(
     monkeypatch.setenv("RANK", "3")
     nothing: Any = None
     timeouts = Timeouts(processes=processes, folder=nothing, mesh=nothing, opening=5.0)
-    with timeouts.stage_context("open", "mesh"):
+    with timeouts.lifecycle_context("open", "mesh"):
         assert processes.location == "open() of [mesh]"
     message = "rank 3 hangs: open() of [mesh] took more than 5 s"
     assert told == [(5.0 + WATCHDOG_MARGIN + GUARD_MARGIN, message), (None, told[-1][1])]
@@ -232,7 +232,7 @@ def test_the_guard_has_each_limit_and_its_message(timeouts: Timeouts, monkeypatc
     """It acts after the watchdog, which has more to say; without a limit it does not act."""
     told: list[tuple[float | None, str]] = []
     monkeypatch.setattr(guard, "set_time_limit", lambda seconds, text="": told.append((seconds, text)))
-    with timeouts.stage_context("open", "corpus"):
+    with timeouts.lifecycle_context("open", "corpus"):
         pass
     limit = timeouts.opening + GUARD_MARGIN
     message = f"rank 0 hangs: open() of [corpus] took more than {timeouts.opening:g} s"

@@ -64,7 +64,7 @@ def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
     metrics = [open_metric(one_rank, module) for module in modules]
     for module, hidden in zip(modules, (torch.ones(3, 2), torch.full((1, 2), 2.0)), strict=True):
         module(hidden, of_tokens(len(hidden)))
-    parts = [metric.update(Step(1, 1)) for metric in metrics]
+    parts = [metric.measure_on_rank(Step(1, 1)) for metric in metrics]
     values = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
     assert values == pytest.approx({"activation_rms/4": 6 * ((3 * 1 + 1 * 4) / 4) ** 0.5})
     modules[0](torch.full((1, 2), float("inf")), of_tokens(1))
@@ -80,7 +80,7 @@ def test_rows_that_fill_up_a_rank_do_not_count(mesh_of: Any) -> None:
     ]
     for number, module in enumerate(modules):
         module(torch.full((1, 2), number + 1.0), of_tokens(3))
-    parts = [metric.update(Step(1, 1)) for metric in metrics]
+    parts = [metric.measure_on_rank(Step(1, 1)) for metric in metrics]
     values = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
     assert values == pytest.approx({"activation_rms/0": 2 * ((1 + 4 + 9) / 3) ** 0.5})
 

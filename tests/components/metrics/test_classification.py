@@ -46,8 +46,8 @@ def test_counts_of_another_shape_are_refused() -> None:
     """With both shapes, and the setting to change."""
     step = step_of([0.0], [1.0], {"confusion": [FIRST], "score_histogram": [FIRST]})
     with pytest.raises(UserError, match=r"shape \(2, 2\), and the metric needs shape \(3, 3\); .* `classes`"):
-        Classification(classes=3).update(step)
+        Classification(classes=3).measure_on_rank(step)
     with pytest.raises(UserError, match=r"needs shape \(2, 9\); .* `bins`"):
-        Auroc(bins=9).update(step)
+        Auroc(bins=9).measure_on_rank(step)
     with pytest.raises(UserError, match=r"no sum called 'labels'"):
-        Multilabel(labels=2).update(step)
+        Multilabel(labels=2).measure_on_rank(step)

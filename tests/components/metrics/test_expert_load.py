@@ -66,7 +66,7 @@ def test_ranks_add_up(one_rank: Any) -> None:
     metrics = [open_metric(one_rank, module) for module in modules]
     modules[0](torch.tensor([[[3.0, 2.0, 0.0, 0.0]]]))
     modules[1](torch.tensor([[[0.0, 0.0, 2.0, 3.0], [0.0, 2.0, 0.0, 3.0]]]))
-    parts = [metric.update(Step(1, 1)) for metric in metrics]
+    parts = [metric.measure_on_rank(Step(1, 1)) for metric in metrics]
     values = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
     assert values.keys() == {"expert_imbalance/0", "router_entropy/0"} and values["expert_imbalance/0"] == 2 / 1.5
 

@@ -63,7 +63,7 @@ def open_metric(weights: Weights, mesh: Any, **settings: Any) -> Histograms:
 
 def distributions(metrics: Sequence[Histograms], step: Step) -> dict[str, Histogram]:
     """Return a step's histograms after its phase, from the parts of all ranks."""
-    totals = combine(metrics[0].accumulators, [metric.update(step) for metric in metrics])
+    totals = combine(metrics[0].accumulators, [metric.measure_on_rank(step) for metric in metrics])
     return dict(metrics[0].distributions(totals, step))
 
 
@@ -152,7 +152,7 @@ def test_a_group_passes_histograms_on_with_its_prefix(one_rank: Any) -> None:
     metric = open_metric(draw_weights(), one_rank, targets=["*norm"])
     group = MetricGroup(members=[metric], prefix="student/")
     metric.run_phase(Step(1, 1))
-    totals = combine(group.accumulators, [group.update(Step(1, 1))])
+    totals = combine(group.accumulators, [group.measure_on_rank(Step(1, 1))])
     names = [*group.distributions(totals, Step(1, 1))]
     assert names == ["student/gradients/layers.0.norm", "student/weights/layers.0.norm"]
 

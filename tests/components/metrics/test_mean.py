@@ -34,10 +34,10 @@ def test_a_step_without_weight_has_no_mean() -> None:
 def test_a_tensor_of_counts_has_no_mean() -> None:
     """The error names its shape."""
     with pytest.raises(UserError, match=r"'counts' is a tensor of shape \(2,\), and the metric needs a number"):
-        Mean(mesh=MESH, of="counts").update(step_of([1.0], [1.0], {"counts": [[1.0, 2.0]]}))
+        Mean(mesh=MESH, of="counts").measure_on_rank(step_of([1.0], [1.0], {"counts": [[1.0, 2.0]]}))
 
 
 def test_an_unknown_sum_is_refused() -> None:
     """The message lists the loss's sums."""
     with pytest.raises(UserError, match=r"no sum called 'hit', .*; write one of loss, hits"):
-        Mean(mesh=MESH, of="hit").update(FIRST)
+        Mean(mesh=MESH, of="hit").measure_on_rank(FIRST)

@@ -36,7 +36,7 @@ def test_memory_by_kind_comes_from_the_fullest_rank() -> None:
     }
     second: Any = {"device": Machine(used=90), "users": Every({"a": User({"parameters": 50})})}
     metrics = [Memory(**parts, by_kind=True) for parts in (first, second)]
-    parts = [metric.update(Step(1, 1)) for metric in metrics]
+    parts = [metric.measure_on_rank(Step(1, 1)) for metric in metrics]
     assert metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1)) == {
         "memory": 100,
         "memory/parameters": 50,

@@ -81,7 +81,7 @@ def test_times_are_grouped_by_declared_actions(kind: str) -> None:
     scale = 1e-3 if kind == "cuda" else 1.0
     with mock.patch.object(torch.cuda, "Event", GpuEvent):
         run(made, step)
-        parts = made.update(step)
+        parts = made.measure_on_rank(step)
         made.on_event(Event("phase_ended", step, "report"))  # later than what is measured
         seconds = made.compute(parts, step)
     # On a GPU, where the clock of this test begins with 1, differences begin with 2.

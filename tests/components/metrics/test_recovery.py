@@ -85,7 +85,7 @@ def test_parts_are_the_times_between_marks() -> None:
         return node
 
     def measure(node: Recovery) -> dict[str, Any]:
-        node.update(Step(3, 9))
+        node.measure_on_rank(Step(3, 9))
         return {name.partition("/")[2]: value for name, value in node.compute({}, Step(3, 9)).items()}
 
     node = build_node()

@@ -33,7 +33,7 @@ def test_means_are_over_all_completions_of_the_step(one_rank: Any) -> None:
     ]
     largest = torch.tensor([1e-6, 3e-6])
     step.state["losses"] = {"weight": torch.ones(2), "sums": {"largest_difference": largest}}
-    totals = {name: torch.as_tensor(value).double() for name, value in metric.update(step).items()}
+    totals = {name: torch.as_tensor(value).double() for name, value in metric.measure_on_rank(step).items()}
     assert totals.keys() == metric.accumulators.keys()
     assert all(totals[name].shape == part.shape for name, part in metric.accumulators.items())
     assert metric.compute(totals, step) == {
@@ -54,8 +54,8 @@ def test_each_completion_counts_once_over_a_pipeline(mesh_of: Any) -> None:
     metric = RolloutMetrics(mesh=mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 1}))
     step = Step(1, 1)
     step.state["rollouts"] = [score_rows([1.0, 0.0], [1, 2], [False, False])]
-    assert metric.update(step) == {}
+    assert metric.measure_on_rank(step) == {}
     step.state["losses"] = {"weight": torch.ones(1), "sums": {"largest_difference": torch.tensor([0.0])}}
-    assert [*metric.update(step)] == ["largest_difference"]
+    assert [*metric.measure_on_rank(step)] == ["largest_difference"]
     empty = {name: part.identity_element() for name, part in metric.accumulators.items()}
     assert set(metric.compute(empty, step).values()) == {None}

@@ -39,6 +39,6 @@ def test_a_clock_that_stands_still_raises_no_error() -> None:
 def test_token_counts_on_a_device_are_read_late() -> None:
     """Measuring does not wait for them; a state saved before the step's values counts them too."""
     step, throughput = Step(1, 9, LateState({"tokens": torch.tensor(100.0)}), started=0.0), _at(5.0)
-    throughput.update(step)
+    throughput.measure_on_rank(step)
     assert not step.state.is_on_host
     assert throughput.state_dict() == {"tokens": 100} and step.state.is_on_host

@@ -47,7 +47,7 @@ def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
     batch = batch.evolve(padding=1)
     step = Step(1, 9, started=10.0, excluded_seconds=1.0, state={"tokens": float(3 * ranks), "batches": [batch]})
     metric.clock = lambda: 13.0
-    parts = [metric.update(step) for _ in range(ranks)]
+    parts = [metric.measure_on_rank(step) for _ in range(ranks)]
     return dict(metric.compute(combine(metric.accumulators, parts), step))
 
 
@@ -71,7 +71,7 @@ def test_pipeline_ranks_do_not_count_a_batch_again(mesh_of: Any) -> None:
     """Each has the whole batch; the first one counts."""
     metric = make_metric(mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 1}), peak_tflops=1.0)
     metric.open()
-    assert metric.update(Step(1, 1)) == {}
+    assert metric.measure_on_rank(Step(1, 1)) == {}
 
 
 def test_a_cpu_without_a_peak_has_no_utilization(one_rank: Any) -> None:

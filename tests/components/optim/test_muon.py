@@ -124,7 +124,7 @@ def test_operations_of_an_update_equal_the_count_of_torch(how: dict[str, Any]) -
     """Products in a step are counted, for matrices in either orientation and stacks; without `open`."""
     weights = Weights(SHAPES)
     weights.give_gradients(0)
-    planned = Muon(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **how).update_flops()
+    planned = Muon(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **how).count_update_flops()
     optimizer = open_optimizer(weights, **how)
     with FlopCounterMode(display=False) as counted:
         optimizer.run_phase(Step(1, 1))

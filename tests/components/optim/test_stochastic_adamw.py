@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import drawloom
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.optim.stochastic_adamw import StochasticAdamW, locate_slice_rows
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW, compute_flat_slice_layout
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import gradient_or_zeros
+from drawloom.components.ports.stages import get_or_create_gradient
 from drawloom.graph import UserError
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
@@ -197,7 +197,7 @@ def test_rows_of_a_slice_have_their_index_in_the_whole(data: st.DataObject) -> N
     expected = torch.arange(prod(shape)).view(shape)[tensor_slice.index()].flatten()
     elements = torch.arange(tensor_slice.numel)
     try:
-        first, width, stride = locate_slice_rows(tensor_slice)
+        first, width, stride = compute_flat_slice_layout(tensor_slice)
     except UserError:
         begins = expected[torch.cat([torch.tensor([0]), (expected.diff() > 1).nonzero().flatten() + 1])]
         assert len({*begins.diff().tolist()}) > 1
@@ -234,7 +234,7 @@ def test_another_sharding_resumes_means_of_8_bits_exactly() -> None:
         if number == 3:
             saved, start = copy.deepcopy(first.state_dict()), whole.parameters["w"].detach().clone()
         whole.give_gradients(number)
-        last_grad = gradient_or_zeros(whole.parameters["w"]).clone()
+        last_grad = get_or_create_gradient(whole.parameters["w"]).clone()
         first.run_phase(Step(number, 3))
     for shard in shards:
         part = Weights({"w": (3, 300)}, torch.bfloat16, DEVICE)

@@ -108,7 +108,7 @@ def test_streamed_state_has_the_bits_of_resident_state(options: dict[str, Any], 
 class NoWaits(DelayedTransfers):
     """Transfers that do not let computation wait for an arrival."""
 
-    def wait(self, ticket: Any) -> None: ...
+    def make_computation_wait(self, ticket: Any) -> None: ...
 
 
 class NoOrder(DelayedTransfers):
@@ -128,8 +128,8 @@ def test_races_are_noticed(faulty: Any) -> None:
     assert any(not torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
 
 
-def test_copies_of_a_cpu_are_made_at_once() -> None:
-    """The transfers of a run have the same bits, and memory on the device is at most the slots'."""
+def test_streamed_states_equal_resident_ones_with_real_transfers() -> None:
+    """With a run's transfers, weights and states have the bits of resident ones, and the device has only the slots."""
     resident, streamed = narrow_weights(), narrow_weights()
     ours, theirs = open_optimizer(streamed, DeviceTransfers(DEVICE)), open_optimizer(resident)
     for weights, optimizer in ((streamed, ours), (resident, theirs)):
@@ -154,7 +154,7 @@ def test_slices_of_rows_are_cut_between_rows() -> None:
     assert [part.start for part in ranges] == [0, *(part.stop for part in ranges[:-1])] and len(ranges) > 2
     assert ranges[-1].stop == 2700 and all(part.start % 30 == 0 and part.state_bytes <= 2048 for part in ranges)
     slots = Slots(DelayedTransfers(4), DEVICE, 2048)
-    slots.open()
+    slots.allocate_slots()
     streamed, resident = StreamedStep(AdamwEager, slots, [param], False), AdamwEager([whole])
     for number in range(1, 4):
         grads, scalars = [torch.randn(90, 30, device=DEVICE)], compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, number)

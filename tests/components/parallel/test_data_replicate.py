@@ -62,7 +62,7 @@ def test_the_sum_of_equal_replicas_is_twice_the_gradient(bucket_bytes: int) -> N
     rows = torch.randn(2, 4, 2)
     for number, x in enumerate(rows):
         if number == 1:
-            store.modules[module].reduce_in_backward(is_last_in_step=True)
+            store.modules[module].reduce_in_next_backward(is_last_in_step=True)
         module(x).sum().backward()
         plain(x).sum().backward()
     store.hand_over_gradients()
@@ -78,7 +78,7 @@ def test_blocks_are_sent_while_others_are_computed() -> None:
     """When the last block is sent, no gradient of a block before it is known yet; the rest follows in the end."""
     module, group = Stack(), Twins()
     store = store_of(module, group, 1)
-    store.modules[module].reduce_in_backward(is_last_in_step=True)
+    store.modules[module].reduce_in_next_backward(is_last_in_step=True)
     module(torch.randn(4, 2)).sum().backward()
     assert [known for _, known in group.calls] == [
         ["layers.2.weight", "last.weight"],
@@ -97,8 +97,8 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
     with split.forward():
         output = module(x)
     split.backward_input([output], [torch.ones_like(output)], [x])
-    shards.reduce_in_backward(is_last_in_step=True)
-    split.backward_weight(shards.parts())
+    shards.reduce_in_next_backward(is_last_in_step=True)
+    split.backward_weight(shards.list_reduced_parts())
     assert [known for _, known in group.calls] == [
         ["layers.2.weight"],
         ["layers.1.weight", "layers.2.weight"],
@@ -115,7 +115,7 @@ def test_a_weight_shared_by_blocks_is_sent_once_it_is_whole() -> None:
         model.layers[2] = model.layers[0]
         model.layers[1].weight = model.first.weight
     store, x = store_of(module, group, 1), torch.randn(4, 2)
-    store.modules[module].reduce_in_backward(is_last_in_step=True)
+    store.modules[module].reduce_in_next_backward(is_last_in_step=True)
     module(x).sum().backward()
     plain(x).sum().backward()
     store.hand_over_gradients()
@@ -128,7 +128,7 @@ def test_copies_are_summed_in_the_wider_dtype() -> None:
     """With narrow compute copies, sums are in `reduce`, and become the gradients of the masters."""
     module, group = Stack(), Twins()
     store = store_of(module, group, 2**20, parameter="float32", compute="bfloat16")
-    store.modules[module].reduce_in_backward(is_last_in_step=True)
+    store.modules[module].reduce_in_next_backward(is_last_in_step=True)
     module(torch.randn(4, 2).bfloat16()).sum().backward()
     store.hand_over_gradients()
     assert all(master.grad is not None and master.grad.dtype == torch.float32 for master in store.masters.values())

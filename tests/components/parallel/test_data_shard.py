@@ -116,13 +116,13 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
             stages = _stages(mesh, device, False, sync)
             [stage] = stages.local
             shards: Any = stage.shards
-            assert shards.by_microbatch is sync
+            assert shards.reduces_per_microbatch is sync
             tokens = torch.arange(6).view(1, 6)
             stages.cast_weights()
             sums[sync] = []
             for microbatch in range(3):
                 if sync or microbatch == 2:
-                    shards.reduce_in_backward(is_last_in_step=microbatch == 2)
+                    shards.reduce_in_next_backward(is_last_in_step=microbatch == 2)
                 context = TokenContext(tokens, torch.zeros_like(tokens))
                 stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
                 shards.end_reduction()
@@ -162,7 +162,7 @@ def _check_reduction_with_head() -> dict[str, list[bool]]:
         shards.blocks[-1][0].register_forward_hook(lambda _block, _inputs, hidden: hidden.register_hook(look) and None)
         tokens = torch.arange(6).view(1, 6)
         stages.cast_weights()
-        shards.reduce_in_backward(is_last_in_step=True)
+        shards.reduce_in_next_backward(is_last_in_step=True)
         context = TokenContext(tokens, torch.zeros_like(tokens))
         stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
         return is_reduced
@@ -199,7 +199,7 @@ def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
         tokens, context = stages.loss.inputs(batch)
         runner.forward(0, tokens, context, batch)
         runner.backward_input(0, None)
-        runner.reduce_in_backward(is_last_in_step=True)
+        runner.reduce_in_next_backward(is_last_in_step=True)
         runner.backward_weight(0)
         return reductions
 
@@ -218,7 +218,7 @@ def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
         return SimpleNamespace(unshard=lambda async_op: started.append(name) if async_op else None)
 
     blocks = [[unit("block 0"), unit("experts 0")], [unit("block 1")]]
-    ShardedModule(unit("embedding"), [unit("head")], blocks, by_block=False).unshard()
+    ShardedModule(unit("embedding"), [unit("head")], blocks, gathers_per_block=False).unshard()
     assert started == ["embedding", "block 0", "experts 0", "block 1", "head"]
 
 

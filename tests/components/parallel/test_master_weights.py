@@ -10,7 +10,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import gradient_or_zeros
+from drawloom.components.ports.stages import get_or_create_gradient
 from support import pipelines
 from support.checkpoints import SingleRankMesh
 from support.processes import run_ranks
@@ -35,7 +35,7 @@ def inputs(count: int) -> list[Tensor]:
 def test_each_layer_computes_in_its_dtype() -> None:
     """Hooks see bfloat16 weights and activations everywhere but in the layers excluded by a pattern."""
     module = network()
-    store = ParameterStore.take_over([module], DtypePolicy(compute="bfloat16", uncast=("1.weight",)))
+    store = ParameterStore.from_modules([module], DtypePolicy(compute="bfloat16", uncast=("1.weight",)))
     seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     def note(name: str) -> Any:
@@ -52,7 +52,7 @@ def test_each_layer_computes_in_its_dtype() -> None:
 def test_gradients_of_microbatches_are_summed_in_float32() -> None:
     """The sum adds the microbatches' bfloat16 gradients in float32: equal to the bit, and far from a bfloat16 sum."""
     module, batches = network(), inputs(50)
-    store = ParameterStore.take_over([module], MIXED)
+    store = ParameterStore.from_modules([module], MIXED)
     parts = [torch.autograd.grad(module(x).square().sum(), [*module.parameters()]) for x in batches]
     for x in batches:
         module(x).square().sum().backward()
@@ -71,22 +71,22 @@ def test_gradients_of_microbatches_are_summed_in_float32() -> None:
 def test_handed_over_gradients_add_up_and_are_not_copied() -> None:
     """A master takes the memory of the copy's gradient; a second sum is added to the first."""
     module = network()
-    store = ParameterStore.take_over([module], MIXED)
+    store = ParameterStore.from_modules([module], MIXED)
     module(inputs(1)[0]).sum().backward()
     where = {name: copy.grad.data_ptr() for name, copy in module.named_parameters() if copy.grad is not None}
     store.hand_over_gradients()
-    assert {name: gradient_or_zeros(master).data_ptr() for name, master in store.masters.items()} == where
-    once = {name: gradient_or_zeros(master).clone() for name, master in store.masters.items()}
+    assert {name: get_or_create_gradient(master).data_ptr() for name, master in store.masters.items()} == where
+    once = {name: get_or_create_gradient(master).clone() for name, master in store.masters.items()}
     module(inputs(1)[0]).sum().backward()
     store.hand_over_gradients()
     for name, master in store.masters.items():
-        torch.testing.assert_close(gradient_or_zeros(master), 2 * once[name], rtol=0, atol=0)
+        torch.testing.assert_close(get_or_create_gradient(master), 2 * once[name], rtol=0, atol=0)
 
 
 def test_weights_are_cast_in_place_and_follow_their_masters() -> None:
     """A copy keeps its address, has its master's numbers after a step, and is not written again until the next."""
     module = network()
-    store = ParameterStore.take_over([module], MIXED)
+    store = ParameterStore.from_modules([module], MIXED)
     where = [parameter.data_ptr() for parameter in module.parameters()]
     optimizer = torch.optim.AdamW([*store.masters.values()], lr=0.1, fused=True)
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_weights_are_cast_in_place_and_follow_their_masters() -> None:
 def test_wide_gradients_reach_a_fused_optimizer() -> None:
     """bfloat16 parameters with float32 sums take AdamW's steps, step after step, and sum in float32 again."""
     module = network().bfloat16()
-    ParameterStore.take_over([module], DtypePolicy(parameter="bfloat16", gradient="float32"))
+    ParameterStore.from_modules([module], DtypePolicy(parameter="bfloat16", gradient="float32"))
     weights = [*module.named_parameters()]
     optimizer = AdamW(parameters=Weights.of(dict(weights)), mesh=SingleRankMesh(), lr=0.1)
     optimizer.open()
@@ -125,7 +125,7 @@ def test_frozen_parameters_keep_the_copy_alone() -> None:
     """A frozen parameter has no master weights: only the layers' copy is kept."""
     module = network()
     module[0].weight.requires_grad_(False)
-    store = ParameterStore.take_over([module], MIXED)
+    store = ParameterStore.from_modules([module], MIXED)
     assert store.masters.keys() == {"1.weight", "3.weight"}
     assert module[0].weight.dtype == torch.bfloat16 and not module[0].weight.requires_grad
 
@@ -134,18 +134,18 @@ def test_tied_weights_stay_one() -> None:
     """A parameter of two modules has one master and one copy, whose gradient is the sum over both."""
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     second.weight = first.weight
-    store = ParameterStore.take_over([first, second], MIXED)
+    store = ParameterStore.from_modules([first, second], MIXED)
     assert first.weight is second.weight and first.weight.dtype == torch.bfloat16
     x = torch.ones(1, 4, dtype=torch.bfloat16)
     (first(x) + second(x)).sum().backward()
     store.hand_over_gradients()
-    torch.testing.assert_close(gradient_or_zeros(store.masters["weight"]), torch.full((4, 4), 2.0))
+    torch.testing.assert_close(get_or_create_gradient(store.masters["weight"]), torch.full((4, 4), 2.0))
 
 
 def test_50_steps_stay_close_to_autocast() -> None:
     """Losses differ from torch.autocast's, with the same masters and data, by bfloat16 rounding at most."""
     ours, theirs = network(), network()
-    store = ParameterStore.take_over([ours], MIXED)
+    store = ParameterStore.from_modules([ours], MIXED)
     optimizers = [
         torch.optim.AdamW([*store.masters.values()], lr=3e-3),
         torch.optim.AdamW(theirs.parameters(), lr=3e-3),

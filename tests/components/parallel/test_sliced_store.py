@@ -5,7 +5,11 @@ from torch import nn
 
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.parallel.sliced_store import GatheredBytes, SlicedStore, count_largest_reduction_unit
+from drawloom.components.parallel.sliced_store import (
+    GatheredBytes,
+    SlicedStore,
+    count_elements_in_largest_reduction_unit,
+)
 
 
 def _module() -> nn.ModuleDict:
@@ -18,7 +22,7 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
     module = _module()
     ranks = PlannedMesh.from_settings({"data_shard": 2}, 2).group("data_shard")
     store = SlicedStore.slice_parameters(
-        [module], lambda _: [module["block"]], ranks, DtypePolicy(compute="bfloat16"), by_block=True
+        [module], lambda _: [module["block"]], ranks, DtypePolicy(compute="bfloat16"), gathers_per_block=True
     )
     shapes = {name: tuple(part.shape) for name, part in store.masters.items()}
     assert shapes == {"table.weight": (3, 4), "block.weight": (3, 4), "block.bias": (3,)}
@@ -32,5 +36,5 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
 def test_the_largest_unit_is_reduced_by_itself() -> None:
     """The largest unit is a block, or the parameters outside all blocks."""
     module = _module()
-    assert count_largest_reduction_unit(module, [module["block"]]) == 30
-    assert count_largest_reduction_unit(module, []) == 50
+    assert count_elements_in_largest_reduction_unit(module, [module["block"]]) == 30
+    assert count_elements_in_largest_reduction_unit(module, []) == 50

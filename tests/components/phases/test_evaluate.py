@@ -18,7 +18,7 @@ class Model:
     total: float
     weight: float
 
-    def row_counts(self) -> tuple[int, int]:
+    def count_evaluated_and_total_rows(self) -> tuple[int, int]:
         return 0, 0
 
     def batches(self) -> Any:

@@ -25,7 +25,7 @@ class Fixed:
     values: dict[str, Value]
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
-    def update(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:

@@ -231,7 +231,7 @@ def test_the_expected_gradient_of_a_bandit_is_that_of_its_mean_reward() -> None:
 def test_held_out_prompts_are_completed_alike_at_each_evaluation(mesh_of: Any) -> None:
     """Keys follow from a prompt's number over all ranks, and prompts without a weight do not count."""
     mesh, echo = mesh_of(), Echo()
-    padding = prompts_of("b").without_weights()
+    padding = prompts_of("b").with_zero_weights()
     phase = EvaluateRewards(
         data=fake(ValidationData, batches=lambda: iter([prompts_of("a", "z"), padding])),
         rollouts=echo,

@@ -146,7 +146,7 @@ def test_a_repetition_computes_the_same_and_is_marked(one_rank: Any) -> None:
     executor = open_executor([module], one_rank)
     trained, first = train(executor, batches(2)), module.weight.grad
     module.weight.grad, state = None, make_state_of_batches(batches(2))
-    executor.repeat(state)
+    executor.repeat_passes(state)
     assert first is not None and module.weight.grad is not None and torch.equal(module.weight.grad, first)
     assert torch.equal(sum_losses(state), sum_losses(trained)) and marks == [False, False, True, True]
 

@@ -30,7 +30,7 @@ def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: py
     device = load_local_device_model()
     assert device.name == "cpu"
     assert not device.is_gpu
-    assert 1e8 < device.product_rate(torch.float32) < 1e13
+    assert 1e8 < device.compute_matmul_rate(torch.float32) < 1e13
     assert 1e8 < device.bandwidth * device.reached.memory < 1e12
     assert 0 < device.reached.attention < 10
     assert 0 < device.reached.launch < 1e-3

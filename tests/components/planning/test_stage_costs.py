@@ -51,7 +51,7 @@ def test_a_stage_costs_as_much_as_a_recording_of_all_its_blocks(case: str, monke
             stage_costs._Block(number, stage_costs._is_recomputed(stage.recompute, number), number)
             for number, _ in enumerate(meter.blocks(stage.module))
         ]
-        whole = meter._record_blocks(stage, blocks, split)
+        whole = meter._record_passes_with_only_blocks(stage, blocks, split)
         assert composed.passes.keys() == whole.keys() and ("I" in whole) is ("mesh.pipeline=2" in words)
         for op, part in whole.items():
             planned = composed.passes[op]

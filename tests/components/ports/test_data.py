@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch, token_batch
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch, require_token_batch
 from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import UserError
 
@@ -31,7 +31,7 @@ def test_whole_rows_are_of_one_document(ids: list[list[int]], whole: bool) -> No
 def test_a_batch_without_weights_has_neither_targets_nor_tokens() -> None:
     """A rank without rows in an evaluation adds nothing to loss, weight and token count."""
     ids = torch.ones(2, 3, dtype=torch.int64)
-    idle = TokenBatch(ids, ids, ids, ids, ids.float()).without_weights()
+    idle = TokenBatch(ids, ids, ids, ids, ids.float()).with_zero_weights()
     assert not idle.weights.any() and (idle.targets == IGNORE_INDEX).all() and idle.token_count == 0
     assert torch.equal(idle.tokens, ids)
 
@@ -40,4 +40,4 @@ def test_a_batch_of_another_class_is_refused_by_name() -> None:
     """The message names the reader, and the class of the batch with its leaves."""
     batch = Images(pixels=torch.zeros(2, 4), weights=torch.ones(2))
     with pytest.raises(UserError, match=r"bits reads rows of tokens, and .* batches are Images: pixels, weights"):
-        token_batch(batch, "bits")
+        require_token_batch(batch, "bits")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drawloom.components.ports.run import Cadence, Step, check_cadence, is_due
+from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
 from support.steps import LateState, late
 
 
@@ -20,7 +20,7 @@ def test_a_cadence_selects_steps(cadence: Cadence, steps: list[int]) -> None:
 
 def test_a_cadence_of_no_steps_is_refused() -> None:
     """Zero and negative numbers are refused; one is accepted."""
-    assert [cadence for cadence in (-1, 0, 1, "last", "never") if check_cadence(cadence)] == [-1, 0]
+    assert [cadence for cadence in (-1, 0, 1, "last", "never") if describe_cadence_fault(cadence)] == [-1, 0]
 
 
 @pytest.mark.parametrize("reading", [lambda step: step.tokens, lambda step: step.skip_reason])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.run.folder import find_safe_changes, write_recipe
+from drawloom.components.run.folder import list_recipe_changes_if_safe, write_recipe
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 
@@ -19,7 +19,7 @@ def _recipe(text: str, *changes: RecipeChange, accept: bool = False) -> Resolved
 
 def claim_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
     """Claim a folder's recipe for a run."""
-    write_recipe(folder, recipe, find_safe_changes(folder, recipe))
+    write_recipe(folder, recipe, list_recipe_changes_if_safe(folder, recipe))
 
 
 def _lock(folder: Path) -> str:

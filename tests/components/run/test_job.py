@@ -38,13 +38,15 @@ def test_a_seed_is_a_number_of_63_bits() -> None:
 def test_a_moved_run_folder_is_the_folder_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The given folder wins over the recorded one; a folder or name on the command line wins over both."""
     monkeypatch.chdir(tmp_path)
-    assert NamedRun.settings_in_folder({"name": "a"}, [], "moved/a") == {"folder": "moved/a"}
-    assert NamedRun.settings_in_folder({"name": "a", "folder": "old"}, [], "moved/a") == {"folder": "moved/a"}
-    assert NamedRun.settings_in_folder({"name": "a"}, [], "runs/a/") == {}
-    assert NamedRun.settings_in_folder({"name": "a", "folder": "old"}, [], str(tmp_path / "old")) == {}
-    assert NamedRun.settings_in_folder({"name": "b", "folder": "new"}, ["name", "folder"], "runs/a") == {}
-    assert NamedRun.settings_in_folder({"name": "b"}, ["name"], "runs/a") == {}
-    assert NamedRun.settings_in_folder({"name": "b", "folder": "old"}, ["name"], "moved/a") == {"folder": "runs/b"}
+    assert NamedRun.settings_to_stay_in_folder({"name": "a"}, [], "moved/a") == {"folder": "moved/a"}
+    assert NamedRun.settings_to_stay_in_folder({"name": "a", "folder": "old"}, [], "moved/a") == {"folder": "moved/a"}
+    assert NamedRun.settings_to_stay_in_folder({"name": "a"}, [], "runs/a/") == {}
+    assert NamedRun.settings_to_stay_in_folder({"name": "a", "folder": "old"}, [], str(tmp_path / "old")) == {}
+    assert NamedRun.settings_to_stay_in_folder({"name": "b", "folder": "new"}, ["name", "folder"], "runs/a") == {}
+    assert NamedRun.settings_to_stay_in_folder({"name": "b"}, ["name"], "runs/a") == {}
+    assert NamedRun.settings_to_stay_in_folder({"name": "b", "folder": "old"}, ["name"], "moved/a") == {
+        "folder": "runs/b"
+    }
 
 
 def test_a_file_in_place_of_a_run_folder_is_refused(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Record:
     def is_finished(self, step: int) -> bool:
         return self.finished == step
 
-    def finish(self, step: int) -> None:
+    def run_after_training(self, step: int) -> None:
         self.finished = step
         self.calls.append(f"finish {step}")
 
@@ -151,7 +151,7 @@ def test_a_signal_in_a_final_task_returns_its_number() -> None:
     """StoppedError, which no handler for Exception catches, interrupts the task; the caller of `run` sees none."""
 
     class Stopped(Record):
-        def finish(self, step: int) -> None:
+        def run_after_training(self, step: int) -> None:
             with suppress(Exception):
                 raise StoppedError(2)
 
@@ -163,7 +163,7 @@ def test_a_final_task_that_fails_does_not_stop_the_next() -> None:
     """A failed export costs no sample; its error still ends the run."""
 
     class Failing(Record):
-        def finish(self, step: int) -> None:
+        def run_after_training(self, step: int) -> None:
             raise RankError("export exists already", 1, 0)
 
     record = Record(restored=3)
@@ -472,7 +472,7 @@ def test_steps_can_be_watched_and_the_run_stopped(stopped_at: int) -> None:
     record = Record()
     watched = []
     training = trainer(record)
-    for step in training.iterate():
+    for step in training.run_and_yield_steps():
         watched.append((step.index, record.calls[-1]))
         if step.index == stopped_at:
             step.stop("enough")

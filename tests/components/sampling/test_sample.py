@@ -21,7 +21,7 @@ def test_a_model_that_has_diverged_ends_no_run(tmp_path: Path, one_rank: Any) ->
     model = mock.Mock(infer=lambda tokens, shared: torch.full((1, tokens.shape[1], 257), math.nan))
     folder, randomness = fake(RunFolder, folder=tmp_path), fake(Randomness, stream=lambda name: torch.Generator())
     sample = Sample(model=model, tokenizer=Bytes(), folder=folder, randomness=randomness, mesh=one_rank)
-    sample.finish(3)
+    sample.run_after_training(3)
     written = (tmp_path / "sample.txt").read_text()
     assert written.startswith("# after step 3\n(no text can be sampled: the model's logits are not finite")
     assert sample.is_finished(3)
@@ -34,7 +34,7 @@ def test_a_pipe_in_place_of_the_sample_is_replaced(tmp_path: Path, one_rank: Any
     sample = Sample(model=model, tokenizer=Bytes(), folder=folder, randomness=randomness, mesh=one_rank, tokens=1)
     os.mkfifo(tmp_path / "sample.txt")
     assert not sample.is_finished(3)
-    sample.finish(3)
+    sample.run_after_training(3)
     assert sample.is_finished(3) and not sample.is_finished(4)
 
 
@@ -46,7 +46,7 @@ def test_the_beginning_of_a_sample_is_printed(tmp_path: Path, one_rank: Any, cap
     folder, randomness = fake(RunFolder, folder=tmp_path), fake(Randomness, stream=lambda name: torch.Generator())
     sample = Sample(model=model, tokenizer=Bytes(), folder=folder, randomness=randomness, mesh=one_rank, tokens=400)
     with caplog.at_level(logging.INFO, "drawloom.run"):
-        sample.finish(3)
+        sample.run_after_training(3)
     assert (tmp_path / "sample.txt").read_text() == f"# after step 3\n{'a' * 400}\n"
     [message] = [record.getMessage() for record in caplog.records]
     assert message == f"a sample:\n{'a' * 300}\n... (400 characters in {tmp_path / 'sample.txt'})"

@@ -181,7 +181,7 @@ def test_weight_decay_and_muon_follow_the_roles_that_layers_declare(one_rank: An
         decayed = {
             part for group in adamw._optimizers[0].param_groups if group["weight_decay"] for part in group["params"]
         }
-        moments = muon.moments()
+        moments = muon.moment_names_by_parameter()
         for name, part in stages.named_parameters():
             is_matrix = not name.removesuffix(".weight").endswith(vectors)
             assert (part in decayed) == is_matrix, name

@@ -71,7 +71,7 @@ def tensor_cases(draw: Any, count: int) -> Case:
 
 @st.composite
 def leaf_cases(draw: Any, count: int) -> Case:
-    """Lists, plain values, None."""
+    """Draw a list split over ranks, one item by rank, or a value or None that is equal on all ranks."""
     kind = draw(st.sampled_from(["list", "items", "same", "none"]))
     if kind == "list":
         size = draw(st.integers(0, 3))

@@ -128,7 +128,7 @@ class Views(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.state.split(3, {})
+        self.state.clear_for_new_step(3, {})
         self.rows = [None] * 3
 
     @rule(shard=st.integers(0, 2))
@@ -246,7 +246,7 @@ def test_split_drops_values_and_inferred_specs() -> None:
     """A name with numbers can have rows after a split; specs are the split's."""
     state = StepState()
     for written in (torch.ones(()), torch.ones(1)):
-        state.split(2, {"given": Shard(1)})
+        state.clear_for_new_step(2, {"given": Shard(1)})
         assert "x" not in state and "x" not in state.microbatch(0)
         for index in range(2):
             state.microbatch(index)["x"] = written
@@ -302,7 +302,7 @@ def test_a_device_is_waited_for_once_and_only_when_a_number_is_read() -> None:
     assert [arrival.waits for arrival in state.arrivals] == [0] and not state.is_on_host
     assert state.number("lr") == 0.5 and not state.is_on_host
     assert state.number("loss") == 2.0 and state.is_on_host
-    assert state.number("skip") == 1.0 and state.on_host("totals")["sum"].tolist() == [0.0, 1.0, 2.0]
+    assert state.number("skip") == 1.0 and state.read_on_host("totals")["sum"].tolist() == [0.0, 1.0, 2.0]
     state["loss"] = torch.tensor(3.0, dtype=torch.float64)
     assert not state.is_on_host and len(state.arrivals) == 1
     assert state.number("loss") == 3.0 and len(state.arrivals) == 2 and state.is_on_host

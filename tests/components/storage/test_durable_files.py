@@ -45,10 +45,10 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effect", ["pwrite", "fsync"])
-def test_a_failed_fsync_names_the_file_and_is_not_retried(
+def test_a_failed_write_or_fsync_names_the_file_and_is_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: str
 ) -> None:
-    """A failed fsync raises an error with the path, is not repeated, and the file is closed."""
+    """A failed write or fsync raises an error with the path, is not repeated, and the file is closed."""
     calls = []
 
     def fail(*_: Any) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from drawloom.components.storage.regular_file import (
     CHUNK,
-    create_folder,
+    create_folder_unless_link,
     hash_file,
     open_to_append,
     open_untrusted_file,
@@ -86,11 +86,11 @@ def test_a_folder_that_is_a_link_or_a_file_is_refused(tmp_path: Path, kind: str)
     """A link to a folder elsewhere would make every file in it one outside."""
     path = make_special_file(tmp_path, kind)
     with pytest.raises(UserError, match="can't be opened for writing"):
-        create_folder(path)
+        create_folder_unless_link(path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "log").symlink_to("elsewhere")
     with pytest.raises(UserError, match="it is a symbolic link"):
-        create_folder(tmp_path / "log")
+        create_folder_unless_link(tmp_path / "log")
 
 
 @pytest.mark.parametrize("name", ["gone", "nul\0", "x" * 300])

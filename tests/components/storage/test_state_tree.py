@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
-from drawloom.components.storage.state_tree import narrow_tree, pack_state, unpack_state
+from drawloom.components.storage.state_tree import narrow_tensors_to_slices, pack_state, unpack_state
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -144,7 +144,7 @@ def test_a_narrowed_tree_has_slices_of_the_whole() -> None:
     tree, tensors = pack_state(state)
     parts = {"a/0": TensorSlice((6, 2), (4, 0), (1, 2)), "b": TensorSlice((4, 2), (1, 0), (2, 2))}
     cut = {name: tensor[parts[name].index()] if name in parts else tensor for name, tensor in tensors.items()}
-    narrowed = unpack_state(narrow_tree(tree, parts), cut)
+    narrowed = unpack_state(narrow_tensors_to_slices(tree, parts), cut)
     assert narrowed["a"][0].tensor_slice == parts["a/0"] and narrowed["b"].tensor_slice == TensorSlice(
         (6, 2), (3, 0), (2, 2)
     )
@@ -152,4 +152,4 @@ def test_a_narrowed_tree_has_slices_of_the_whole() -> None:
         torch.equal(piece.tensor, whole[piece.tensor_slice.index()]) for piece in (narrowed["a"][0], narrowed["b"])
     )
     assert narrowed["a"][1] == 1 and narrowed["c"][0].tolist() == [1, 1] and str(narrowed["c"][1:]) == "(nan, None)"
-    assert str(narrow_tree(tree, {})) == str(tree)
+    assert str(narrow_tensors_to_slices(tree, {})) == str(tree)

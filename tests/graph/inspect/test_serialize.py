@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph.inspect.changes import hash_recipe, resolve
-from drawloom.graph.inspect.serialize import flatten, serialize_graph, serialize_value
+from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_graph, serialize_value
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
@@ -42,7 +42,7 @@ def test_inline_nodes_are_serialized_in_their_owner(shop: Shop) -> None:
 def test_flattened_names_equal_the_names_in_the_graph(shop: Shop) -> None:
     """Flattened inline nodes have their names in the graph, and edges refer to these names."""
     graph = shop(IN_PLACE)
-    flat = flatten(serialize_graph(graph))
+    flat = flatten_inline_nodes(serialize_graph(graph))
     assert sorted(flat) == sorted(graph.nodes)
     assert flat["page"]["store"] == "@page.store"
     assert flat["page"]["filters"] == ["@page.filters[0]", "@page.filters[1]"]

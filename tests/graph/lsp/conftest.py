@@ -32,7 +32,10 @@ def write(workspace: Workspace) -> Write:
 
 @pytest.fixture
 def point(workspace: Workspace, write: Write) -> Point:
-    """Return a function that types a text into `mine.toml`, its line with the bar last, and points to the bar."""
+    """
+    Return a function that writes a text to `mine.toml`, first without the line with `|`, then whole but without `|`,
+    and returns the meaning at the place of `|`.
+    """
 
     def point(text: str) -> Meaning:
         before, after = text.split("|")

@@ -119,7 +119,7 @@ def test_nodes_are_opened_and_closed_in_the_contexts_of_all_others(
         yield
         happened.append(f"{disk.folder} saw {node} {stage}")
 
-    monkeypatch.setattr(Disk, "stage_context", watch, raising=False)
+    monkeypatch.setattr(Disk, "lifecycle_context", watch, raising=False)
     with project.container(shop(disk_recipe())):
         happened.append("open")
     seen = [text for text in happened if "sees" in text or text == "open"]

@@ -43,7 +43,9 @@ def test_casts_of_weights_equal_eager_casts(width: int) -> None:
     data, scale = TRITON.quantize_weights(weights)
     for actual, expected in zip((data, scale), EAGER.quantize_weights(weights), strict=True):
         assert_same_bits(actual, expected)
-    assert_same_bits(TRITON.transpose_weights(weights, scale), EAGER.transpose_weights(weights, scale))
+    assert_same_bits(
+        TRITON.quantize_transposed_weights(weights, scale), EAGER.quantize_transposed_weights(weights, scale)
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (7, 48), (66, 272), (3, 3056)])

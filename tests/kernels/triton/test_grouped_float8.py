@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
-from drawloom.kernels.grouped_float8 import EAGER, ScaledRows, empty_experts
+from drawloom.kernels.grouped_float8 import EAGER, ScaledRows, allocate_rounded_experts
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.triton.grouped_float8 import TRITON
 from support.kernels import DEVICE
@@ -50,8 +50,8 @@ def test_tokens_are_copied_to_the_rows_of_their_choices(width: int) -> None:
     probabilities = torch.rand(37, TOP_K, device=DEVICE)
     for given in (probabilities, None):
         for actual, expected in zip(
-            TRITON.take(ScaledRows(data, scale), given, routes),
-            EAGER.take(ScaledRows(data, scale), given, routes),
+            TRITON.copy_tokens_to_expert_rows(ScaledRows(data, scale), given, routes),
+            EAGER.copy_tokens_to_expert_rows(ScaledRows(data, scale), given, routes),
             strict=True,
         ):
             assert_same(actual, expected)
@@ -66,9 +66,9 @@ def test_casts_of_weights_equal_eager_casts(shape: tuple[int, int, int]) -> None
     data, scale = EAGER.quantize_experts(weight)
     for actual, expected in zip(TRITON.quantize_experts(weight), (data, scale), strict=True):
         assert_same(actual, expected)
-    assert_same(TRITON.transpose_experts(weight, scale), data.transpose(1, 2))
-    rows = empty_experts(weight)
-    TRITON.round_experts(weight, rows)
+    assert_same(TRITON.quantize_transposed_experts(weight, scale), data.transpose(1, 2))
+    rows = allocate_rounded_experts(weight)
+    TRITON.round_experts_into(weight, rows)
     for actual, expected in zip(rows, (data, scale, data.transpose(1, 2)), strict=True):
         assert_same(actual, expected)
     weight[0, 0, 0] = torch.nan
@@ -82,8 +82,10 @@ def test_casts_of_swiglu_equal_eager_casts(rows: int, width: int) -> None:
     probabilities = torch.rand(rows, device=DEVICE)
     results: list[Any] = []
     for kernels in (TRITON, EAGER):
-        data, scale = kernels.expert_swiglu(gate_and_up, probabilities)
-        gradient, gradient_scale, grad_probabilities = kernels.expert_swiglu_gradient(grad, gate_and_up, probabilities)
+        data, scale = kernels.quantize_expert_swiglu(gate_and_up, probabilities)
+        gradient, gradient_scale, grad_probabilities = kernels.quantize_expert_swiglu_gradient(
+            grad, gate_and_up, probabilities
+        )
         results.append((data.float() * scale[:, None], gradient.float() * gradient_scale[:, None], grad_probabilities))
     for actual, expected in zip(results[0][:2], results[1][:2], strict=True):
         limit = expected.abs().amax(1, keepdim=True) / 8  # at least the distance of two numbers of e4m3
@@ -102,7 +104,9 @@ def test_factors_of_gradients_equal_eager_ones(indexed: bool) -> None:
         choices = torch.randint(0, 2 * 50, (len(left.data),), generator=torch.Generator().manual_seed(0))
         choices = choices.to(DEVICE, torch.int32)
         right = ScaledRows(EAGER.quantize_rows(spread(50, 80), False).data, rows.scale)
-    actual, expected = (kernels.factors(left, right, choices, TOP_K, ends) for kernels in (TRITON, EAGER))
+    actual, expected = (
+        kernels.prepare_outer_product_factors(left, right, choices, TOP_K, ends) for kernels in (TRITON, EAGER)
+    )
     columns = sum(-(-count // 128) * 128 for count in COUNTS)
     for name in ("left", "right"):
         assert_same(getattr(actual, name)[:, :columns], getattr(expected, name)[:, :columns])
@@ -118,7 +122,7 @@ def test_products_equal_eager_ones() -> None:
             kernels.multiply_rows(*left, data, scale, ends, fast)[:used].float() for kernels in (TRITON, EAGER)
         )
         torch.testing.assert_close(actual, expected, rtol=8e-3, atol=8e-3 * float(expected.abs().max()))
-    factors = EAGER.factors(left, rows_by_expert(144, seed=2), None, 1, ends)
+    factors = EAGER.prepare_outer_product_factors(left, rows_by_expert(144, seed=2), None, 1, ends)
     actual, expected = (kernels.multiply_groups(*factors, ends).float() for kernels in (TRITON, EAGER))
     torch.testing.assert_close(actual, expected, rtol=8e-3, atol=8e-3 * float(expected.abs().max()))
     assert not actual[1].any()
@@ -147,7 +151,7 @@ def test_a_number_that_is_not_finite_reaches_the_gradients_of_its_expert() -> No
     left, right, ends = rows_by_expert(16), rows_by_expert(16, seed=1), row_ends()
     left.scale[141] = torch.nan
     for kernels in (TRITON, EAGER):
-        scale = kernels.factors(left, right, None, 1, ends).scale
+        scale = kernels.prepare_outer_product_factors(left, right, None, 1, ends).scale
         assert scale.isnan().tolist() == [False, False, True, False, False]
 
 

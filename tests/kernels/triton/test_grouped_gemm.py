@@ -162,7 +162,7 @@ class Launched:
 def test_float32_is_multiplied_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels use TF32 if torch does, and otherwise float32."""
     launches = Launched()
-    for name in ("_rows_kernel", "_matrices_kernel"):
+    for name in ("_multiply_rows_kernel", "_outer_products_kernel"):
         monkeypatch.setattr(module, name, launches)
     x, weight, ends = torch.ones(4, 16, device=DEVICE), torch.ones(2, 16, 8, device=DEVICE), ends_of([2, 2])
     for precision in ("highest", "high"):

@@ -53,7 +53,7 @@ def test_rows_and_sums_equal_plain_torch(
     staged = []
     for exchange in (EAGER, TRITON):
         sums, by_choice = torch.zeros_like(hidden), torch.zeros_like(scalars)
-        exchange.stage_sums(rows, row_scalars, routes.dest_row, sums, by_choice)
+        exchange.publish_token_sums(rows, row_scalars, routes.dest_row, sums, by_choice)
         assert_close(sums, moe_unpermute_eager(rows.double(), routes), 2)
         assert torch.equal(by_choice, scalars.where(routes.dest_row >= 0, 0))
         staged.append(sums)
@@ -80,11 +80,11 @@ def test_sums_are_over_the_ranks_of_the_choices(
             if expert >= 0:
                 choice_scalars[token, choice] = scalars[expert // local_experts, first + token, choice]
     for exchange in (EAGER, TRITON):
-        total, actual = exchange.read_sums(*given, chosen, first, local_experts)
+        total, actual = exchange.read_and_add_token_sums(*given, chosen, first, local_experts)
         assert total.dtype == dtype and actual is not None
         assert_close(total, expected, 2)
         assert torch.equal(actual, choice_scalars)
-        alone, nothing = exchange.read_sums(given[0], None, chosen, first, local_experts)
+        alone, nothing = exchange.read_and_add_token_sums(given[0], None, chosen, first, local_experts)
         assert nothing is None and torch.equal(alone, total)
 
 
@@ -129,6 +129,8 @@ def test_no_rows_give_empty_results() -> None:
     for exchange in (EAGER, TRITON):
         rows, _ = exchange.read_rows(peers(hidden, 2), None, routes)
         sums = torch.ones_like(hidden)
-        exchange.stage_sums(rows, None, routes.dest_row, sums, None)
+        exchange.publish_token_sums(rows, None, routes.dest_row, sums, None)
         assert rows.shape == (0, 8) and not sums.any()
-        assert exchange.read_sums(peers(torch.cat([sums, sums]), 2), None, chosen[:0].long(), 2, 1)[0].shape == (0, 8)
+        assert exchange.read_and_add_token_sums(peers(torch.cat([sums, sums]), 2), None, chosen[:0].long(), 2, 1)[
+            0
+        ].shape == (0, 8)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.scale import scale_eager
-from drawloom.kernels.triton.scale import BLOCK, PART, scale_triton
+from drawloom.kernels.scale import scale_and_sum_squares_eager
+from drawloom.kernels.triton.scale import BLOCK, PART, scale_and_sum_squares_triton
 from support.kernels import DEVICE, few
 from support.seeding import seeds
 
@@ -31,11 +31,11 @@ def test_triton_has_the_bits_of_eager(
     unchanged, expected = memory.clone(), [tensor.clone() for tensor in actual]
     number = torch.tensor(factor, dtype=torch.float64, device=DEVICE)
     counted = tuple(index % 3 != 1 for index in range(len(actual)))
-    read_only = scale_triton(actual, number, counted, write=False)
+    read_only = scale_and_sum_squares_triton(actual, number, counted, write=False)
     assert torch.equal(memory, unchanged)
-    squares = scale_triton(actual, number, counted)
+    squares = scale_and_sum_squares_triton(actual, number, counted)
     assert torch.equal(read_only, squares)
-    torch.testing.assert_close(squares, scale_eager(expected, number, counted), rtol=1e-13, atol=0)
+    torch.testing.assert_close(squares, scale_and_sum_squares_eager(expected, number, counted), rtol=1e-13, atol=0)
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     unchanged[offset : offset + 50] = expected[-1]
     assert torch.equal(memory, unchanged)
@@ -45,7 +45,9 @@ def test_triton_has_the_bits_of_eager(
 def test_a_factor_of_1_leaves_tensors_alone(factor: float) -> None:
     """Only another factor writes tensors, which a NaN shows: a product has the processor's own NaN."""
     bits = torch.full((BLOCK + 5,), 0x7FC1, dtype=torch.int16, device=DEVICE)
-    scale_triton([bits.view(torch.bfloat16)], torch.tensor(factor, dtype=torch.float64, device=DEVICE), (False,))
+    scale_and_sum_squares_triton(
+        [bits.view(torch.bfloat16)], torch.tensor(factor, dtype=torch.float64, device=DEVICE), (False,)
+    )
     assert (bits == 0x7FC1).all() if factor == 1 else (bits != 0x7FC1).all()
 
 
@@ -55,5 +57,7 @@ def test_squares_neither_overflow_nor_hide_nan(value: float) -> None:
     tensors = [torch.full((BLOCK + 3,), fill, device=DEVICE) for fill in (value, 1.0)]
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
     expected = (BLOCK + 3) * float(torch.tensor(value)) ** 2
-    assert scale_triton(tensors, one, (True, False)).item() == pytest.approx(expected, rel=1e-14, nan_ok=True)
-    assert scale_triton(tensors, one, (False, True)).item() == BLOCK + 3
+    assert scale_and_sum_squares_triton(tensors, one, (True, False)).item() == pytest.approx(
+        expected, rel=1e-14, nan_ok=True
+    )
+    assert scale_and_sum_squares_triton(tensors, one, (False, True)).item() == BLOCK + 3

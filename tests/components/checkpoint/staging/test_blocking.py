@@ -20,7 +20,7 @@ def test_the_stager_implements_the_protocol_of_torch() -> None:
     stager = Blocking()
     assert isinstance(stager, AsyncStager)
     assert stager.should_synchronize_after_execute is False
-    assert stager.copies
+    assert stager.makes_copies
 
 
 def test_the_copy_does_not_change_with_the_state(state: dict[str, Tensor]) -> None:

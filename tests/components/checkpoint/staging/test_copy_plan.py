@@ -236,7 +236,7 @@ def test_a_pool_keeps_at_most_its_limit() -> None:
         pool = Pool(kept=kept)
         tensors = [_place(pool, 3_000_000)[1] for _ in range(5)]
         if clear:
-            pool.clear()
+            pool.free_and_stop_pooling()
         tensors.clear()
         gc.collect()
         assert len(pool._unused) == (0 if clear else kept)

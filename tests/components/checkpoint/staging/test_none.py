@@ -13,11 +13,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 
 
 def test_nothing_is_copied() -> None:
-    """The stager returns the state itself, and `copies` is False."""
+    """The stager returns the state itself, and `makes_copies` is False."""
     state = {"a": torch.ones(3)}
     stager = NoStaging()
     assert stager.stage(state) is state
-    assert not stager.copies
+    assert not stager.makes_copies
     stager.synchronize_staging()
     stager.close()
 

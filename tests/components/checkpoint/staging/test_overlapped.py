@@ -22,7 +22,7 @@ def test_the_stager_implements_the_protocol_of_torch() -> None:
     stager = Overlapped()
     assert isinstance(stager, AsyncStager)
     assert stager.should_synchronize_after_execute is True
-    assert stager.copies
+    assert stager.makes_copies
 
 
 def test_training_waits_for_the_copy_only_before_the_state_changes(state: dict[str, Tensor], gate: Any) -> None:

@@ -38,7 +38,7 @@ def _save_and_load(folder: Path) -> dict[str, tuple[torch.Tensor, float]]:
             mine.copy_(before * step)
             saved: Any = async_save(state, checkpoint_id=folder / f"{name}-{step}", async_stager=stager)
             uploaded = saved if isinstance(saved, Future) else saved.upload_completion
-            stager.synchronize_staging() if stager.copies else uploaded.result()
+            stager.synchronize_staging() if stager.makes_copies else uploaded.result()
             mine.zero_()
             uploaded.result()  # torch's threads of two saves would share a group
     loaded = {}

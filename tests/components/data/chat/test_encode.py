@@ -41,7 +41,7 @@ def test_the_first_trained_token_is_the_answers_first_and_the_last_its_end(token
     assert row.ids[row.weights > 0].tolist().count(end) == 2 and row.ids.tolist().count(end) == 4
     assert not row.straddles and np.array_equal(
         row.ids,
-        tokenizer.encode_control(
+        tokenizer.encode_with_control_tokens(
             "".join(
                 f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in say("hi", "good day", "and", "hello")
             )

@@ -43,7 +43,7 @@ def packing(corpus: Texts, job: Any, length: int = 4) -> Concatenated:
 
 def stream(rows: Concatenated, split: Split) -> list[int]:
     """All targets of a split, in order."""
-    targets = rows.batch(split, range(rows.count(split))).targets
+    targets = rows.batch(split, range(rows.count_rows(split))).targets
     return targets[targets != IGNORE_INDEX].tolist()
 
 
@@ -88,9 +88,9 @@ def test_the_last_row_is_padded(job: Any) -> None:
 def test_splits_are_packed_separately(job: Any) -> None:
     """No row mixes documents of two splits, and a split without documents has no rows."""
     rows = packing(Texts(train=["abcdefgh"], validation=[]), job)
-    assert rows.count("train") == 2
-    assert rows.count("validation") == 0
-    assert packing(Texts(train=[], validation=["abcdefgh"]), job).count("train") == 0
+    assert rows.count_rows("train") == 2
+    assert rows.count_rows("validation") == 0
+    assert packing(Texts(train=[], validation=["abcdefgh"]), job).count_rows("train") == 0
 
 
 def test_training_documents_are_shuffled_by_the_seed(job: Any) -> None:
@@ -120,7 +120,7 @@ def test_pickled_rows_have_no_corpus(job: Any) -> None:
     rows = packing(Texts(["abcdef", "gh"]), job)
     copy = pickle.loads(ForkingPickler.dumps(rows))
     assert copy.tokens is copy.job is None
-    assert copy.count("train") == rows.count("train")
+    assert copy.count_rows("train") == rows.count_rows("train")
     assert torch.equal(copy.batch("train", [1]).targets, rows.batch("train", [1]).targets)
 
 
@@ -129,9 +129,9 @@ def test_closing_frees_the_index(job: Any) -> None:
     rows = packing(Texts(["abcdef"]), job)
     rows.close()
     with pytest.raises(KeyError):
-        rows.count("train")
+        rows.count_rows("train")
     rows.open()
-    assert rows.count("train") == 2
+    assert rows.count_rows("train") == 2
 
 
 def test_rows_of_one_token_are_refused(job: Any) -> None:
@@ -152,7 +152,7 @@ def test_the_same_tokens_resume(job: Any) -> None:
     corpus = Texts(["abc", "defg"], ["h"])
     rows, before = _went_on(job, corpus, Texts(["abc", "defg"], ["h"]), accept=False), packing(corpus, job)
     assert rows.state_dict() == before.state_dict()
-    every = range(before.count("train"))
+    every = range(before.count_rows("train"))
     assert rows.batch("train", every).tokens.tolist() == before.batch("train", every).tokens.tolist()
 
 

@@ -28,7 +28,7 @@ class Documents:
 def test_both_of_a_pair_are_in_one_row(drawloom_opened: Any, job: Any) -> None:
     """Every pair is in one row, in order, with document numbers 2k and 2k + 1 there, and every token of it."""
     rows = drawloom_opened(Pairs(tokens=Documents(), job=job, length=16))
-    batch = rows.batch("train", range(rows.count("train")))
+    batch = rows.batch("train", range(rows.count_rows("train")))
     seen = []
     for tokens, documents in zip(batch.tokens.tolist(), batch.document_ids.tolist(), strict=True):
         lengths: dict[tuple[int, int], list[int]] = {}
@@ -50,7 +50,7 @@ def test_a_pair_that_fills_a_row_is_kept_and_a_longer_one_dropped(
     with caplog.at_level(logging.WARNING, "drawloom.data"):
         rows = drawloom_opened(Pairs(tokens=Documents(), job=job, length=9))
     assert "4 of 20 pairs are longer than a row of 9 tokens, and are dropped; the longest has 11 tokens" in caplog.text
-    batch = rows.batch("validation", range(rows.count("validation")))
+    batch = rows.batch("validation", range(rows.count_rows("validation")))
     values, counts = np.unique(batch.tokens[batch.tokens > 0], return_counts=True)
     sizes = {n + 1: 4 + 2 * n % 5 + (2 * n + 1) % 5 for n in range(20)}
     assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == {n: s for n, s in sizes.items() if s <= 9}
@@ -95,8 +95,8 @@ def test_pairs_of_a_mixture_stay_together(drawloom_opened: Any, job: Any) -> Non
     """With two sources, rows have whole pairs from a single source."""
     mixture = Mixture(sources={"a": Documents(), "b": Documents()}, weights={"a": 1, "b": 2})
     rows = drawloom_opened(Pairs(tokens=mixture, job=job, length=16))
-    batch = rows.batch("train", range(rows.count("train")))
+    batch = rows.batch("train", range(rows.count_rows("train")))
     for tokens, documents in zip(batch.tokens.tolist(), batch.document_ids.tolist(), strict=True):
         values = {(document // 2, token) for token, document in zip(tokens, documents, strict=True) if token}
         assert len(values) == len(dict(values)), "two values are in one pair"
-    assert [source.rows for source in rows.row_sources("train")] == [rows.count("train") // 2] * 2
+    assert [source.rows for source in rows.row_sources("train")] == [rows.count_rows("train") // 2] * 2

@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_that_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a shard can't be written, the error names the store and the reason; later the same call completes it."""
     with monkeypatch.context() as patch:
-        patch.setattr(FileWriter, "put", fail)
+        patch.setattr(FileWriter, "write_at", fail)
         with pytest.raises(UserError, match=r"store: the token store can't be written \(No space left on device"):
             build_store(tmp_path / "store", PARTS, Bytes())
     build_store(tmp_path / "store", PARTS, Bytes())

@@ -27,7 +27,7 @@ def test_documents_come_back(tmp_path: Path) -> None:
     shard = write(tmp_path, weighted=True)
     assert shard.ids.tolist() == [1, 2, 65_535, 9] and shard.document_ends.tolist() == [3, 3, 4]
     assert shard.weights.tolist() == [0.0, 0.5, 1.0, 0.0]
-    assert [shard.source(number) for number in range(3)] == ["a.txt:0", "a.txt:7", f"b.txt:{2**40}"]
+    assert [shard.describe_origin(number) for number in range(3)] == ["a.txt:0", "a.txt:7", f"b.txt:{2**40}"]
     assert len(set(shard.document_column("keys").tolist())) == 3
     other = tmp_path / "other"
     other.mkdir()

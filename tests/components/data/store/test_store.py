@@ -18,7 +18,7 @@ def test_a_store_has_the_documents_of_all_shards(tmp_path: Path) -> None:
     store = store_of(tmp_path / "store", PARTS)
     assert store.lengths.tolist() == [4, 3, 301] and store.token_count == 308
     assert store.read(1, 0, 9).ids.tolist() == [*b"de", 256] and store.read(2, 299, 400).ids.tolist() == [*b"f", 256]
-    assert store.source(1) == "part 0:2" and store.source(2) == "part 2:0"
+    assert store.describe_origin(1) == "part 0:2" and store.describe_origin(2) == "part 2:0"
     assert store.read(0, 0, 4).weights is None
     assert (store.vocab_size, store.eos_id) == (257, 256)
 
@@ -79,7 +79,7 @@ def _read_all(folder: Path) -> None:
     assert len(store.document_hashes) == len(store.lengths)
     for document, length in enumerate(store.lengths.tolist()):
         store.read(document, 0, length)
-        store.source(document)
+        store.describe_origin(document)
 
 
 def test_faults_names_every_file_that_changed(tmp_path: Path) -> None:

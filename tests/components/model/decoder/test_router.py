@@ -22,9 +22,9 @@ from support.qwen3 import cpu_kernels
 from support.seeding import seeds
 
 
-def row_counts(chosen: Tensor, experts: int) -> Tensor:
+def count_choices_by_row(chosen: Tensor, experts: int) -> Tensor:
     """Return the RowCounts of rows whose tokens are all on this rank: chosen (rows, length, choices)."""
-    return RowSums().row_counts(chosen, torch.empty(chosen.shape[:2]), experts)
+    return RowSums().count_choices_by_row(chosen, torch.empty(chosen.shape[:2]), experts)
 
 
 @given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
@@ -37,7 +37,7 @@ def test_balance_adds_the_gradient_of_the_formula(
     chosen = probabilities.topk(choices).indices
     weights = torch.rand(rows, dtype=torch.float64)  # in float32 the reference would round its own products
     incoming = torch.randn_like(probabilities)
-    grad = compute_aux_loss_grad(row_counts(chosen, experts), weights, length)
+    grad = compute_aux_loss_grad(count_choices_by_row(chosen, experts), weights, length)
     actual = attach_loss_gradient(probabilities, (grad.unsqueeze(1) * probabilities).sum())
     assert torch.equal(actual, probabilities)
     loss = (probabilities * incoming).sum()
@@ -72,7 +72,7 @@ def test_balance_loss_evens_out_experts() -> None:
         optimizer.zero_grad()
         probabilities = (noise + bias).softmax(-1)
         chosen = probabilities.detach().topk(2).indices
-        grad = compute_aux_loss_grad(row_counts(chosen, 5), torch.ones(4), 64).unsqueeze(1)
+        grad = compute_aux_loss_grad(count_choices_by_row(chosen, 5), torch.ones(4), 64).unsqueeze(1)
         bias.grad = torch.autograd.grad(probabilities, bias, grad.expand(4, 64, 5))[0]
         optimizer.step()
         counts.append(chosen.flatten().bincount(minlength=5))

@@ -60,9 +60,9 @@ def works(executor: CircularExecutor, _rank: int) -> list[Work]:
     done: list[Work] = []
 
     class Watched(StagePasses):
-        def run(self, stage: int, microbatch: int, given: torch.Tensor) -> torch.Tensor:
+        def run_forward(self, stage: int, microbatch: int, given: torch.Tensor) -> torch.Tensor:
             done.append(("F", stage, microbatch))
-            return super().run(stage, microbatch, given)
+            return super().run_forward(stage, microbatch, given)
 
         def run_backward(self, stage: int, microbatch: int, grad: torch.Tensor) -> torch.Tensor | None:
             done.append(("B", stage, microbatch))

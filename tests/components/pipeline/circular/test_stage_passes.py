@@ -11,8 +11,8 @@ from drawloom.components.pipeline.circular.stage_passes import StagePasses
 class Shards:
     """Parameters of data-parallel ranks, gathered by stage and reduced by microbatch."""
 
-    by_block = False
-    by_microbatch = True
+    gathers_per_block = False
+    reduces_per_microbatch = True
 
 
 class Runner:
@@ -28,7 +28,7 @@ class Runner:
     def unshard(self) -> None:
         self.told.append("unshard")
 
-    def reduce_in_backward(self, is_last_in_step: bool) -> None:
+    def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         self.told.append(is_last_in_step)
 
     def forward(self, microbatch: int, inputs: Any, *_: Any) -> Any:
@@ -46,16 +46,16 @@ class Inputs:
     shared = batch = finish = None
 
 
-@pytest.mark.parametrize("by_microbatch", [False, True])
-def test_shards_are_gathered_first_and_reduced_with_the_last_backward(by_microbatch: bool) -> None:
+@pytest.mark.parametrize("reduces_per_microbatch", [False, True])
+def test_shards_are_gathered_first_and_reduced_with_the_last_backward(reduces_per_microbatch: bool) -> None:
     """A stage is gathered once, and its last backward pass reduces; earlier ones do so where shards want it."""
     runner: Any = Runner()
-    runner.shards.by_microbatch = by_microbatch
+    runner.shards.reduces_per_microbatch = reduces_per_microbatch
     inputs: Any = [Inputs(), Inputs()]
     passes = StagePasses({1: runner}, inputs, torch.zeros((), requires_grad=True))
     given = torch.ones(2, requires_grad=True)
     outputs = [passes.forward(1, number, given) for number in range(2)]
     torch.autograd.backward(torch.stack(outputs).sum())
     assert given.grad is not None and given.grad.tolist() == [6, 6]
-    first = [False] if by_microbatch else []
+    first = [False] if reduces_per_microbatch else []
     assert runner.told == ["unshard", "F0", "F1", *first, "B1", True, "B0"]

@@ -10,7 +10,7 @@ import pytest
 
 from drawloom.components.pipeline.program.lowering import (
     build_program_for_lowering,
-    check_ranks_have_equal_programs,
+    check_ranks_agree_on_program,
     insert_offload_actions,
     insert_shard_actions,
     lower_to_rank_program,
@@ -203,10 +203,10 @@ def test_ranks_with_other_programs_are_found() -> None:
     for rank_program in (program, other):
         kept: Any = Kept("")
         with suppress(UserError):
-            check_ranks_have_equal_programs(rank_program, 1, kept)
+            check_ranks_agree_on_program(rank_program, 1, kept)
     same, different = (Group(digest) for digest in digests)
     group: Any = same
-    check_ranks_have_equal_programs(program, 0, group)
+    check_ranks_agree_on_program(program, 0, group)
     group = different
     with pytest.raises(UserError, match="rank 1 of the pipeline has other actions than rank 0 expects of it"):
-        check_ranks_have_equal_programs(program, 0, group)
+        check_ranks_agree_on_program(program, 0, group)

@@ -188,11 +188,11 @@ def test_sums_start_at_zero_or_the_existing_gradient() -> None:
     sums.adopt_gradients([weight, unused])
     kept, weight.grad = weight.grad, None
     sums.attach_to_parameters()
-    sums.reset()
+    sums.restore_or_zero_sums()
     assert weight.grad is kept and not kept.any() and unused.grad is None
     weight.grad = torch.full((3,), 2.0)
     sums.attach_to_parameters()
-    sums.reset()
+    sums.restore_or_zero_sums()
     assert weight.grad is kept and kept.tolist() == [2.0] * 3
 
 

@@ -60,7 +60,7 @@ def test_transfers_of_a_run_leave_no_trace(tmp_path: Path) -> None:
 class NoWaits(DelayedTransfers):
     """Transfers that do not let computation wait."""
 
-    def wait(self, ticket: Any) -> None: ...
+    def make_computation_wait(self, ticket: Any) -> None: ...
 
 
 def test_passes_that_do_not_wait_are_noticed(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_memory_is_freed_and_views_stay_views() -> None:
     tensors.free_device_memory()
     assert tensors.byte_count > 0 and all(storage.expired() for storage in storages)
     tensors.reload()
-    tensors.wait()
+    tensors.wait_for_reload()
     assert all(map(torch.equal, torch.autograd.grad(output, [x, weight]), expected))
 
 

@@ -112,7 +112,7 @@ class SingleRank:
     def open_channels(self, hops: Any) -> dict[int, Any]:
         return {}
 
-    def memory(self) -> int:
+    def measure_peak_memory(self) -> int:
         return 0
 
 

@@ -70,7 +70,7 @@ def test_a_deadlock_has_no_simulation() -> None:
         simulate(parse_program("0: 0B0 0F0\n"), Costs())
 
 
-@pytest.mark.parametrize("sharding", [Sharding(), Sharding(gathered=True), Sharding(True, by_microbatch=True)])
+@pytest.mark.parametrize("sharding", [Sharding(), Sharding(gathered=True), Sharding(True, reduces_per_microbatch=True)])
 @pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_v", "dual_pipe_v"])
 def test_actions_on_shards_that_cost_nothing_change_no_time(name: str, sharding: Sharding) -> None:
     """Start and end of compute actions are unchanged by shards, and the shard actions exist."""
@@ -83,7 +83,7 @@ def test_actions_on_shards_that_cost_nothing_change_no_time(name: str, sharding:
     ops = [bar.action.op for bars in run.shard_bars for bar in bars]
     assert ops.count("REDUCE_GRAD") == program.stages and ops.count("UNSHARD") == program.stages * sharding.gathered
     whole = int(np.isin(program.op, (BACKWARD, BACKWARD_WEIGHT)).sum())
-    assert ops.count("REDUCE_SCATTER") >= (whole - program.stages) * sharding.by_microbatch
+    assert ops.count("REDUCE_SCATTER") >= (whole - program.stages) * sharding.reduces_per_microbatch
     assert not plain.shard_bars
 
 
@@ -98,7 +98,9 @@ def test_a_stage_is_gathered_before_its_first_forward_and_reduced_with_its_backw
         and slow.makespan == slow.longest_rank_span == 11
         and slow.ideal_makespan == 5
     )
-    split = simulate(parse_program("0: 0F0 0F1 0I0 0I1 0W0 0W1"), costs, sharding=Sharding(True, by_microbatch=True))
+    split = simulate(
+        parse_program("0: 0F0 0F1 0I0 0I1 0W0 0W1"), costs, sharding=Sharding(True, reduces_per_microbatch=True)
+    )
     assert times_of_rank(split)["0W0"] == (9, 11) and times_of_rank(split)["0REDUCE_SCATTER0"] == (11, 12)
     assert (
         times_of_rank(split)["0W1"] == (11, 13)

@@ -72,7 +72,7 @@ def test_a_second_row_shows_when_weights_are_gathered_and_gradients_reduced() ->
     """Shard actions are drawn below simultaneous actions, even if they take no time."""
     program = schedule("one_f_one_b").program(2, 2)
     costs = Costs(backward=2, unshard=1)
-    assert draw_text(simulate(program, costs, sharding=Sharding(True, by_microbatch=True))).splitlines() == [
+    assert draw_text(simulate(program, costs, sharding=Sharding(True, reduces_per_microbatch=True))).splitlines() == [
         "rank 0     F0 F1       B0---    B1---",
         "        U0             S0---    R0---",
         "rank 1        F0 B0--- F1 B1---",

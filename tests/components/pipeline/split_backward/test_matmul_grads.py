@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from drawloom.components.pipeline.split_backward.matmul_grads import defer_product_gradients, find_node_users
+from drawloom.components.pipeline.split_backward.matmul_grads import defer_and_return_other_leaves, find_node_users
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.recompute import Kept, unpack
@@ -46,7 +46,7 @@ def test_the_weight_gradient_of_a_matmul_is_deferred(name: str) -> None:
     expected = torch.autograd.grad(y, [x, w], grad)
     split = SplitBackward()
     y = PRODUCTS[name](x, w)
-    assert defer_product_gradients(find_node_users([y], [x]), Deferral())[0] == []
+    assert defer_and_return_other_leaves(find_node_users([y], [x]), Deferral())[0] == []
     y = PRODUCTS[name](x, w)
     input_grads = split.backward_input([y], [grad], [x])
     split.backward_weight()
@@ -69,7 +69,7 @@ OTHERS: dict[str, Use] = {
 def test_other_nodes_are_not_deferred(name: str) -> None:
     """Nodes other than a matmul with a weight, or with recomputed factors, are left to autograd."""
     x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
-    leaves, handles = defer_product_gradients(find_node_users([OTHERS[name](x, w)], [x]), Deferral())
+    leaves, handles = defer_and_return_other_leaves(find_node_users([OTHERS[name](x, w)], [x]), Deferral())
     assert leaves == [w]
     assert not handles
 
@@ -78,7 +78,7 @@ def test_complex_matmuls_are_not_deferred() -> None:
     """Products of complex numbers, whose gradients are conjugate, are left to autograd."""
     x = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
     w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-    assert defer_product_gradients(find_node_users([x @ w], [x]), Deferral())[0] == [w]
+    assert defer_and_return_other_leaves(find_node_users([x @ w], [x]), Deferral())[0] == [w]
 
 
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -127,7 +127,7 @@ def test_a_convolution_whose_bias_cannot_wait_is_not_deferred() -> None:
     layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5, requires_grad=True)
     assert layer.bias is not None
     layer.bias.register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]
-    leaves, handles = defer_product_gradients(find_node_users([layer(x)], [x]), Deferral())
+    leaves, handles = defer_and_return_other_leaves(find_node_users([layer(x)], [x]), Deferral())
     assert {*map(id, leaves)} == {*map(id, layer.parameters())}
     assert not handles
 
@@ -135,12 +135,14 @@ def test_a_convolution_whose_bias_cannot_wait_is_not_deferred() -> None:
 def test_the_bias_of_a_matmul_is_deferred_with_its_weight() -> None:
     """The first pass does not ask for the bias as a leaf, unless something else uses it, or it has a hook."""
     layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
-    assert defer_product_gradients(find_node_users([layer(x)], [x]), Deferral())[0] == []
-    assert [*map(id, defer_product_gradients(find_node_users([layer(x) * layer.bias], [x]), Deferral())[0])] == [
+    assert defer_and_return_other_leaves(find_node_users([layer(x)], [x]), Deferral())[0] == []
+    assert [*map(id, defer_and_return_other_leaves(find_node_users([layer(x) * layer.bias], [x]), Deferral())[0])] == [
         id(layer.bias)
     ]
     layer.bias.register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]
-    assert [*map(id, defer_product_gradients(find_node_users([layer(x)], [x]), Deferral())[0])] == [id(layer.bias)]
+    assert [*map(id, defer_and_return_other_leaves(find_node_users([layer(x)], [x]), Deferral())[0])] == [
+        id(layer.bias)
+    ]
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6, bias=False), nn.Conv1d(4, 4, 1, bias=False)])
@@ -153,7 +155,7 @@ def test_weights_that_autocast_casts_are_deferred(layer: nn.Module) -> None:
             return s.layer(s.layer(x).tanh())  # type: ignore[no-any-return]  # one cast in two places
 
     stage, inputs = Stage(forward, layer=layer), [torch.randn(2, 4, 6, dtype=torch.float32, requires_grad=True)]
-    assert defer_product_gradients(find_node_users(stage(*inputs), inputs), Deferral())[0] == []
+    assert defer_and_return_other_leaves(find_node_users(stage(*inputs), inputs), Deferral())[0] == []
     assert_same_grads(in_two(stage, inputs), in_one(stage, inputs))
 
 
@@ -162,7 +164,7 @@ def test_a_product_of_casts_of_weights_is_not_deferred() -> None:
     u, v = (nn.Parameter(torch.randn(4, 4, dtype=torch.float32)) for _ in range(2))
     x = torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=True)
     y = x + u.bfloat16() @ v.bfloat16().t()
-    assert {*map(id, defer_product_gradients(find_node_users([y], [x]), Deferral())[0])} == {id(u), id(v)}
+    assert {*map(id, defer_and_return_other_leaves(find_node_users([y], [x]), Deferral())[0])} == {id(u), id(v)}
 
 
 Hooked = Callable[[Tensor, Callable[[Any], Any]], Any]
