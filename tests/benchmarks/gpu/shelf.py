@@ -19,8 +19,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 GPUS = torch.cuda.device_count()
 STEPS = 6
-WITHOUT_EXTRAS = 'edit.trainer.phases.remove=["@checkpoint","@evaluate"]'
-"""The final checkpoint has some 100 GB, and writing it would take longer than the steps."""
+STEPS_ONLY = """
+unset = ["trainer.checkpointer"]
+
+[trainer]
+on_finish = []
+
+[edit.trainer.phases]
+remove = ["@checkpoint", "@evaluate"]
+"""
+"""Overlay without checkpoints, which have some 100 GB, and would take longer than the steps."""
 
 MODELS: dict[str, tuple[int, tuple[str, ...]]] = {
     "qwen3_0_6b": (1, ("batch.global_size=16",)),
@@ -46,6 +54,7 @@ def prepare_data(folder: Path) -> None:
     """Write a tokenizer and a token store with Python's standard library into a folder."""
     _train_tokenizer(folder / "tokenizer")
     source, tokenizer = str(Path(os.__file__).parent / "*.py"), str(folder / "tokenizer" / "tokenizer.json")
+    (folder / "steps_only.toml").write_text(STEPS_ONLY)
     _run_drawloom(folder, "tokenize", source, "--to", "store", "--tokenizer", tokenizer, "--end-token", "<end>")
 
 
@@ -70,9 +79,9 @@ def _run_drawloom(folder: Path, *words: str, ranks: int = 1) -> subprocess.Compl
 def train_recipe(folder: Path, name: str, words: Sequence[str], steps: int, ranks: int = 1) -> str:
     """Train a recipe on a prepared folder's data, and return loss, speed, and planned and measured figures."""
     run_folder = folder / f"run_{len(list(folder.glob('run_*')))}"
-    data = ("vars.data=store", "vars.tokenizer=tokenizer", 'tokenizer.end_token="<end>"', "validation.rows_used=8")
-    run = (f"run.folder={run_folder}", f"trainer.steps={steps}", "trainer.on_finish=[]", WITHOUT_EXTRAS)
-    done = _run_drawloom(folder, "run", name, *data, *words, *run, ranks=ranks)
+    data = ("vars.data=store", "vars.tokenizer=tokenizer", 'tokenizer.end_token="<end>"')
+    run = ("--overlay", "steps_only.toml", f"run.folder={run_folder}", f"trainer.steps={steps}")
+    done = _run_drawloom(folder, "run", name, *run, *data, *words, ranks=ranks)
     try:
         rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
         last = next(row for row in reversed(rows) if "loss" in row)
