@@ -1,5 +1,6 @@
 """Graphs as recipes: plain values, and the origin of every value."""
 
+import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
@@ -43,18 +44,20 @@ def serialize_node(graph: Graph, node: Node) -> dict[str, Any]:
 
 def _serialize_edge(graph: Graph, node: Node, name: str) -> Any:
     edge = node.edges[name]
-    targets = [_serialize_target(graph, target) for target in edge.targets]
+    # Only the place where an inline node is written has its table; other references name it.
+    own = re.compile(rf"{re.escape(node.name)}\.{re.escape(name)}(?![^.\[])")
+    targets = [
+        serialize_node(graph, graph.nodes[target])
+        if graph.nodes[target].owner and own.match(target) and target not in edge.targets[:number]
+        else f"@{target}"
+        for number, target in enumerate(edge.targets)
+    ]
     match node.spec.fields[name].kind:
         case "one" | "optional":
             return targets[0]
         case "mapping":
             return dict(zip(edge.keys, targets, strict=True))
     return targets
-
-
-def _serialize_target(graph: Graph, name: str) -> Any:
-    target = graph.nodes[name]
-    return serialize_node(graph, target) if target.owner else f"@{name}"
 
 
 def serialize_value(value: Any) -> Any:

@@ -2,7 +2,8 @@
 AdamW in Triton with running means of 8 bits: one launch for all weights with the same dtypes.
 
 A program decodes, updates and encodes blocks of 256 elements of a row, each with its own scale. The nearest code is
-found from the number's decade, and a comparison with the midpoints around it. Results are bitwise equal to the eager implementation.
+found from the number's decade, and a comparison with the midpoints around it. Results are bitwise equal to the eager
+implementation.
 """
 
 from functools import cache

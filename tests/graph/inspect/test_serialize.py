@@ -39,6 +39,15 @@ def test_inline_nodes_are_serialized_in_their_owner(shop: Shop) -> None:
     assert plain["trainer"]["named"] == {"home": "@page"}
 
 
+def test_an_inline_node_referenced_twice_is_written_once(shop: Shop) -> None:
+    """Its table is in its owner, and the other edge has its name, so the text still describes one node."""
+    graph = shop(IN_PLACE.replace('store = "@store"', 'store = "@page.store"'))
+    plain = serialize_graph(graph)
+    assert plain["page"]["store"]["use"] == "stores.memory"
+    assert plain["trainer"]["store"] == "@page.store"
+    assert sorted(flatten(plain)) == sorted(graph.nodes)
+
+
 def test_flattened_names_equal_the_names_in_the_graph(shop: Shop) -> None:
     """Flattened inline nodes have their names in the graph, and edges refer to these names."""
     graph = shop(IN_PLACE)
