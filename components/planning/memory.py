@@ -14,7 +14,8 @@ from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import describe_choice
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.memory_policy import MemoryChoice
-from drawloom.graph import ResolvedRecipe, UserError, above, component, setting
+from drawloom.graph import RecipeError, ResolvedRecipe, UserError, above, component, setting
+from drawloom.graph.inspect.serialize import nest_groups, serialize_nodes
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.node import NodeView
 
@@ -45,8 +46,17 @@ class PlannedMemory:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield a sentence for `explain`."""
-        yield "keeps, recomputes or offloads by stage, whichever a plan finds fastest; `drawloom plan` shows the choice"
+        """Yield the choice for this machine, or why it can't be made here."""
+        try:
+            planned = plan(Recipe.of(nest_groups(serialize_nodes(node.nodes))), load_local_device_model())
+        except (UserError, RecipeError) as error:
+            yield f"the choice can't be made here: {error}"
+            return
+        place = f"for {planned.ranks} rank{'s' * (planned.ranks > 1)} on {planned.device.name}"
+        if planned.fits:
+            yield f"{place}: {describe_choice(planned)}; `drawloom plan --device` plans for other devices"
+        else:
+            yield f"{place} nothing fits; `drawloom plan` lists settings that would"
 
     def choose(self) -> MemoryChoice:
         return self._choice
