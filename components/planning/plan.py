@@ -259,7 +259,9 @@ class Planner:
         stages = self.nodes.settings_of_node(self.nodes.stages_node)
         policies = program.recompute or (stages["recompute"],) * program.stages
         costs = self._record_stage_costs(views, program, rows, policies)
-        offloaded = frozenset(stage.index for view in views for stage in view.stages.local if stage.offload)
+        offloaded = program.offloaded.union(
+            stage.index for view in views for stage in view.stages.local if stage.offload
+        )
         return self._plan_stages(views, attrs.evolve(merge_split_backwards(program), offloaded=offloaded), rows, costs)
 
     def _plan_within_limits(self, program: Program, rows: int) -> Plan:

@@ -108,8 +108,9 @@ class Node:
 @attrs.frozen
 class NodeView:
     """
-    Argument of a component's `constraints`: settings, and views of the neighbours, but no built objects. `nodes` are all
-    nodes of the graph, by name.
+    Argument of a component's `constraints`: settings, and views of the neighbours, but no built objects.
+
+    `nodes` are all nodes of the graph, by name.
     """
 
     _node: Node

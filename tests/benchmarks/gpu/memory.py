@@ -50,7 +50,7 @@ class Case:
 
 
 CASES = {
-    "8B, float32 states on the host": Case("llama3_8b_one_gpu", (*LIMITS, "batch.global_size=16")),
+    "8B, float32 states on the host": Case("llama3_8b_one_gpu", (*LIMITS, "batch.global_size=8")),
     "8B, 8-bit states": Case(
         "llama3_8b_one_gpu",
         (*LIMITS, "batch.global_size=4", "optimizer.split_master_weights=false", 'optimizer.state_dtype="uint8"'),
@@ -59,7 +59,7 @@ CASES = {
         "llama3_8b", (*ONE_GPU, *WITHOUT_MASTERS, *OFFLOADED, "batch.global_size=4")
     ),
     "8B, LoRA on NF4": Case("llama3_8b", (*ONE_GPU, *QLORA, "batch.global_size=4", "batch.micro_size=2")),
-    "14B, bfloat16 states on the host": Case("qwen2_5_14b_one_gpu", (*LIMITS, "batch.global_size=8")),
+    "14B, bfloat16 states on the host": Case("qwen2_5_14b_one_gpu", (*LIMITS, "batch.global_size=4")),
     "30B-A3B, LoRA on NF4": Case("qwen3_30b_a3b_lora", ("batch.global_size=4",)),
 }
 
