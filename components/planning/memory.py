@@ -52,11 +52,11 @@ class PlannedMemory:
         except (UserError, RecipeError) as error:
             yield f"the choice can't be made here: {error}"
             return
-        place = f"for {planned.ranks} rank{'s' * (planned.ranks > 1)} on {planned.device.name}"
+        ranks = f"for {planned.ranks} rank{'s' * (planned.ranks > 1)} on {planned.device.name}"
         if planned.fits:
-            yield f"{place}: {describe_choice(planned)}; `drawloom plan --device` plans for other devices"
+            yield f"{ranks}: {describe_choice(planned)}; `drawloom plan --device` plans for other devices"
         else:
-            yield f"{place} nothing fits; `drawloom plan` lists settings that would"
+            yield f"{ranks} nothing fits; `drawloom plan` lists settings that would"
 
     def choose(self) -> MemoryChoice:
         return self._choice

@@ -72,7 +72,7 @@ class StagePolicies:
     Search for every stage's policy and every rank's optimizer state, for a program without merged costs.
 
     `costs` are the stages' costs by recompute policy. `count_bytes` returns a rank's bytes for a program and costs by
-    stage, with its state on the device, and `build_table` the seconds. `placements` are each rank's placements of its
+    stage, with its state on the device, and `build_table` the seconds. `placements` are the placements of every rank's
     state, the fastest first. A limit 0 means none.
     """
 

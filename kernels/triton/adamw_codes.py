@@ -240,7 +240,7 @@ def _guess_code(relative, SIGNED: tl.constexpr):
     # Codes divide a decade evenly; each decade has twice as many as the one before.
     count = tl.full(decade.shape, 1 if SIGNED else 2, tl.int32) << decade
     position = tl.maximum((leading - 0.1) * (1 / 0.9), 0.0) * count.to(tl.float32)
-    place = tl.minimum(position.to(tl.int32), count - 1) + count
+    rank = tl.minimum(position.to(tl.int32), count - 1) + count
     if SIGNED:
-        return tl.where(relative < 0, 127 - place, 127 + place)
-    return place - 1
+        return tl.where(relative < 0, 127 - rank, 127 + rank)
+    return rank - 1

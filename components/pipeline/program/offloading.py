@@ -17,7 +17,7 @@ import numpy as np
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING
 from drawloom.components.pipeline.program.lowering import list_offloaded_passes
 from drawloom.components.pipeline.program.partition import Fitted, ModelSlices
-from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_STAGES
+from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_STAGES, Floats
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.program import Action
 
@@ -26,7 +26,7 @@ def offload_until_fit(fitted: Fitted, slices: ModelSlices, copies: Sequence[floa
     """
     Return a program with the stages offloaded that make it fit into `limit`; its makespan is infinite if none do.
 
-    `copies` are the times to copy each slice's activations to host memory; recomputation is left out.
+    `copies` are the times to copy the slices' activations to host memory; recomputation is left out.
     """
     merged = attrs.evolve(slices.merge_into_stages(fitted.sizes), recomputed=())
     bounds = np.cumsum([0, *fitted.sizes])
@@ -56,9 +56,7 @@ def _list_subsets(actions: Sequence[Action]) -> Iterator[frozenset[int]]:
         yield from map(frozenset, combinations(stages, count))
 
 
-def _compute_peak(
-    actions: Sequence[Action], offloaded: Set[int], activations: Sequence[float], pending: Sequence[float]
-) -> float:
+def _compute_peak(actions: Sequence[Action], offloaded: Set[int], activations: Floats, pending: Floats) -> float:
     """Return a rank's peak activations on the device, by stages' activations and pending weight gradients."""
     moves: dict[int, float] = defaultdict(float)
     for start, end in list_offloaded_passes(actions, offloaded):

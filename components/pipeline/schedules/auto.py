@@ -154,8 +154,8 @@ class Auto:
     offload: float | Sequence[float] | None = setting(
         default=None,
         check=_describe_copies_fault,
-        doc="time to copy a slice's activations to host memory, for each slice or for all, or a rank's equal share "
-        "without slices; if left out, `[stages] offload` decides",
+        doc="time to copy a slice's activations to host memory, a number or a list; without slices, of a rank's "
+        "share; if left out, `[stages] offload` decides",
     )
     memory: float | None = setting(
         default=None,

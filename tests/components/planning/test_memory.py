@@ -9,6 +9,7 @@ import pytest
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning import memory
+from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.text import as_data, describe_choice, format_plan
 from drawloom.graph import UserError
@@ -111,7 +112,7 @@ def test_explain_has_the_choice_for_this_machine() -> None:
     """The note has the plan's sentence, or says that nothing fits."""
     limit = max(plan_small().peak_memory_bytes) - 1000
     recipe = Recipe.load("first_run", *SMALL).with_values(CHOSEN).with_values({"memory": {"limit": limit}})
-    planned = plan(recipe, memory.load_local_device_model())
+    planned = plan(recipe, load_local_device_model())
     assert f"for 1 rank on {planned.device.name}: {describe_choice(planned)}" in recipe.explain("memory")
     assert "nothing fits" in recipe.with_values({"memory": {"limit": 3e5}}).explain("memory")
 

@@ -96,7 +96,8 @@ def test_the_choice_is_the_fastest_that_fits(link: float, limit: int, host_limit
 
 def test_links_decide_between_offloading_and_recomputing() -> None:
     """A fast link offloads, a slow one recomputes, and memory to spare keeps everything."""
-    kept, nothing = ("none", "none"), (0.0, 0.0)
+    kept: tuple[Recompute, ...] = ("none", "none")
+    nothing = (0.0, 0.0)
     assert search(1e9, 10_000).choose() == MemoryChoice(kept, frozenset(), nothing)
     assert search(1e9, 700).choose() == MemoryChoice(kept, frozenset({1}), nothing)
     recomputed = MemoryChoice(("none", "selective"), frozenset(), nothing)
