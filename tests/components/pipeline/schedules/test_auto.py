@@ -214,7 +214,7 @@ def resident_peak(program: Program) -> int:
 @pytest.mark.parametrize("memory", [2.0, 3.0])
 @pytest.mark.parametrize("copy", [0.1, 2.0, 9.0])
 def test_no_published_schedule_that_fits_with_any_offloading_is_faster(memory: float, copy: float) -> None:
-    """Over a fast link it offloads if memory is short; no published schedule that fits is faster with any offloading."""
+    """Over a fast link it offloads if memory is short; no published schedule that fits is faster by any offloading."""
     settings: dict[str, Any] = {
         "slices": [1.0] * 4,
         "memory": memory,
