@@ -173,7 +173,7 @@ class TooLargeError(UserError):
         self.bytes = size
 
 
-DEVICE_FRACTION = 0.95
+DEVICE_FRACTION = 0.92
 """Fraction of a device's memory that a memory policy plans for; CUDA's context and fragmentation need the rest."""
 
 
