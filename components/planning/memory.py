@@ -28,15 +28,15 @@ class PlannedMemory:
     The fastest planned memory use within limits, chosen before the run allocates.
 
     For each stage it chooses among keeping activations, recomputing them (activation checkpointing), and offloading
-    them to host memory; and where the optimizer's state is, if the optimizer can stream it. Rates are the device
-    model's. `drawloom plan` shows the choice and its cost.
+    them to host memory; and for each rank, how much of the optimizer's state is in host memory, if the optimizer can
+    stream it. Rates are the device model's. `drawloom plan` shows the choice and its cost.
     """
 
     recipe: ResolvedRecipe
     device: Device
     processes: Processes
     limit: float | None = setting(
-        default=None, check=above(0), doc="bytes that a rank may use on its device; default: the device's memory"
+        default=None, check=above(0), doc="bytes that a rank may use on its device; default: 92 % of its memory"
     )
     host_limit: float | None = setting(
         default=None,
