@@ -48,7 +48,7 @@ class ChoiceData:
 
     recompute: Sequence[str] = output("recompute policy by stage")
     offloaded: Sequence[int] = output("stages whose activations wait in host memory")
-    states: str = output("memory for the optimizer's state: device or host")
+    host_states: Sequence[float] = output("fraction of the optimizer's state in host memory, by pipeline rank")
 
 
 @output_class

@@ -426,7 +426,7 @@ def _simulate_and_summarize(
         if sharding is None and {"unshard", "reduce"} & options.costs.keys():
             sharding = Sharding("unshard" in options.costs)  # without a recipe, parameters are gathered once per step
         if "offload" in options.costs:
-            program = attrs.evolve(program, offloaded=frozenset(range(program.stages)))
+            program = attrs.evolve(program, offloaded=program.offloaded or frozenset(range(program.stages)))
     try:
         costs = source.stage_costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
     except UserError as error:

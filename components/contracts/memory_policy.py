@@ -5,9 +5,14 @@ from drawloom.graph.testing import expect
 
 
 def the_choice_is_made_once_and_names_known_stages(policy: MemoryPolicy) -> None:
-    """Every stage has a policy, offloaded stages are among them, and a second call returns the same."""
+    """
+    Every stage has a policy, offloaded stages are among them, fractions are from 0 to 1, and a second call returns the
+    same.
+    """
     choice = policy.choose()
     stages = set(range(len(choice.recompute)))
     expect(stages, "there are no stages")
     expect(choice.offloaded <= stages, f"stages {sorted(choice.offloaded - stages)} are offloaded and do not exist")
+    expect(choice.host_states, "there are no ranks")
+    expect(all(0 <= part <= 1 for part in choice.host_states), f"fractions of the state are {choice.host_states}")
     expect(policy.choose() == choice, "the same question has two answers")

@@ -29,7 +29,7 @@ from drawloom.components.optim.streamed_states import (
 )
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind, Transfers
-from drawloom.components.ports.memory_policy import MemoryPolicy, StateLocation
+from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, get_or_create_gradient
@@ -65,8 +65,8 @@ class StochasticAdamW:
 
     Norms and biases do not decay. One launch updates all weights; groups with their own learning rate or betas take one
     more launch each. With `amsgrad`, the largest mean of squares is the maximum over the rounded means. With `states =
-    "host"`, the state is in host memory (optimizer offload), and is streamed to the GPU and back in every step; weights
-    and state have the same bits as with the state on the device.
+    "host"`, the state is in host memory (optimizer offload), and is streamed to the GPU and back in every step; with
+    `memory`, as much of it as a plan chooses. Weights and state have the same bits as with the state on the device.
 
     The noise depends on the run's seed, the parameter's name, the element's index in the parameter and the step number.
     It is the same for any rank layout, and resuming is bit-exact.
@@ -104,7 +104,7 @@ class StochasticAdamW:
         doc="keep float32 master weights: a bfloat16 weight has their upper half, and the state 16 bits more; weights "
         "are then rounded to the nearest",
     )
-    states: StateLocation = setting(
+    states: Literal["device", "host"] = setting(
         default="device",
         impact="safe",
         doc="memory for the state: the device's, or pinned memory of the host, which takes time to stream",
@@ -151,10 +151,11 @@ class StochasticAdamW:
     def open(self) -> None:
         """Create all parameters' optimizer state, filled with zeros."""
         slices, named = self.parameters.slices(), self.parameters.named_parameters()
-        if self._location == "host":
+        on_host = self._choose_host_parameters()
+        if on_host:
             self._transfers = self.open_transfers(self.device.device)
         self.state_slices()  # raises an error for slices that cut blocks
-        state = self._allocate_state(dict(named))
+        state = self._allocate_state(dict(named), on_host)
         groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
         for name, parameter in named:
@@ -168,12 +169,16 @@ class StochasticAdamW:
                 stride=stride,
                 **state[name],
             )
-        kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
+        streamed_parameters = {parameter for name, parameter in named if name in on_host}
+        kinds: dict[tuple[bool, float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in groups:
-            kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
-        implementation, states = self._make_stepper_factory(), self._states_by_parameter()
-        for (lr_multiplier, betas), parts in kinds.items():
-            stepper = implementation([states[part] for part in parts], self.maximize)
+            for part in group["params"]:
+                kind = part in streamed_parameters, group["lr_multiplier"], group.get("betas", self.betas)
+                kinds.setdefault(kind, []).append(part)
+        resident, states = self._choose_stepper(), self._states_by_parameter()
+        streamed = self._make_streamed_stepper(resident, on_host)
+        for (is_streamed, lr_multiplier, betas), parts in kinds.items():
+            stepper = (streamed if is_streamed else resident)([states[part] for part in parts], self.maximize)
             self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
 
     def run_phase(self, step: Step) -> None:
@@ -223,33 +228,34 @@ class StochasticAdamW:
         scales = (compute_scales_shape(shape), torch.float32)
         return specs | {"exp_avg_scale": scales, "exp_avg_sq_scale": scales}
 
-    def _allocate_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
+    def _allocate_state(
+        self, parameters: Mapping[str, nn.Parameter], on_host: Sequence[str]
+    ) -> dict[str, dict[str, Tensor]]:
         """Return zeros by parameter and by ParamState's fields, on the device or in host memory."""
         specs = {name: self._compute_state_shapes(parameter) for name, parameter in parameters.items()}
-        if self._transfers is not None:
-            state = allocate_state_in_host_memory(self._transfers, specs)
-        else:
-            state = {
-                name: {
-                    field: torch.zeros(shape, dtype=dtype, device=parameter.device)
-                    for field, (shape, dtype) in specs[name].items()
-                }
-                for name, parameter in parameters.items()
+        state = {
+            name: {
+                field: torch.zeros(shape, dtype=dtype, device=parameter.device)
+                for field, (shape, dtype) in specs[name].items()
             }
+            for name, parameter in parameters.items()
+            if name not in on_host
+        }
+        if self._transfers is not None:
+            state |= allocate_state_in_host_memory(self._transfers, {name: specs[name] for name in on_host})
         for fields in state.values():
             if "exp_avg_scale" in fields:
                 fields["exp_avg"].fill_(ZERO_CODE)
         return state
 
-    def _make_stepper_factory(self) -> Any:
-        """Return a function from ParamStates to a stepper; with state in host memory, the stepper streams it."""
-        implementation = self._choose_stepper()
+    def _make_streamed_stepper(self, implementation: Any, on_host: Sequence[str]) -> Any:
+        """Return a function from ParamStates to a stepper that streams them; None without state in host memory."""
         if self._transfers is None:
-            return implementation
+            return None
         total = sum(
             round_up_to_alignment(tensor.nbytes)
-            for param in self._params.values()
-            for tensor in list_state_tensors(param).values()
+            for name in on_host
+            for tensor in list_state_tensors(self._params[name]).values()
         )
         slots = Slots(self._transfers, self.device.device, min(self.slot_bytes, total))
         slots.allocate_slots()
@@ -272,21 +278,33 @@ class StochasticAdamW:
         return self._steps
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of the state on the device: of all of it, or of the slots."""
-        size = self._count_state_bytes()
-        return {"optimizer_state": size if self._location == "device" else SLOTS * min(self.slot_bytes, size)}
+        """Return the bytes of the state on the device, with the slots for a state in host memory."""
+        sizes, host = self._count_state_bytes(), self.host_bytes()
+        return {"optimizer_state": sum(sizes.values()) - host + SLOTS * min(self.slot_bytes, host)}
 
-    @property
-    def _location(self) -> StateLocation:
-        """The memory for the state, as a memory policy or the setting chooses."""
-        return self.states if self.memory is None else self.memory.choose().states
+    def _choose_host_parameters(self) -> list[str]:
+        """Return the parameters whose state is in host memory: the first ones, as many as policy or setting choose."""
+        fraction = float(self.states == "host")
+        if self.memory is not None:
+            fraction = self.memory.choose().host_states[self.mesh.indices.pipeline]
+        sizes, names, moved = self._count_state_bytes(), list[str](), 0
+        least = fraction * sum(sizes.values())
+        for name, size in sizes.items():
+            if moved < least:
+                names.append(name)
+                moved += size
+        return names
 
     def host_bytes(self) -> int:
-        return self._count_state_bytes() if self._location == "host" else 0
+        sizes = self._count_state_bytes()
+        return sum(sizes[name] for name in self._choose_host_parameters())
 
-    def _count_state_bytes(self) -> int:
-        specs = [self._compute_state_shapes(parameter).values() for _, parameter in self.parameters.named_parameters()]
-        return sum(prod(shape) * dtype.itemsize for named in specs for shape, dtype in named)
+    def _count_state_bytes(self) -> dict[str, int]:
+        """Return the bytes of the state by parameter."""
+        return {
+            name: sum(prod(shape) * dtype.itemsize for shape, dtype in self._compute_state_shapes(parameter).values())
+            for name, parameter in self.parameters.named_parameters()
+        }
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         slices = dict(self.parameters.slices())

@@ -113,8 +113,7 @@ class ProgramExecutor:
 
     def close(self) -> None:
         """Release host memory for activations."""
-        if self._offloads is not None:
-            self._offloads.transfers.close()
+        self._offloads.transfers.close()
 
     @property
     def _stage_to_rank(self) -> tuple[int, ...]:
@@ -320,10 +319,8 @@ class ProgramExecutor:
         return Captures.create_on_gpu(self.device.device, self.objective) if captured else None
 
     @cached_property
-    def _offloads(self) -> Offloads | None:
-        """Return host memory for activations if a stage offloads them."""
-        if not any(stage.offload for stage in self.stages.local):
-            return None
+    def _offloads(self) -> Offloads:
+        """Return host memory for activations; it is allocated when a stage offloads them."""
         return Offloads(self.open_transfers(self.device.device))
 
     @cached_property
@@ -344,13 +341,17 @@ class ProgramExecutor:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = build_program_for_lowering(self.schedule, rank, ranks, microbatches)
             check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
-            offloaded = frozenset(stage.index for stage in self.stages.local if stage.offload)
-            actions = self._lower_to_actions(attrs.evolve(program, offloaded=offloaded), self.stages.local)
             policies = program.recompute
             local = [
-                attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
+                attrs.evolve(
+                    stage,
+                    recompute=policies[stage.index] if policies else stage.recompute,
+                    offload=stage.offload or stage.index in program.offloaded,
+                )
                 for stage in self.stages.local
             ]
+            offloaded = frozenset(stage.index for stage in local if stage.offload)
+            actions = self._lower_to_actions(attrs.evolve(program, offloaded=offloaded), local)
             self._training[microbatches] = _Training(actions, find_stages_with_split_backward(actions), local)
         return self._training[microbatches]
 
@@ -445,9 +446,10 @@ def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
     if stages.settings.get("capture"):
         text = "CUDA graphs for passes share memory, so two passes can't run at the same time"
         yield executor.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
-    if stages.settings.get("offload"):
+    schedule = executor.neighbour("schedule")
+    if stages.settings.get("offload") or (schedule and schedule.settings.get("offload") is not None):
         text = "offloaded activations would be freed on another stream than they were allocated on"
-        yield executor.problem("streams", text, f"write streams = false, or offload = false in [{stages.name}]")
+        yield executor.problem("streams", text, "write streams = false, or offload nothing")
     if (device := executor.neighbour("device")) and device.settings.get("kind") == "cpu":
         yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
 

@@ -17,6 +17,7 @@ from drawloom.components.distributed.device_model import (
     find_gpu_model,
     get_matmul_dtype_key,
 )
+from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.components.storage.durable_files import replace_file
@@ -125,7 +126,7 @@ def measure_and_save_calibration(device: torch.device, sizes: Sizes | None = Non
 
 
 def _measure_calibration_lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
-    """Yield the calibration as TOML; values that are not measured, such as links, come from the table."""
+    """Yield the calibration as TOML; values that are not measured, such as links between devices, are the table's."""
     known = find_gpu_model(torch.cuda.get_device_name(device)) if device.type == "cuda" else find_device_model("cpu")
     known = known or find_device_model("a100")
     wide, *others = _dtypes_to_measure(device)
@@ -142,6 +143,7 @@ def _measure_calibration_lines(device: torch.device, sizes: Sizes, seconds: floa
     yield f"bandwidth = {speeds.bandwidth / 1e9:.6g}"
     yield f"link = {known.link / 1e9:.6g}"
     yield f"network = {known.network / 1e9:.6g}"
+    yield f"host_link = {_measure_host_link(device, sizes.vector // 2, seconds) / 1e9:.6g}"
     launch, host = _measure_launch_seconds(device, seconds)
     yield "\n[reached]"
     yield "products = 1.0"
@@ -231,6 +233,22 @@ def _measure_alternating_seconds(runs: Sequence[Callable[[], object]], seconds: 
         statistics.mean(marks[index].elapsed_time(marks[index + 1]) for marks in later) / 1e3
         for index in range(len(runs))
     ]
+
+
+def _measure_host_link(device: torch.device, size: int, seconds: float) -> float:
+    """Return bytes/s in each direction, for copies of this size to host memory and back at once."""
+    transfers = DeviceTransfers(device)
+    arriving, leaving = (transfers.allocate(size) for _ in range(2))
+    on_device = torch.zeros(2, size, dtype=torch.uint8, device=device)
+
+    def copy_in_both_directions() -> None:
+        transfers.copy_to_device([(on_device[0], arriving)])
+        transfers.copy_to_host([(leaving, on_device[1])])
+        transfers.synchronize()
+
+    rate = size / _measure_seconds_per_call(device, copy_in_both_directions, seconds, 1)
+    transfers.close()
+    return rate
 
 
 def _count_product_flops(sizes: Sizes) -> float:

@@ -82,7 +82,8 @@ class Units:
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return the costs of a rank instead of slices; the schedule divides them evenly among its stages."""
-        return {name: getattr(self.given, name) for name in ("forward", "backward_input", "backward_weight", "comm")}
+        names = ["forward", "backward_input", "backward_weight", "comm", *["offload"] * bool(self.given.offload)]
+        return {name: getattr(self.given, name) for name in names}
 
 
 @attrs.frozen(eq=False)
@@ -187,7 +188,8 @@ class Planned:
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """
-        Return one slice per layer in seconds, with recompute policies unless the recipe already recomputes.
+        Return one slice per layer in seconds, unless the recipe recomputes with recompute policies and copies to host
+        memory.
 
         If the device's memory is known, slices have bytes too, and the memory limit is the device's free memory or
         MAX_ACTIVATIONS, whichever is smaller.
@@ -219,6 +221,8 @@ class Planned:
                     }
                     plans.append(self._plan_with_partition(ranks, 1, partition_evenly(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
+                if nodes.may_offload:
+                    settings["offload"] = _round_to_nanoseconds(by_layer.table.offload_by_stage)
             used = max(_sum_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used
             settings["activations"] = activations.tolist()

@@ -14,7 +14,8 @@ from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import describe_choice
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.memory_policy import MemoryChoice
-from drawloom.graph import ResolvedRecipe, UserError, above, component, setting
+from drawloom.graph import RecipeError, ResolvedRecipe, UserError, above, component, setting
+from drawloom.graph.inspect.serialize import nest_groups, serialize_nodes
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.node import NodeView
 
@@ -27,15 +28,15 @@ class PlannedMemory:
     The fastest planned memory use within limits, chosen before the run allocates.
 
     For each stage it chooses among keeping activations, recomputing them (activation checkpointing), and offloading
-    them to host memory; and where the optimizer's state is, if the optimizer can stream it. Rates are the device
-    model's. `drawloom plan` shows the choice and its cost.
+    them to host memory; and for each rank, how much of the optimizer's state is in host memory, if the optimizer can
+    stream it. Rates are the device model's. `drawloom plan` shows the choice and its cost.
     """
 
     recipe: ResolvedRecipe
     device: Device
     processes: Processes
     limit: float | None = setting(
-        default=None, check=above(0), doc="bytes that a rank may use on its device; default: the device's memory"
+        default=None, check=above(0), doc="bytes that a rank may use on its device; default: 92 % of its memory"
     )
     host_limit: float | None = setting(
         default=None,
@@ -45,8 +46,17 @@ class PlannedMemory:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield a sentence for `explain`."""
-        yield "keeps, recomputes or offloads by stage, whichever a plan finds fastest; `drawloom plan` shows the choice"
+        """Yield the choice for this machine, or why it can't be made here."""
+        try:
+            planned = plan(Recipe.of(nest_groups(serialize_nodes(node.nodes))), load_local_device_model())
+        except (UserError, RecipeError) as error:
+            yield f"the choice can't be made here: {error}"
+            return
+        ranks = f"for {planned.ranks} rank{'s' * (planned.ranks > 1)} on {planned.device.name}"
+        if planned.fits:
+            yield f"{ranks}: {describe_choice(planned)}; `drawloom plan --device` plans for other devices"
+        else:
+            yield f"{ranks} nothing fits; `drawloom plan` lists settings that would"
 
     def choose(self) -> MemoryChoice:
         return self._choice

@@ -1,10 +1,13 @@
 """
-Choice among keeping, recomputing and offloading activations, by stage: the fastest within a rank's memory.
+Choice among keeping, recomputing and offloading activations by stage, and of the optimizer's state in host memory: the
+fastest within a rank's memory.
 
-Recomputation and offloading must be chosen together, because recomputation shrinks transfers too. Both leave other
-ranks' memory unchanged, so the choice is made rank by rank, as in `pipeline/program/recomputation.py`: among all
-choices within both limits, for device and host, the fastest for the rank alone. Waits for the link
-are simulated. Planners that choose both: Mist (Zhu et al. 2025, arXiv 2503.19050) and OptPipe (arXiv 2510.05186).
+All are chosen together: recomputation shrinks transfers, and the less activations take, the more state stays on the
+device. They leave other ranks' memory unchanged, so the choice is made rank by rank, as in
+`pipeline/program/recomputation.py`: among all choices within both limits, for device and host, the fastest for the rank
+alone. Waits for the link are simulated. Planners that choose recomputation and offloading: Mist (Zhu et al. 2025,
+arXiv 2503.19050) and OptPipe (arXiv 2510.05186); a fraction of the state: Deep Optimizer States (Maurya et al. 2024,
+arXiv 2410.21316).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +21,15 @@ from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_S
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
 
 POLICIES: tuple[Recompute, ...] = ("none", "selective", *sorted(set(ONE_OF) - {1}, reverse=True), "blocks")
 """Recompute policies from the least recomputation to the most."""
+
+HOST_FRACTIONS = tuple(part / 16 for part in range(17))
+"""Fractions of the optimizer's state in host memory among which a rank chooses."""
 
 Costs = Mapping[int, StageCosts]
 
@@ -35,52 +42,87 @@ class RankBytes:
     host: int
 
 
+@attrs.frozen
+class StatePlacement:
+    """
+    A rank's optimizer state with this fraction of it in host memory.
+
+    `saved` are the bytes on the device that it takes less than a state on the device, `host` its bytes in host memory,
+    and `seconds` the time for an update.
+    """
+
+    host_fraction: float
+    saved: int
+    host: int
+    seconds: float
+
+
+@attrs.frozen
+class _RankChoice:
+    """A rank's recompute policies by stage, its offloaded stages, and its state's fraction in host memory."""
+
+    policies: Mapping[int, Recompute]
+    offloaded: frozenset[int]
+    host_fraction: float
+
+
 @attrs.frozen(eq=False)
 class StagePolicies:
     """
-    Search for every stage's policy, for a program without merged costs.
+    Search for every stage's policy and every rank's optimizer state, for a program without merged costs.
 
     `costs` are the stages' costs by recompute policy. `count_bytes` returns a rank's bytes for a program and costs by
-    stage, and `build_table` the seconds. A limit 0 means none.
+    stage, with its state on the device, and `build_table` the seconds. `placements` are the placements of every rank's
+    state, the fastest first. A limit 0 means none.
     """
 
     program: Program
     costs: Mapping[Recompute, Costs]
     build_table: Callable[[Costs], CostTable]
     count_bytes: Callable[[int, Program, Costs], RankBytes]
+    placements: Sequence[Sequence[StatePlacement]]
     limit: int
     host_limit: int
     may_offload: bool
 
-    def choose(self) -> tuple[tuple[Recompute, ...], frozenset[int]]:
-        """
-        Return the recompute policies by stage, and the offloaded stages.
-
-        If nothing fits on a rank, it has the choice with the least device memory.
-        """
+    def choose(self) -> MemoryChoice:
+        """Return the choice; if nothing fits on a rank, it has the choice with the least device memory."""
         chosen = [self._choose_for_rank(rank) for rank in range(self.program.ranks)]
-        recompute = {stage: policy for policies, _ in chosen for stage, policy in policies.items()}
-        offloaded = frozenset[int]().union(*(stages for _, stages in chosen))
-        return tuple(recompute[stage] for stage in range(self.program.stages)), offloaded
+        recompute = {stage: policy for choice in chosen for stage, policy in choice.policies.items()}
+        return MemoryChoice(
+            tuple(recompute[stage] for stage in range(self.program.stages)),
+            frozenset[int]().union(*(choice.offloaded for choice in chosen)),
+            tuple(choice.host_fraction for choice in chosen),
+        )
 
-    def _choose_for_rank(self, rank: int) -> tuple[Mapping[int, Recompute], frozenset[int]]:
+    def _choose_for_rank(self, rank: int) -> _RankChoice:
         """Return the fastest fitting choice for a rank, or the smallest."""
         alone = self.program.select_actions(self.program.rank_by_action == rank)
         stages = np.unique(alone.stage).tolist()
-        best: tuple[Mapping[int, Recompute], frozenset[int]] | None = None
-        best_seconds, smallest = np.inf, (np.inf, np.inf)
+        best = _RankChoice(dict.fromkeys(stages, "none"), frozenset(), 0.0)  # for a rank without stages
+        best_seconds, smallest, update = np.inf, (np.inf, np.inf), self.placements[rank][0].seconds
         for busy, offloaded, policies, table in sorted(self._list_choices(alone, stages), key=lambda item: item[0]):
-            if busy >= best_seconds:
+            if busy + update >= best_seconds:
                 break  # waits for the link only add to the busy time
             program = attrs.evolve(self.program, offloaded=offloaded)
             needed = self.count_bytes(rank, program, self._select_costs(policies))
-            fits = _is_within(needed.device, self.limit) and _is_within(needed.host, self.host_limit)
-            seconds = simulate(attrs.evolve(alone, offloaded=offloaded), table).makespan if offloaded else busy
+            placement = self._place_state(rank, needed)
+            device = needed.device - placement.saved
+            fits = _is_within(device, self.limit) and _is_within(needed.host + placement.host, self.host_limit)
+            passes = simulate(attrs.evolve(alone, offloaded=offloaded), table).makespan if offloaded else busy
+            seconds, choice = passes + placement.seconds, _RankChoice(policies, offloaded, placement.host_fraction)
             if fits and seconds < best_seconds:
-                best, best_seconds = (policies, offloaded), seconds
-            elif best_seconds == np.inf and (needed.device, seconds) < smallest:
-                best, smallest = (policies, offloaded), (needed.device, seconds)
-        return best or (dict.fromkeys(stages, "none"), frozenset())  # a rank without stages
+                best, best_seconds = choice, seconds
+            elif best_seconds == np.inf and (device, seconds) < smallest:
+                best, smallest = choice, (device, seconds)
+        return best
+
+    def _place_state(self, rank: int, needed: RankBytes) -> StatePlacement:
+        """Return the fastest placement with which a rank fits, or the smallest for which the host has room."""
+        placements = self.placements[rank]
+        possible = [item for item in placements if _is_within(needed.host + item.host, self.host_limit)]
+        fitting = (item for item in possible if _is_within(needed.device - item.saved, self.limit))
+        return next(fitting, None) or max(possible or placements[:1], key=lambda item: item.saved)
 
     def _list_choices(
         self, alone: Program, stages: Sequence[int]

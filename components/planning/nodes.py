@@ -13,7 +13,7 @@ from drawloom.components.ports.data import Collator, PackedDataset, WritesBatche
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.memory import HostMemoryUser, MemoryUser
-from drawloom.components.ports.memory_policy import MemoryPolicy, StateLocation
+from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows
@@ -133,10 +133,10 @@ class Nodes:
         return self._find_used_nodes(MemoryPolicy)
 
     @property
-    def state_locations(self) -> tuple[StateLocation, ...]:
-        """Return a policy's options for optimizer state."""
+    def may_stream_states(self) -> bool:
+        """Return whether an optimizer lets the memory policy choose where its state is."""
         users = {user for name in self.memory_policy_nodes for user, _ in self.graph.list_incoming_edges(name)}
-        return ("device", "host") if users & {*self.streaming_optimizer_nodes} else ("device",)
+        return bool(users & {*self.streaming_optimizer_nodes})
 
     @property
     def streaming_optimizer_nodes(self) -> list[str]:

@@ -16,7 +16,13 @@ from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
-from drawloom.components.planning.memory_choice import POLICIES, RankBytes, StagePolicies
+from drawloom.components.planning.memory_choice import (
+    HOST_FRACTIONS,
+    POLICIES,
+    RankBytes,
+    StagePolicies,
+    StatePlacement,
+)
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import Elements, RankView, link_bandwidth
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
@@ -24,7 +30,7 @@ from drawloom.components.planning.step_time import StepTime, build_cost_table, e
 from drawloom.components.planning.timeline import Peak, peak_host_bytes_of, peak_of
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
 from drawloom.components.ports.memory import HostMemoryUser, memory_by_kind
-from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy, StateLocation
+from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
 from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
@@ -167,7 +173,11 @@ class TooLargeError(UserError):
         self.bytes = size
 
 
-@attrs.frozen
+DEVICE_FRACTION = 0.92
+"""Fraction of a device's memory that a memory policy plans for; CUDA's context and fragmentation need the rest."""
+
+
+@attrs.define
 class FixedMemory:
     """Memory policy with a given choice."""
 
@@ -210,7 +220,7 @@ def open_planner(
         nodes.mesh_node: mesh,
         **dict.fromkeys(nodes.device_nodes, PlannedDevice(torch.device(kind))),
         # The planner makes the choice itself, and each rank's view has its own.
-        **dict.fromkeys(nodes.memory_policy_nodes, FixedMemory(MemoryChoice.keep_all(0, "device"))),
+        **dict.fromkeys(nodes.memory_policy_nodes, FixedMemory(MemoryChoice.keep_all(0, 0))),
     }
     replacements |= dict.fromkeys(nodes.tokenizer_nodes_to_omit)
     if schedule is not None:
@@ -245,43 +255,31 @@ class Planner:
         if self.nodes.memory_policy_nodes:
             return self._plan_within_limits(program, rows)
         views = self._build_rank_views(program)
+        self._check_persistent_bytes(views)
         stages = self.nodes.settings_of_node(self.nodes.stages_node)
         policies = program.recompute or (stages["recompute"],) * program.stages
         costs = self._record_stage_costs(views, program, rows, policies)
-        offloaded = frozenset(stage.index for view in views for stage in view.stages.local if stage.offload)
+        offloaded = program.offloaded.union(
+            stage.index for view in views for stage in view.stages.local if stage.offload
+        )
         return self._plan_stages(views, attrs.evolve(merge_split_backwards(program), offloaded=offloaded), rows, costs)
 
     def _plan_within_limits(self, program: Program, rows: int) -> Plan:
-        """Plan all memories for optimizer state, and return the fastest fitting plan, or the smallest."""
+        """Plan the fastest fitting choice of recomputation, offloading and memory for the state, or the smallest."""
         limits = self.nodes.settings_of_node(self.nodes.find_only_node(MemoryPolicy))
-        memory = min(filter(None, (limits["limit"], self.device.memory)), default=0)
-        device = self.device
-        self.device = attrs.evolve(
-            device, memory=int(memory), host_memory=int(limits["host_limit"] or device.host_memory)
-        )
-        plans, too_large = list[Plan](), list[TooLargeError]()
-        for states in self.nodes.state_locations:
-            try:
-                plans.append(self._plan_policies(program, rows, states))
-            except TooLargeError as error:
-                too_large.append(error)
-        if not plans:
-            raise min(too_large, key=lambda error: error.bytes)
-        # The state on the device comes first, and wins if nothing is faster.
-        fitting = [planned for planned in plans if planned.fits]
-        best = min(fitting, key=lambda planned: planned.time.seconds, default=None)
-        best = best or min(plans, key=lambda planned: max(planned.peak_memory_bytes))
-        kept = min(planned.kept_seconds or math.inf for planned in plans)
-        return attrs.evolve(best, kept_seconds=kept)
-
-    def _plan_policies(self, program: Program, rows: int, states: StateLocation) -> Plan:
-        """Plan every stage's best recomputation and offloading, with the optimizer's state in this memory."""
-        views = self._build_rank_views(program, states)
-        merged, keeps_all = merge_split_backwards(program), MemoryChoice.keep_all(program.stages, states)
+        memory = min(limits["limit"] or DEVICE_FRACTION * self.device.memory, self.device.memory or math.inf)
+        host_memory = int(limits["host_limit"] or self.device.host_memory)
+        self.device = attrs.evolve(self.device, memory=int(memory), host_memory=host_memory)
+        views = self._build_rank_views(program)
+        places = [self._place_states(view) for view in views]
+        self._check_persistent_bytes([view for placed in places for view, _ in placed[-1:]])
+        merged = merge_split_backwards(program)
+        keeps_all = MemoryChoice.keep_all(program.stages, program.ranks)
         kept_costs = self._record_stage_costs(views, program, rows, keeps_all.recompute)
         kept = self._plan_stages(views, merged, rows, kept_costs)
+        kept = attrs.evolve(kept, choice=keeps_all, kept_seconds=kept.time.seconds)
         if kept.fits:
-            return attrs.evolve(kept, choice=keeps_all, kept_seconds=kept.time.seconds)
+            return kept
         compiled = self.nodes.settings_of_node(self.nodes.stages_node).get("compile")
         costs_by_policy: dict[Recompute, Mapping[int, StageCosts]] = {"none": kept_costs}
         for policy in POLICIES[1:]:
@@ -294,19 +292,46 @@ class Planner:
             memory = self._estimate_rank_memory(views[rank], rank, whole, costs)
             return RankBytes(memory.peak_bytes, memory.host)
 
-        chosen_policies, offloaded = StagePolicies(
+        choice = StagePolicies(
             program=merged,
             costs=costs_by_policy,
             build_table=lambda costs: self._build_cost_table(views, costs),
             count_bytes=count_bytes,
+            placements=[[placement for _, placement in placed] for placed in places],
             limit=self.device.memory,
             host_limit=self.device.host_memory,
             may_offload=self.nodes.may_offload,
         ).choose()
-        costs = {stage: costs_by_policy[policy][stage] for stage, policy in enumerate(chosen_policies)}
-        chosen = self._plan_stages(views, attrs.evolve(merged, offloaded=offloaded), rows, costs)
-        choice = MemoryChoice(chosen_policies, offloaded, states)
+        costs = {stage: costs_by_policy[policy][stage] for stage, policy in enumerate(choice.recompute)}
+        chosen_views = [
+            next(view for view, placement in placed if placement.host_fraction == fraction)
+            for placed, fraction in zip(places, choice.host_states, strict=True)
+        ]
+        chosen = self._plan_stages(chosen_views, attrs.evolve(merged, offloaded=choice.offloaded), rows, costs)
         return attrs.evolve(chosen, choice=choice, kept_seconds=kept.time.seconds)
+
+    def _place_states(self, view: RankView) -> list[tuple[RankView, StatePlacement]]:
+        """Return a rank's views and placements by the fraction of its optimizer state in host memory."""
+        fractions = HOST_FRACTIONS if self.nodes.may_stream_states else HOST_FRACTIONS[:1]
+        views = [(fraction, view.move_states(fraction)) for fraction in fractions]
+        return [
+            (
+                moved,
+                StatePlacement(
+                    fraction,
+                    saved=sum(view.bytes_by_kind.values()) - sum(moved.bytes_by_kind.values()),
+                    host=moved.host_bytes,
+                    seconds=moved.estimate_sync_and_update_times(self.device).update,
+                ),
+            )
+            for fraction, moved in views
+        ]
+
+    def _check_persistent_bytes(self, views: Sequence[RankView]) -> None:
+        """Raise TooLargeError if a rank's persistent bytes exceed `memory_limit`."""
+        persistent = max(sum(_persistent_bytes_by_kind(view).values()) for view in views)
+        if self.memory_limit and persistent > self.memory_limit:
+            raise TooLargeError(persistent)
 
     def _build_cost_table(self, views: Sequence["RankView"], costs: Mapping[int, StageCosts]) -> CostTable:
         """Return the seconds for passes, messages and copies to host memory."""
@@ -317,9 +342,6 @@ class Planner:
         self, views: Sequence["RankView"], program: Program, microbatch_rows: int, costs: Mapping[int, StageCosts]
     ) -> Plan:
         """Plan a program with merged backward passes, with these costs by stage."""
-        persistent = max(sum(_persistent_bytes_by_kind(view).values()) for view in views)
-        if self.memory_limit and persistent > self.memory_limit:
-            raise TooLargeError(persistent)
         memory = [self._estimate_rank_memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision_node]
         document_rows = self._describe_microbatch_rows(microbatch_rows)
@@ -388,25 +410,24 @@ class Planner:
         model: CountsFlops = self.objects[self.nodes.model_node]
         return self.cache.get_or_compute("operations", model.forward_flops)  # it builds the model
 
-    def _build_rank_views(self, program: Program, states: StateLocation | None = None) -> list[RankView]:
-        """
-        Return the views by pipeline rank, from the cache if another plan has the same partition. A memory policy places
-        the optimizer's state in `states`.
-        """
+    def _build_rank_views(self, program: Program) -> list[RankView]:
+        """Return the views by pipeline rank, from the cache if another plan has the same partition."""
         schedule = self.objects[self.nodes.schedule_node]
         cuts = isinstance(schedule, PartitioningSchedule)
         sizes = tuple(schedule.layers_by_stage(program.ranks, self._layer_count)) if cuts else ()
-        key = self.mesh.sizes, program.stage_to_rank, sizes, states
+        key = self.mesh.sizes, program.stage_to_rank, sizes
         if key not in self.cache.views:
-            choice = MemoryChoice.keep_all(program.stages, states or "device")
-            self.cache.views[key] = [self._build_rank_view(index, choice) for index in range(self.mesh.sizes.pipeline)]
+            self.cache.views[key] = [
+                self._build_rank_view(index, program.stages) for index in range(self.mesh.sizes.pipeline)
+            ]
         return self.cache.views[key]
 
-    def _build_rank_view(self, index: int, choice: MemoryChoice) -> "RankView":
+    def _build_rank_view(self, index: int, stage_count: int) -> "RankView":
         """Build a pipeline rank's stages on the meta device, and sum its memory by kind."""
         mesh = self.mesh.seen_from_pipeline_rank(index)
-        policy = dict.fromkeys(self.nodes.memory_policy_nodes, FixedMemory(choice))
-        replacements = {**self.objects, self.nodes.mesh_node: mesh, **policy}
+        policy = FixedMemory(MemoryChoice.keep_all(stage_count, self.mesh.sizes.pipeline))
+        policies = dict.fromkeys(self.nodes.memory_policy_nodes, policy)
+        replacements = {**self.objects, self.nodes.mesh_node: mesh, **policies}
         container = self.nodes.recipe.project.container(
             self.nodes.recipe.graph, self.nodes.stages_node, *self.nodes.memory_user_nodes, replacements=replacements
         )
@@ -417,12 +438,25 @@ class Planner:
         for model in frozen:
             model.build_meta_stages()
         users = [container[name] for name in self.nodes.memory_user_nodes]
-        sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
+
+        def count_state_bytes(fraction: float) -> tuple[dict[str, int], int]:
+            """Return the bytes by kind, and in host memory, with a fraction of the state there."""
+            policy.choice = attrs.evolve(policy.choice, host_states=(fraction,) * self.mesh.sizes.pipeline)
+            sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
+            return sizes, sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
+
+        sizes, host_bytes = count_state_bytes(0.0)
         update_flops = sum(user.count_update_flops() for user in users if isinstance(user, UpdateFlops))
-        host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
         passes = 2 if self.device.is_gpu and self.nodes.defers_scaling else 4
         return RankView(
-            mesh, stages, sizes, passes, update_flops, host_bytes=host_bytes, frozen_model=next(iter(frozen), None)
+            mesh=mesh,
+            stages=stages,
+            bytes_by_kind=sizes,
+            host_bytes=host_bytes,
+            count_state_bytes=count_state_bytes,
+            gradient_passes=passes,
+            update_flops=update_flops,
+            frozen_model=next(iter(frozen), None),
         )
 
     def _record_stage_costs(

@@ -1,6 +1,6 @@
 """Pipeline rank in a plan: its stages on the meta device, its memory, and its exchanges with replicas."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -38,18 +38,25 @@ class RankView:
     """
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
-    `gradient_passes` is how often an update reads or writes all gradients; `update_flops` are the matrix product FLOPs
-    in one optimizer step; `host_bytes` are streamed from host memory and back in every step. `frozen_model` is the
-    recipe's frozen second model, if it has one.
+    `host_bytes` are streamed from host memory and back in every step; `count_state_bytes` returns both for a fraction
+    of the optimizer's state in host memory. `gradient_passes` is how often an update reads or writes all gradients;
+    `update_flops` are the matrix product FLOPs in one optimizer step. `frozen_model` is the recipe's frozen second
+    model, if it has one.
     """
 
     mesh: PlannedMesh
     stages: Any
     bytes_by_kind: Mapping[str, int]
+    host_bytes: int
+    count_state_bytes: Callable[[float], tuple[Mapping[str, int], int]]
     gradient_passes: int
     update_flops: float
-    host_bytes: int
     frozen_model: FrozenModel | None = None
+
+    def move_states(self, host_fraction: float) -> "RankView":
+        """Return this rank with a fraction of the optimizer's state in host memory."""
+        bytes_by_kind, host_bytes = self.count_state_bytes(host_fraction)
+        return attrs.evolve(self, bytes_by_kind=bytes_by_kind, host_bytes=host_bytes)
 
     @property
     def sharded_parameter_store(self) -> SlicedStore | None:
@@ -187,14 +194,14 @@ class RankView:
     def _update_seconds(self, device: DeviceModel) -> float:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes = self.bytes_by_kind
-        state = self.host_bytes or sizes.get("optimizer_state", 0)
+        state = self.host_bytes + sizes.get("optimizer_state", 0)
         traffic: float = self.gradient_passes * sizes.get("gradients", 0)
         traffic += 2 * self._weight_bytes_to_update + 2 * state
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         products = self.update_flops / device.compute_matmul_rate(torch.bfloat16)
+        update = traffic / (device.bandwidth * device.reached.memory) + products
         # State in host memory is streamed in both directions at once, while the device updates.
-        streamed = self.host_bytes / device.host_link
-        return max(traffic / (device.bandwidth * device.reached.memory) + products, streamed)
+        return max(update, self.host_bytes / device.host_link)
 
 
 def link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *mesh_dimensions: str) -> float:

@@ -70,7 +70,7 @@ def describe_excess(recipe: Recipe, planned: Plan) -> str:
     fitting = [
         remedy for remedy in find_remedies(recipe, planned) if remedy.plan.fits and remedy.plan.ranks == planned.ranks
     ]
-    settings = " or ".join("; ".join(remedy.setting_lines) for remedy in fitting) or "none was found"
+    settings = " or ".join(map(_describe_fitting_remedy, fitting)) or "none was found"
     fullest = max(planned.memory, key=lambda rank: rank.peak_bytes)
     needed, available = map(format_byte_size, (fullest.peak_bytes, planned.device.memory))
     excess = f"the run needs {needed} on a GPU, in {fullest.action_at_peak}, and each has {available}"
@@ -78,6 +78,12 @@ def describe_excess(recipe: Recipe, planned: Plan) -> str:
     if host and planned.device.host_memory:
         excess += f", and {format_byte_size(host)} in host memory of {format_byte_size(planned.device.host_memory)}"
     return f"{excess}; settings that fit: {settings}"
+
+
+def _describe_fitting_remedy(remedy: Remedy) -> str:
+    """Return a remedy's settings, with the memory and the step time that they are planned to take."""
+    peak, seconds = format_byte_size(max(remedy.plan.peak_memory_bytes)), remedy.plan.time.seconds
+    return f"{'; '.join(remedy.setting_lines)} ({peak}, {seconds:.3g} s a step)"
 
 
 def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:

@@ -38,7 +38,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 def _choice_data(choice: MemoryChoice) -> dict[str, Any]:
     """Return a memory policy's choice for JSON."""
     recompute = [str(policy) for policy in choice.recompute]
-    return {"recompute": recompute, "offloaded": sorted(choice.offloaded), "states": choice.states}
+    return {"recompute": recompute, "offloaded": sorted(choice.offloaded), "host_states": [*choice.host_states]}
 
 
 def _rank_data(memory: RankMemory) -> dict[str, Any]:
@@ -107,10 +107,17 @@ def describe_choice(plan: Plan) -> str:
         return "by settings"
     parts = [f"recomputed: {recomputed}"] if (recomputed := describe_policies(choice.recompute)) else []
     parts += [f"offloaded: stages {', '.join(map(str, sorted(choice.offloaded)))}"] * bool(choice.offloaded)
-    parts += ["optimizer state in host memory"] * (choice.states == "host")
+    parts += [describe_host_states(choice.host_states)] * any(choice.host_states)
     if not parts:
         return "everything is kept on the device"
     return f"{'; '.join(parts)}: {plan.time.seconds / plan.kept_seconds - 1:.1%} slower than with unlimited memory"
+
+
+def describe_host_states(fractions: Sequence[float]) -> str:
+    """Return how much of the optimizer's state is in host memory, for the ranks with the least and the most."""
+    least, most = (f"{fraction:.0%}" for fraction in (min(fractions), max(fractions)))
+    amount = "" if least == most == "100%" else f"{most} of " if least == most else f"{least} to {most} of "
+    return f"{amount}optimizer state in host memory"
 
 
 def _format_time_parts(plan: Plan) -> str:

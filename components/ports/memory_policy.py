@@ -1,32 +1,29 @@
 """Port for the choice among keeping, recomputing and offloading."""
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import attrs
 
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import port
 
-StateLocation = Literal["device", "host"]
-"""Memory for an optimizer's state: the device's, or pinned host memory."""
-
 
 @attrs.frozen
 class MemoryChoice:
     """
     A run's memory use: recompute policies by stage (activation checkpointing), the stages whose activations wait in
-    host memory, and the memory for the optimizer's state.
+    host memory, and by pipeline rank the fraction of the optimizer's state in host memory, from 0 to 1.
     """
 
     recompute: tuple[Recompute, ...]
     offloaded: frozenset[int]
-    states: StateLocation
+    host_states: tuple[float, ...]
 
     @classmethod
-    def keep_all(cls, stages: int, states: StateLocation) -> "MemoryChoice":
-        """Return the choice to keep all activations on the device, for this many stages."""
+    def keep_all(cls, stages: int, ranks: int) -> "MemoryChoice":
+        """Return the choice to keep everything on the device, for these numbers of stages and pipeline ranks."""
         nothing: Recompute = "none"
-        return cls((nothing,) * stages, frozenset(), states)
+        return cls((nothing,) * stages, frozenset(), (0.0,) * ranks)
 
 
 @port

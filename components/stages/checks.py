@@ -67,14 +67,15 @@ def check_cuda_graphs(nodes: StageNodes) -> Iterator[Problem]:
 
 def check_offload(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
     """Yield problems for offloading with CUDA graphs, or with a schedule without actions for passes."""
-    if not stages.settings["offload"]:
+    offloading = schedule if schedule.settings.get("offload") is not None else stages
+    if not offloading.settings["offload"]:
         return
     if stages.settings["capture"]:
         text = "passes in CUDA graphs keep their activations in place"
-        yield stages.problem("offload", text, "write offload = false, or capture = false")
+        yield offloading.problem("offload", text, "remove it, or write capture = false")
     if embeds_on_every_rank(schedule.component):
         text = f"the passes of [{schedule.name}] are not actions of a program, which could offload their activations"
-        yield stages.problem("offload", text, "write offload = false, or another schedule")
+        yield offloading.problem("offload", text, "write offload = false, or another schedule")
 
 
 def check_memory_policy(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
@@ -85,9 +86,10 @@ def check_memory_policy(stages: NodeView, schedule: NodeView) -> Iterator[Proble
         if stages.settings[key] != default:
             text = f"[{policy.name}] chooses what is kept, recomputed and offloaded"
             yield stages.problem(key, text, f"remove it, or [{policy.name}]")
-    if schedule.settings.get("recompute"):
-        text = f"[{policy.name}] chooses recompute policies by stage"
-        yield schedule.problem("recompute", text, f"remove it, or [{policy.name}]")
+    for key in ("recompute", "offload"):
+        if schedule.settings.get(key):
+            text = f"[{policy.name}] chooses what stages recompute and offload"
+            yield schedule.problem(key, text, f"remove it, or [{policy.name}]")
     if embeds_on_every_rank(schedule.component):
         text = f"[{policy.name}] plans a program, and [{schedule.name}] has none"
         yield schedule.problem("use", text, f"write another schedule, or remove [{policy.name}]")

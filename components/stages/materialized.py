@@ -327,7 +327,9 @@ class MaterializedStages:
         """Return the memory policy's choice, or the settings'."""
         if self.memory is not None:
             return self.memory.choose()
-        return MemoryChoice((self.recompute,) * stages, frozenset(range(stages) if self.offload else ()), "device")
+        kept = MemoryChoice.keep_all(stages, self.mesh.sizes.pipeline)
+        offloaded = frozenset(range(stages) if self.offload else ())
+        return attrs.evolve(kept, recompute=(self.recompute,) * stages, offloaded=offloaded)
 
     @property
     def _do_layers_keep_shapes(self) -> bool:

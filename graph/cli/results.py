@@ -11,7 +11,7 @@ from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.result import JSON, ProblemData, Result, internal, output, output_class
 from drawloom.graph.drawing.draw import FORMATS, Format
 from drawloom.graph.inspect.listing import PortListing
-from drawloom.graph.inspect.serialize import serialize_graph, serialize_value
+from drawloom.graph.inspect.serialize import serialize_nodes, serialize_value
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Recipe
 from drawloom.graph.recipe.lockfile import RecipeChange
@@ -76,7 +76,7 @@ class ShowResult(Result):
     @classmethod
     def of(cls, recipe: Recipe) -> "ShowResult":
         """Resolve a recipe."""
-        return cls(serialize_graph(recipe.graph.require_valid()), recipe.to_resolved_toml())
+        return cls(serialize_nodes(recipe.graph.require_valid().nodes), recipe.to_resolved_toml())
 
     def render(self, format: str) -> str:
         """Return TOML."""

@@ -14,7 +14,7 @@ from drawloom.graph.inspect.serialize import (
     describe_provenance,
     find_whole_variable,
     flatten_inline_nodes,
-    serialize_graph,
+    serialize_nodes,
     serialize_recipe,
 )
 from drawloom.graph.problems import Problem, RecipeError
@@ -34,7 +34,7 @@ def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
     """Return a valid graph's resolved recipe."""
     return ResolvedRecipe(
         lambda: format_resolved_recipe(graph),
-        lambda: hash_recipe(serialize_graph(graph)),
+        lambda: hash_recipe(serialize_nodes(graph.nodes)),
         accept_changes,
         lambda older: compare_with_text(older, graph),
         lambda step: draw(graph, Path(graph.recipe.source).stem, graph.root, "svg", step=step),
@@ -49,7 +49,7 @@ def format_resolved_recipe(graph: Graph) -> str:
     are defaults. Comments are not part of the hash.
     """
     lines = [f"format = {FORMAT}"]
-    for name, table in serialize_graph(graph).items():
+    for name, table in serialize_nodes(graph.nodes).items():
         written = {key: f"{dump_key(key)} = {dumps(value)}" for key, value in table.items()}
         width = max(len(line) for key, line in written.items() if len(line) <= MAX_ALIGNED_WIDTH or key == "use")
         lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
@@ -96,7 +96,7 @@ def compare_with_nodes(old: Plain, graph: Graph) -> list[RecipeChange]:
     Only the written values are compared, because the components of `old` may have changed or no longer exist.
     """
     return list(
-        _Comparison(flatten_inline_nodes(old), flatten_inline_nodes(serialize_graph(graph)), graph).find_changes()
+        _Comparison(flatten_inline_nodes(old), flatten_inline_nodes(serialize_nodes(graph.nodes)), graph).find_changes()
     )
 
 
@@ -192,11 +192,11 @@ def diff(old: MergedRecipe, new: Graph) -> list[RecipeChange]:
         return compare_with_nodes(serialize_recipe(old), new)
     graph = Graph.of(old, new.registry).require_valid()
     cosmetic = [] if new.recipe.is_resolved else list(_find_cosmetic_changes(graph, new))
-    return compare_with_nodes(serialize_graph(graph), new) + cosmetic
+    return compare_with_nodes(serialize_nodes(graph.nodes), new) + cosmetic
 
 
 def _find_cosmetic_changes(old: Graph, new: Graph) -> Iterator[RecipeChange]:
-    before, after = serialize_graph(old), serialize_graph(new)
+    before, after = serialize_nodes(old.nodes), serialize_nodes(new.nodes)
     common = [name for name in before if name in after]
     for name in common:
         for key in before[name]:

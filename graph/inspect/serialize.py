@@ -1,7 +1,9 @@
 """Graphs as recipes: plain values, and the origin of every value."""
 
+import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import reduce
 from pathlib import PurePath
 from typing import Any
 
@@ -16,9 +18,18 @@ Plain = dict[str, dict[str, Any]]
 """Nodes by name, each with `use`. An edge is "@name", or the table of an inline node."""
 
 
-def serialize_graph(graph: Graph) -> Plain:
-    """Serialize every node with a table of its own, with all settings and edges."""
-    return {name: serialize_node(graph, node) for name, node in graph.nodes.items() if not node.owner}
+def serialize_nodes(nodes: Mapping[str, Node]) -> Plain:
+    """Serialize every node of a graph with a table of its own, with all settings and edges."""
+    return {name: serialize_node(nodes, node) for name, node in nodes.items() if not node.owner}
+
+
+def nest_groups(plain: Plain) -> dict[str, Any]:
+    """Return nodes as a recipe's tables: the node "group.name" is the table "name" in the table "group"."""
+    nested: dict[str, Any] = {}
+    for name, table in plain.items():
+        *groups, last = name.split(".")
+        reduce(lambda tables, group: tables.setdefault(group, {}), groups, nested)[last] = table
+    return nested
 
 
 def serialize_recipe(recipe: MergedRecipe) -> Plain:
@@ -30,31 +41,33 @@ def _serialize_item(item: Leaf | Table) -> Any:
     return {key: _serialize_item(part) for key, part in item.items.items()} if isinstance(item, Table) else item.value
 
 
-def serialize_node(graph: Graph, node: Node) -> dict[str, Any]:
+def serialize_node(nodes: Mapping[str, Node], node: Node) -> dict[str, Any]:
     """Serialize `use`, settings and edges as a recipe writes them, without None."""
     plain: dict[str, Any] = {"use": node.spec.use}
     for name, field in node.spec.fields.items():
         if field.kind == "setting" and node.settings.get(name) is not None:
             plain[name] = serialize_value(node.settings[name])
         elif name in node.edges:
-            plain[name] = _serialize_edge(graph, node, name)
+            plain[name] = _serialize_edge(nodes, node, name)
     return plain
 
 
-def _serialize_edge(graph: Graph, node: Node, name: str) -> Any:
+def _serialize_edge(nodes: Mapping[str, Node], node: Node, name: str) -> Any:
     edge = node.edges[name]
-    targets = [_serialize_target(graph, target) for target in edge.targets]
+    # Only the place where an inline node is written has its table; other references name it.
+    own = re.compile(rf"{re.escape(node.name)}\.{re.escape(name)}(?![^.\[])")
+    targets = [
+        serialize_node(nodes, nodes[target])
+        if nodes[target].owner and own.match(target) and target not in edge.targets[:number]
+        else f"@{target}"
+        for number, target in enumerate(edge.targets)
+    ]
     match node.spec.fields[name].kind:
         case "one" | "optional":
             return targets[0]
         case "mapping":
             return dict(zip(edge.keys, targets, strict=True))
     return targets
-
-
-def _serialize_target(graph: Graph, name: str) -> Any:
-    target = graph.nodes[name]
-    return serialize_node(graph, target) if target.owner else f"@{name}"
 
 
 def serialize_value(value: Any) -> Any:

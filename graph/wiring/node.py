@@ -107,10 +107,14 @@ class Node:
 
 @attrs.frozen
 class NodeView:
-    """Argument of a component's `constraints`: settings, and views of the neighbours, but no built objects."""
+    """
+    Argument of a component's `constraints`: settings, and views of the neighbours, but no built objects.
+
+    `nodes` are all nodes of the graph, by name.
+    """
 
     _node: Node
-    _nodes: Mapping[str, Node]
+    nodes: Mapping[str, Node]
 
     @property
     def name(self) -> str:
@@ -146,14 +150,14 @@ class NodeView:
     def neighbours(self, edge: str) -> "list[NodeView]":
         """Return an edge's target nodes, in order."""
         targets = self._node.edges.get(edge)
-        return [NodeView(self._nodes[name], self._nodes) for name in targets.targets] if targets else []
+        return [NodeView(self.nodes[name], self.nodes) for name in targets.targets] if targets else []
 
     def reachable(self) -> "Iterator[NodeView]":
         """Yield this node and all nodes that its edges lead to, directly or through others, each once."""
         waiting, seen = [self._node.name], {self._node.name}
         while waiting:
-            node = self._nodes[waiting.pop(0)]
-            yield NodeView(node, self._nodes)
+            node = self.nodes[waiting.pop(0)]
+            yield NodeView(node, self.nodes)
             waiting += [name for name in node.needs if name not in seen]
             seen |= {*node.needs}
 

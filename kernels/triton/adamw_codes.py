@@ -2,7 +2,8 @@
 AdamW in Triton with running means of 8 bits: one launch for all weights with the same dtypes.
 
 A program decodes, updates and encodes blocks of 256 elements of a row, each with its own scale. The nearest code is
-found by bisection among the midpoints of the map. Results are bitwise equal to the eager implementation.
+found from the number's decade, and a comparison with the midpoints around it. Results are bitwise equal to the eager
+implementation.
 """
 
 from functools import cache
@@ -18,7 +19,7 @@ from drawloom.kernels.triton.gradient_factors import multiply_by_factors, unify_
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import philox, round_stochastically, upload
 
-TILE = 8
+TILE = 2
 """Blocks that a program updates at a time."""
 
 PROGRAM_BLOCKS = 32
@@ -183,8 +184,8 @@ def _adamw_8bit_kernel(
                     index = element // noise_width * noise_stride + element % noise_width
                 new = _round_if_bfloat16(new, key, first + index, tl.load(counter), weight)
             tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
-        _encode_means(m, mean, mean_scale, maps + 256, element, block, mask, is_block, SMALLEST)
-        _encode_means(s, square, square_scale, maps + 768, element, block, mask, is_block, SMALLEST)
+        _encode_means(m, mean, mean_scale, maps + 256, element, block, mask, is_block, True, SMALLEST)
+        _encode_means(s, square, square_scale, maps + 768, element, block, mask, is_block, False, SMALLEST)
 
 
 @triton.jit
@@ -205,7 +206,9 @@ def _decode_means(codes, scales, values, element, block, mask, is_block):
 
 
 @triton.jit
-def _encode_means(numbers, codes, scales, midpoints, element, block, mask, is_block, SMALLEST: tl.constexpr):
+def _encode_means(
+    numbers, codes, scales, midpoints, element, block, mask, is_block, SIGNED: tl.constexpr, SMALLEST: tl.constexpr
+):
     """Store the nearest codes, and the largest magnitudes as scales."""
     # An undefined number makes the scale undefined, as in torch.
     magnitude = tl.where(mask, tl.abs(numbers), 0.0)
@@ -215,11 +218,29 @@ def _encode_means(numbers, codes, scales, midpoints, element, block, mask, is_bl
     smallest = tl.full(scale.shape, SMALLEST, tl.float32)  # a number below float32's normal ones would be float64
     divisor = tl.maximum(scale, smallest, propagate_nan=tl.PropagateNan.ALL)
     relative = tl.div_rn(numbers, tl.broadcast_to(divisor[:, None], numbers.shape))
-    code = tl.zeros_like(element).to(tl.int32)
-    # 255 midpoints and infinity: the count of those below the number, bit by bit; none is below NaN's place, the end.
-    for power in tl.static_range(8):
-        step = 128 >> power
-        midpoint = tl.load(midpoints + code + (step - 1))
-        code = tl.where((relative > midpoint) | (relative != relative), code + step, code)
+    code = _guess_code(relative, SIGNED)
+    # The code is the count of midpoints below the number; after the 255 midpoints comes infinity.
+    above = tl.load(midpoints + code)
+    below = tl.load(midpoints + code - 1, mask=code > 0, other=float("-inf"))
+    code = code + (relative > above).to(tl.int32) - (relative <= below).to(tl.int32)
+    code = tl.where(relative == relative, code, 255)  # the place of NaN in torch's order
     tl.store(codes + element, code.to(tl.uint8), mask=mask)
     tl.store(scales + block, scale, mask=is_block)
+
+
+@triton.jit
+def _guess_code(relative, SIGNED: tl.constexpr):
+    """Return the nearest code to a number from -1 to 1, or a neighbour of it."""
+    size = tl.where(relative == relative, tl.abs(relative), 0.0)
+    decade = (size > 1e-6).to(tl.int32) + (size > 1e-5).to(tl.int32) + (size > 1e-4).to(tl.int32)
+    decade += (size > 1e-3).to(tl.int32) + (size > 1e-2).to(tl.int32) + (size > 1e-1).to(tl.int32)
+    small = tl.where(size > 1e-5, 1e4, tl.where(size > 1e-6, 1e5, 1e6))
+    large = tl.where(size > 1e-2, tl.where(size > 1e-1, 1.0, 1e1), tl.where(size > 1e-3, 1e2, 1e3))
+    leading = size * tl.where(size > 1e-4, large, small)  # from 0.1 to 1
+    # Codes divide a decade evenly; each decade has twice as many as the one before.
+    count = tl.full(decade.shape, 1 if SIGNED else 2, tl.int32) << decade
+    position = tl.maximum((leading - 0.1) * (1 / 0.9), 0.0) * count.to(tl.float32)
+    rank = tl.minimum(position.to(tl.int32), count - 1) + count
+    if SIGNED:
+        return tl.where(relative < 0, 127 - rank, 127 + rank)
+    return rank - 1

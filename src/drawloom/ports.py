@@ -109,7 +109,6 @@ from drawloom.components.ports.memory import (
 from drawloom.components.ports.memory_policy import (
     MemoryChoice as MemoryChoice,
     MemoryPolicy as MemoryPolicy,
-    StateLocation as StateLocation,
 )
 from drawloom.components.ports.model import (
     HasCostKey as HasCostKey,

@@ -40,5 +40,6 @@ def test_slow_first_calls_do_not_change_the_calibration(tmp_path: Path, monkeypa
     measured, known = load_local_device_model(), find_gpu_model(torch.cuda.get_device_name())
     assert loaded
     assert 0.1 < measured.reached.attention < 2
+    assert 1e9 < measured.host_link < 1e12
     if known is not None:
         assert 0.5 < measured.bandwidth / known.bandwidth < 1.1

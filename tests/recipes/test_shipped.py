@@ -32,9 +32,12 @@ PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "llama3_8b": 8_030_261_248,
     "llama3_8b_one_gpu": 8_030_261_248,
+    "qwen2_5_14b_one_gpu": 14_770_033_664,
+    "qwen3_30b_a3b_lora": 30_532_122_624,
 }
 """Parameter counts published with the models."""
-NAMED_GPUS = {"qwen3_0_6b": 1, "qwen3_8b": 8, "qwen3_30b_a3b": 16, "llama3_8b": 8, "llama3_8b_one_gpu": 1}
+ONE_GPU = ("llama3_8b_one_gpu", "qwen2_5_14b_one_gpu", "qwen3_30b_a3b_lora")
+NAMED_GPUS = {"qwen3_0_6b": 1, "qwen3_8b": 8, "qwen3_30b_a3b": 16, "llama3_8b": 8, **dict.fromkeys(ONE_GPU, 1)}
 """Number of 80 GB GPUs in the recipe's first lines."""
 PARTS = (*OVERLAYS, *FROM_A_BASE, *PARAMETERS, "pretrain", "pretrain_tokenized")
 WHOLE = [path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in PARTS]

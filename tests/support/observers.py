@@ -51,11 +51,12 @@ JOB = {"name": "test", "seed": 7, "path": Path("runs/test")}
 
 def program(use: str, values: Values, _place: Path) -> Any:
     """
-    Return a schedule's program for 4 ranks and 8 microbatches, its stages' recompute policies, and layers in stages.
+    Return a schedule's program for 4 ranks and 8 microbatches, its stages' policies, and layers in stages.
     """
     schedule = build(use, **values)
     actions, outer = schedule.program(4, 8), isinstance(schedule, OuterLayersSchedule)
-    return format_program_csv(actions), actions.recompute, schedule.count_layers_in_all_stages(4, 99) if outer else 99
+    policies = actions.recompute, actions.offloaded
+    return format_program_csv(actions), policies, schedule.count_layers_in_all_stages(4, 99) if outer else 99
 
 
 def scaling_of(use: str, values: Values, _place: Path) -> Any:

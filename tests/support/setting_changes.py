@@ -798,6 +798,7 @@ ROWS: dict[str, Row] = {
             "recompute": {"blocks": {"again": 1.0, "kept": 0.1}},
             "recompute.again": Change({"blocks": {"again": 9.0, "kept": 0.1}}, AGAIN),
             "recompute.kept": Change({"blocks": {"again": 0.2, "kept": 0.99}}, AGAIN),
+            "offload": Change(0.1, {"memory": 2.0}),
             "memory": 3.0,
             "stages_per_rank": 1,
             "microbatches": 1,

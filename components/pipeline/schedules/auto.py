@@ -8,18 +8,20 @@ memory (`pipeline/program/policy_search.py`), as Qi et al. do in "Zero Bubble Pi
 it is never slower than a published schedule. All ranks find the same program.
 
 If memory is short, stages may recompute activations (activation checkpointing), on every rank as little as makes a
-program fit (`pipeline/program/recomputation.py`): such a program can be faster than all programs that fit without.
+program fit (`pipeline/program/recomputation.py`): such a program can be faster than all programs that fit without. Or
+stages' activations wait in host memory (`pipeline/program/offloading.py`), where a published schedule keeps them long.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
 
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, build_list_schedule
+from drawloom.components.pipeline.program.offloading import offload_until_fit
 from drawloom.components.pipeline.program.partition import Fit, Fitted, ModelSlices, Sizes, partition_evenly
 from drawloom.components.pipeline.program.policy_search import (
     STARTS,
@@ -91,6 +93,10 @@ def _describe_kept_fractions_fault(parts: float | Sequence[float]) -> str | None
     return _describe_parts_fault(parts) or (f"{most} is above 1, which is all activations" if most > 1 else None)
 
 
+def _describe_copies_fault(copies: float | Sequence[float] | None) -> str | None:
+    return None if copies is None else _describe_parts_fault(copies)
+
+
 def _list_cost_numbers(cost: Cost) -> list[float]:
     return [cost] if isinstance(cost, float | int) else [*cost]
 
@@ -116,7 +122,8 @@ class Auto:
     `slices` are the costs for equal parts of the model in order, usually single layers; the first slice includes the
     embedding, and the last slice the head. A stage has one or several slices, so that stages differ in layers if that
     is faster. A rank has one or two stages, whichever is faster. With `recompute`, every stage has the fastest policy
-    that fits in memory: all its layers, every n-th layer, or none.
+    that fits in memory: all its layers, every n-th layer, or none. With `offload`, activations of some stages wait in
+    host memory instead, if that is faster.
     """
 
     forward: float = setting(default=1.0, check=above(0), doc="time of a forward pass in a slice of cost 1")
@@ -143,6 +150,12 @@ class Auto:
     )
     recompute: dict[Literal["selective", "blocks"], Recomputation] = setting(
         factory=dict, doc="costs of recompute policies that stages may use; if empty, `[stages] recompute` decides"
+    )
+    offload: float | Sequence[float] | None = setting(
+        default=None,
+        check=_describe_copies_fault,
+        doc="time to copy a slice's activations to host memory, a number or a list; without slices, of a rank's "
+        "share; if left out, `[stages] offload` decides",
     )
     memory: float | None = setting(
         default=None,
@@ -207,6 +220,12 @@ class Auto:
                     ranks, microbatches, count, recomputes=again, planned=planned
                 )
             ]
+            if self.offload is not None:
+                candidates += [
+                    fitted
+                    for count in counts
+                    for fitted in self._iterate_offloading_programs(ranks, microbatches, count, planned)
+                ]
             shortest = min(candidates, key=lambda fitted: fitted.makespan)  # the first of equals
             if shortest.makespan == math.inf:
                 least = min(fitted.microbatch_peak for fitted in candidates)
@@ -248,6 +267,23 @@ class Auto:
             policy = search_best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
             yield Fit(build_list_schedule(task, policy), slices, limit).search_best_partition([*cuts, *starts])
 
+    def _iterate_offloading_programs(
+        self, ranks: int, microbatches: int, count: int, planned: Fitted | None
+    ) -> Iterator[Fitted]:
+        """Yield published programs with the stages offloaded that make them fit."""
+        slices, copies = attrs.evolve(self._build_slices(ranks, count), recomputed=()), self.offload
+        share = 1.0 if self._slice_count else ranks / len(slices)
+        times = [*copies] if isinstance(copies, Sequence) else [share * (copies or 0.0)] * len(slices)
+        for schedule in list_published_schedules(count):
+            program = schedule.program(ranks, microbatches)
+            if planned is None:
+                fitted = Fit(program, slices, math.inf).search_best_partition()
+            elif program.stage_to_rank == planned.program.stage_to_rank:
+                fitted = attrs.evolve(planned, program=program)
+            else:
+                continue
+            yield offload_until_fit(fitted, slices, times, self._get_memory_limit(ranks))
+
     def _get_memory_limit(self, ranks: int) -> float:
         """Return `memory`, or the peak of 1F1B: a microbatch per rank in the largest stage, if ranks cost the same."""
         slices = self._build_slices(ranks, 1)
@@ -268,7 +304,8 @@ class Auto:
     @property
     def _slice_count(self) -> int:
         """Return the number of slices, or 0 if there are none; UserError if settings have different numbers."""
-        lists = {"slices": self.slices, "activations": self.activations, "pending": self.pending}
+        lists: dict[str, Any] = {"slices": self.slices, "activations": self.activations, "pending": self.pending}
+        lists["offload"] = self.offload
         for policy, costs in self.recompute.items():
             lists |= {f"{policy}.{name}": getattr(costs, name) for name in ("again", "kept")}
         counts = {name: len(values) for name, values in lists.items() if isinstance(values, Sequence) and values}

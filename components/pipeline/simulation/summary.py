@@ -49,6 +49,8 @@ class Summary:
         )
         if recomputed := describe_policies(run.program.recompute):
             simulated += f"; recomputed: {recomputed}"
+        if run.program.offloaded:
+            simulated += f"; offloaded: stages {', '.join(map(str, sorted(run.program.offloaded)))}"
         if self.measured is None:
             return simulated
         seconds = self.measured.makespan

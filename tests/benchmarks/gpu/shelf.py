@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +19,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 GPUS = torch.cuda.device_count()
 STEPS = 6
-NO_CHECKPOINT = "edit.trainer.phases.remove=@checkpoint"
-"""The final checkpoint has some 100 GB, and writing it would take longer than the steps."""
+STEPS_ONLY = """
+unset = ["trainer.checkpointer"]
+
+[trainer]
+on_finish = []
+
+[edit.trainer.phases]
+remove = ["@checkpoint", "@evaluate"]
+"""
+"""Overlay without checkpoints, which have some 100 GB, and would take longer than the steps."""
 
 MODELS: dict[str, tuple[int, tuple[str, ...]]] = {
     "qwen3_0_6b": (1, ("batch.global_size=16",)),
@@ -35,14 +44,18 @@ def main() -> None:
     wanted = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         work_folder = Path(folder)
-        _train_tokenizer(work_folder / "tokenizer")
-        source, tokenizer = str(Path(os.__file__).parent / "*.py"), str(work_folder / "tokenizer" / "tokenizer.json")
-        _run_drawloom(
-            work_folder, "tokenize", source, "--to", "store", "--tokenizer", tokenizer, "--end-token", "<end>"
-        )
+        prepare_data(work_folder)
         for name, (ranks, words) in MODELS.items():
             if ranks <= GPUS and (not wanted or name in wanted):
-                print(f"{name:16}{_line(work_folder, name, ranks, words)}", flush=True)
+                print(f"{name:16}{train_recipe(work_folder, name, words, STEPS, ranks)}", flush=True)
+
+
+def prepare_data(folder: Path) -> None:
+    """Write a tokenizer and a token store with Python's standard library into a folder."""
+    _train_tokenizer(folder / "tokenizer")
+    source, tokenizer = str(Path(os.__file__).parent / "*.py"), str(folder / "tokenizer" / "tokenizer.json")
+    (folder / "steps_only.toml").write_text(STEPS_ONLY)
+    _run_drawloom(folder, "tokenize", source, "--to", "store", "--tokenizer", tokenizer, "--end-token", "<end>")
 
 
 def _train_tokenizer(folder: Path) -> None:
@@ -63,15 +76,17 @@ def _run_drawloom(folder: Path, *words: str, ranks: int = 1) -> subprocess.Compl
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def _line(folder: Path, name: str, ranks: int, words: tuple[str, ...]) -> str:
-    data = ("vars.data=store", "vars.tokenizer=tokenizer", 'tokenizer.end_token="<end>"', "validation.rows_used=8")
-    run = (f"run.folder={folder / name}", f"trainer.steps={STEPS}", "trainer.on_finish=[]", NO_CHECKPOINT)
-    done = _run_drawloom(folder, "run", name, *data, *words, *run, 'listeners.plan={use="planning.check"}', ranks=ranks)
+def train_recipe(folder: Path, name: str, words: Sequence[str], steps: int, ranks: int = 1) -> str:
+    """Train a recipe on a prepared folder's data, and return loss, speed, and planned and measured figures."""
+    run_folder = folder / f"run_{len(list(folder.glob('run_*')))}"
+    data = ("vars.data=store", "vars.tokenizer=tokenizer", 'tokenizer.end_token="<end>"')
+    run = ("--overlay", "steps_only.toml", f"run.folder={run_folder}", f"trainer.steps={steps}")
+    done = _run_drawloom(folder, "run", name, *run, *data, *words, ranks=ranks)
     try:
-        rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
         last = next(row for row in reversed(rows) if "loss" in row)
         speed = f"{last['tokens_per_second'] / ranks:,.0f} tokens/s a GPU, MFU {last.get('mfu', 0):.1%}"
-        return f"loss {last['loss']:.3f}, {speed}; {(folder / name / 'plan.txt').read_text().strip()}"
+        return f"loss {last['loss']:.3f}, {speed}; {(run_folder / 'plan.txt').read_text().strip()}"
     except (OSError, StopIteration, KeyError) as error:
         return f"{type(error).__name__} {error}: {(done.stderr or done.stdout).strip()[-600:]}"
 

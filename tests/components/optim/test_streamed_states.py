@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from drawloom.components.optim.streamed_states import (
     list_state_tensors,
     round_up_to_alignment,
 )
+from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
@@ -80,6 +82,32 @@ OPTIONS: list[dict[str, Any]] = [
         "groups": [AdamGroup(targets=["table"], lr_multiplier=0.5)],
     },
 ]
+
+
+@attrs.frozen
+class PartOnHost:
+    """Memory policy for one rank, with a fraction of the state in host memory."""
+
+    fraction: float
+
+    def choose(self) -> MemoryChoice:
+        return MemoryChoice(("none",), frozenset(), (self.fraction,))
+
+
+@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[4], OPTIONS[5]])
+def test_a_part_of_the_state_on_the_host_changes_no_bit(options: dict[str, Any]) -> None:
+    """A policy moves at least its fraction, parameter by parameter; host and device together hold all of the state."""
+    resident, divided = narrow_weights(), narrow_weights()
+    theirs = open_optimizer(resident, **options)
+    policy: Any = PartOnHost(0.4)
+    ours = open_optimizer(divided, DelayedTransfers(5), states="device", memory=policy, **options)
+    take_steps(divided, ours, 1, 3)
+    take_steps(resident, theirs, 1, 3)
+    assert_same((divided, ours), (resident, theirs))
+    total = theirs.memory_bytes()["optimizer_state"]
+    assert 0.4 * total <= ours.host_bytes() < total
+    assert ours.memory_bytes()["optimizer_state"] == total - ours.host_bytes() + SLOTS * min(SLOT, ours.host_bytes())
+    ours.close()
 
 
 @pytest.mark.parametrize("options", OPTIONS)

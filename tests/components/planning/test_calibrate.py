@@ -32,6 +32,7 @@ def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: py
     assert not device.is_gpu
     assert 1e8 < device.compute_matmul_rate(torch.float32) < 1e13
     assert 1e8 < device.bandwidth * device.reached.memory < 1e12
+    assert 1e8 < device.host_link < 1e12 and device.host_link != find_device_model("cpu").host_link
     assert 0 < device.reached.attention < 10
     assert 0 < device.reached.launch < 1e-3
     assert device.reached.host == 0

@@ -9,8 +9,9 @@ import pytest
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning import memory
+from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.text import as_data, format_plan
+from drawloom.components.planning.text import as_data, describe_choice, format_plan
 from drawloom.graph import UserError
 
 SMALL = (
@@ -43,8 +44,8 @@ def settings_of(planned: Plan) -> list[str]:
     assert choice is not None
     [policy] = {*choice.recompute}
     offload = str(bool(choice.offloaded)).lower()
-    words = [f"stages.recompute={policy}", f"stages.offload={offload}", f"optimizer.states={choice.states}"]
-    return [*words, *[SLOTS] * (choice.states == "host")]
+    words = [f"stages.recompute={policy}", f"stages.offload={offload}"]
+    return [*words, *["optimizer.states=host", SLOTS] * (choice.host_states == (1.0,))]
 
 
 def test_a_choice_is_the_fastest_of_all_settings_that_fit() -> None:
@@ -73,9 +74,10 @@ def test_state_moves_to_a_host_that_has_room_for_it() -> None:
     limit = max(resident.peak_memory_bytes) - 1000
     moved, stays = (plan_small(limit=limit, host_limit=room, host_link=1e15) for room in (1e9, 10.0))
     assert moved.choice is not None and stays.choice is not None
-    assert (moved.choice.states, {*moved.choice.recompute}) == ("host", {"none"})
-    assert stays.choice.states == "device" and {*stays.choice.recompute} != {"none"}
-    assert as_data(moved)["choice"] == {"recompute": ["none"], "offloaded": [], "states": "host"}
+    [part] = moved.choice.host_states
+    assert 0 < part < 1 and {*moved.choice.recompute} == {"none"}
+    assert stays.choice.host_states == (0.0,) and {*stays.choice.recompute} != {"none"}
+    assert as_data(moved)["choice"] == {"recompute": ["none"], "offloaded": [], "host_states": [part]}
     assert "optimizer state in host memory" in format_plan(moved)
 
 
@@ -98,12 +100,21 @@ def test_a_run_uses_its_choice_and_refuses_what_never_fits(tmp_path: Path, monke
     planned = plan(recipe, find_device_model("cpu"))
     with recipe.open(["stages", "optimizer"]) as run:
         assert planned.choice is not None and planned.choice.recompute == (run["stages"].local[0].recompute,)
-        assert bool(run["optimizer"].host_bytes()) == (planned.choice.states == "host")
+        assert run["optimizer"].host_bytes() == planned.memory[0].host
         assert run["stages"].local[0].recompute != "none" or run["optimizer"].host_bytes()
     monkeypatch.setattr(memory, "describe_excess", lambda _, refused: f"{refused.device.memory} bytes")
     tight = recipe.with_values({"memory": {"limit": 3e5}})
     with pytest.raises(UserError, match="300000 bytes"), tight.open("stages"):
         pass
+
+
+def test_explain_has_the_choice_for_this_machine() -> None:
+    """The note has the plan's sentence, or says that nothing fits."""
+    limit = max(plan_small().peak_memory_bytes) - 1000
+    recipe = Recipe.load("first_run", *SMALL).with_values(CHOSEN).with_values({"memory": {"limit": limit}})
+    planned = plan(recipe, load_local_device_model())
+    assert f"for 1 rank on {planned.device.name}: {describe_choice(planned)}" in recipe.explain("memory")
+    assert "nothing fits" in recipe.with_values({"memory": {"limit": 3e5}}).explain("memory")
 
 
 def test_settings_that_a_policy_chooses_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Choices among keeping, recomputing and offloading, against an exhaustive search."""
+"""Choices of recomputation, offloading and memory for optimizer state, against an exhaustive search."""
 
 from itertools import product
 
@@ -8,16 +8,19 @@ import pytest
 
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.planning.memory_choice import RankBytes, StagePolicies
+from drawloom.components.planning.memory_choice import RankBytes, StagePolicies, StatePlacement
 from drawloom.components.planning.recorder import PassCost
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.timeline import peak_host_bytes_of, peak_of
+from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import OPS, Program
 from drawloom.components.ports.stages import Recompute
 from support.schedules import schedule
 
 KEPT: dict[Recompute, tuple[int, float]] = {"none": (100, 0.0), "selective": (70, 0.1), "blocks": (10, 1.0)}
 """Bytes kept and seconds repeated by policy."""
+
+PLACEMENTS = [StatePlacement(part, int(200 * part), int(220 * part), 0.1 + 3 * part) for part in (0.0, 0.5, 1.0)]
 
 PROGRAM = schedule("gpipe").program(2, 4)
 
@@ -29,7 +32,9 @@ def stage_costs(policy: Recompute, stage: int) -> StageCosts:
     return StageCosts({"F": forward, "B": PassCost(2.0 + again, peak_delta=5)}, 0)
 
 
-def search(link: float, limit: int, host_limit: int = 0, may_offload: bool = True) -> StagePolicies:
+def search(
+    link: float, limit: int, host_limit: int = 0, may_offload: bool = True, placements: int = 1
+) -> StagePolicies:
     """Return the search for two stages on two ranks, with a link of this bandwidth."""
 
     def build_table(costs: dict[int, StageCosts]) -> CostTable:
@@ -38,54 +43,70 @@ def search(link: float, limit: int, host_limit: int = 0, may_offload: bool = Tru
         return CostTable(lengths=lengths, offload_by_stage=kept)
 
     def count_bytes(rank: int, program: Program, costs: dict[int, StageCosts]) -> RankBytes:
-        return RankBytes(peak_of(program, rank, costs, {0: 0, 1: 0}).bytes, peak_host_bytes_of(program, rank, costs))
+        device = 200 + peak_of(program, rank, costs, {0: 0, 1: 0}).bytes
+        return RankBytes(device, peak_host_bytes_of(program, rank, costs))
 
     return StagePolicies(
         program=PROGRAM,
         costs={policy: {stage: stage_costs(policy, stage) for stage in range(2)} for policy in KEPT},
         build_table=build_table,  # type: ignore[arg-type]
         count_bytes=count_bytes,  # type: ignore[arg-type]
-        limit=limit,
+        placements=[PLACEMENTS[:placements]] * 2,
+        limit=200 + limit,
         host_limit=host_limit,
         may_offload=may_offload,
     )
 
 
-def evaluate(
-    policies: StagePolicies, recompute: tuple[Recompute, ...], offloaded: frozenset[int]
-) -> tuple[float, bool]:
+def evaluate(policies: StagePolicies, choice: MemoryChoice) -> tuple[float, bool]:
     """Return the sum of the ranks' seconds alone, and whether every rank fits."""
-    costs = {stage: policies.costs[policy][stage] for stage, policy in enumerate(recompute)}
-    program, table = attrs.evolve(PROGRAM, offloaded=offloaded), policies.build_table(costs)
+    costs = {stage: policies.costs[policy][stage] for stage, policy in enumerate(choice.recompute)}
+    program, table = attrs.evolve(PROGRAM, offloaded=choice.offloaded), policies.build_table(costs)
     needed = [policies.count_bytes(rank, program, costs) for rank in range(2)]
     alone = [program.select_actions(program.rank_by_action == rank) for rank in range(2)]
-    seconds = sum(simulate(attrs.evolve(part, offloaded=offloaded), table).makespan for part in alone)
+    seconds = sum(simulate(attrs.evolve(part, offloaded=choice.offloaded), table).makespan for part in alone)
+    placed = [item for part in choice.host_states for item in PLACEMENTS if item.host_fraction == part]
     host = policies.host_limit or float("inf")
-    return seconds, all(size.device <= policies.limit and size.host <= host for size in needed)
+    fits = all(
+        size.device - state.saved <= policies.limit and size.host + state.host <= host
+        for size, state in zip(needed, placed, strict=True)
+    )
+    return seconds + sum(state.seconds for state in placed), fits
 
 
 @pytest.mark.parametrize("link", [1e9, 60.0, 20.0])
 @pytest.mark.parametrize("limit", [10_000, 700, 450, 300, 100])
 @pytest.mark.parametrize("host_limit", [0, 150])
 def test_the_choice_is_the_fastest_that_fits(link: float, limit: int, host_limit: int) -> None:
-    """No other choice for the stages fits and is faster; if none fits, the chosen ranks have the least memory."""
-    policies = search(link, limit, host_limit)
-    chosen = policies.choose()
-    every = [
-        evaluate(policies, recompute, frozenset(offloaded))
-        for recompute in product(KEPT, repeat=2)
-        for offloaded in ((), (0,), (1,), (0, 1))
-    ]
-    fitting = [seconds for seconds, fits in every if fits]
-    seconds, fits = evaluate(policies, *chosen)
-    assert fits == bool(fitting)
-    assert not fitting or seconds == pytest.approx(min(fitting))
+    """No other choice for the stages fits and is faster, with the state on the device or partly on the host."""
+    for placements in (1, 3):
+        policies = search(link, limit, host_limit, placements=placements)
+        fractions = [item.host_fraction for item in PLACEMENTS[:placements]]
+        every = [
+            evaluate(policies, MemoryChoice(recompute, frozenset(offloaded), states))
+            for recompute in product(KEPT, repeat=2)
+            for offloaded in ((), (0,), (1,), (0, 1))
+            for states in product(fractions, repeat=2)
+        ]
+        fitting = [seconds for seconds, fits in every if fits]
+        seconds, fits = evaluate(policies, policies.choose())
+        assert fits == bool(fitting)
+        assert not fitting or seconds == pytest.approx(min(fitting))
 
 
 def test_links_decide_between_offloading_and_recomputing() -> None:
     """A fast link offloads, a slow one recomputes, and memory to spare keeps everything."""
-    assert search(1e9, 10_000).choose() == (("none", "none"), frozenset())
-    assert search(1e9, 700).choose() == (("none", "none"), frozenset({1}))
-    assert search(1.0, 700).choose() == (("none", "selective"), frozenset())
-    assert search(1e9, 700, may_offload=False).choose() == (("none", "selective"), frozenset())
-    assert search(1e9, 700, host_limit=10).choose() == (("none", "selective"), frozenset())
+    kept: tuple[Recompute, ...] = ("none", "none")
+    nothing = (0.0, 0.0)
+    assert search(1e9, 10_000).choose() == MemoryChoice(kept, frozenset(), nothing)
+    assert search(1e9, 700).choose() == MemoryChoice(kept, frozenset({1}), nothing)
+    recomputed = MemoryChoice(("none", "selective"), frozenset(), nothing)
+    assert search(1.0, 700).choose() == recomputed
+    assert search(1e9, 700, may_offload=False).choose() == recomputed
+    assert search(1e9, 700, host_limit=10).choose() == recomputed
+
+
+def test_state_leaves_the_device_as_far_as_needed() -> None:
+    """Half of it is enough for the second rank, where more recomputation would take longer than the stream."""
+    chosen = search(1.0, 500, placements=3).choose()
+    assert chosen == MemoryChoice(("none", "selective"), frozenset(), (0.0, 0.5))

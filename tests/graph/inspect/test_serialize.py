@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph.inspect.changes import hash_recipe, resolve
-from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_graph, serialize_value
+from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_nodes, serialize_value
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
@@ -33,16 +33,25 @@ store = "@store"
 
 def test_inline_nodes_are_serialized_in_their_owner(shop: Shop) -> None:
     """Nodes without a table of their own are tables inside their owner."""
-    plain = serialize_graph(shop(IN_PLACE))
+    plain = serialize_nodes(shop(IN_PLACE).nodes)
     assert list(plain) == ["store", "page", "trainer"]
     assert plain["page"]["store"] == {"use": "stores.memory", "size": 3, "name": "memory"}
     assert plain["trainer"]["named"] == {"home": "@page"}
 
 
+def test_an_inline_node_referenced_twice_is_written_once(shop: Shop) -> None:
+    """Its table is in its owner, and the other edge has its name, so the text still describes one node."""
+    graph = shop(IN_PLACE.replace('store = "@store"', 'store = "@page.store"'))
+    plain = serialize_nodes(graph.nodes)
+    assert plain["page"]["store"]["use"] == "stores.memory"
+    assert plain["trainer"]["store"] == "@page.store"
+    assert sorted(flatten(plain)) == sorted(graph.nodes)
+
+
 def test_flattened_names_equal_the_names_in_the_graph(shop: Shop) -> None:
     """Flattened inline nodes have their names in the graph, and edges refer to these names."""
     graph = shop(IN_PLACE)
-    flat = flatten_inline_nodes(serialize_graph(graph))
+    flat = flatten_inline_nodes(serialize_nodes(graph.nodes))
     assert sorted(flat) == sorted(graph.nodes)
     assert flat["page"]["store"] == "@page.store"
     assert flat["page"]["filters"] == ["@page.filters[0]", "@page.filters[1]"]
@@ -89,7 +98,7 @@ def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
     once = resolve(graph)
     other = read_again(project, once)
     assert other.errors == []
-    assert serialize_graph(other) == serialize_graph(graph)
+    assert serialize_nodes(other.nodes) == serialize_nodes(graph.nodes)
     assert resolve(other).hash == once.hash
 
 
@@ -105,7 +114,7 @@ def test_shipped_recipes_come_back_the_same(name: str) -> None:
         return
     once = resolve(graph)
     other = read_again(project, once)
-    assert serialize_graph(other) == serialize_graph(graph)
+    assert serialize_nodes(other.nodes) == serialize_nodes(graph.nodes)
     assert resolve(other).hash == once.hash
 
 

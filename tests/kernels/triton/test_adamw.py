@@ -223,5 +223,7 @@ def test_means_of_8_bits_equal_eager_ones(shape: tuple[int, ...], master: bool, 
         ]
 
     ours, theirs = make_states(), make_states()
-    step_both(ours, theirs, [[torch.randn(shape, device=DEVICE)] for _ in range(3)])
+    # Sizes in all decades of the map, and below.
+    grads = [[torch.randn(shape, device=DEVICE) * 10 ** (-9 * torch.rand(shape, device=DEVICE))] for _ in range(3)]
+    step_both(ours, theirs, grads)
     assert_same_bits(ours, theirs)

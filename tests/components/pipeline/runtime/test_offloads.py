@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import drawloom
 from drawloom.components.pipeline.runtime.offloads import Offloads
+from drawloom.components.pipeline.schedules.gpipe import GPipe
 from drawloom.kernels.recompute import Collecting
 from support.observers_of_runs import TINY
 from support.pipelines import batches
@@ -49,6 +51,16 @@ def test_offloaded_activations_leave_no_trace(schedule: str, recompute: Any, tmp
         assert all(torch.equal(offloaded[name], plain[name]) for name in plain)
         # On one rank, 1F1B has no pass between a forward and its backward.
         assert (transfers.stored > 0) == (schedule != "one_f_one_b") and transfers.stored == transfers.fetched
+
+
+def test_a_program_chooses_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule's offloaded stages wait in host memory without a setting of the stages, with the same gradients."""
+    plain, transfers, build = gradients(tmp_path, None), DelayedTransfers(4), GPipe.program_for_ranks
+    offloading = lambda *sizes: attrs.evolve(build(*sizes), offloaded=frozenset({0}))  # noqa: E731
+    monkeypatch.setattr(GPipe, "program_for_ranks", offloading)
+    offloaded = gradients(tmp_path, transfers, offload=False)
+    assert transfers.stored > 0
+    assert all(torch.equal(offloaded[name], plain[name]) for name in plain)
 
 
 def test_transfers_of_a_run_leave_no_trace(tmp_path: Path) -> None:

@@ -9,14 +9,18 @@ from itertools import combinations, pairwise, product
 from typing import Any, Literal
 
 import attrs
+import numpy as np
 import pytest
 
 from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
 from drawloom.components.pipeline.program.notation import format_program
-from drawloom.components.pipeline.program.timing import Costs, compute_timing
+from drawloom.components.pipeline.program.timing import Costs, CostTable, compute_timing
 from drawloom.components.pipeline.program.validity import find_violations
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published_schedules
 from drawloom.components.pipeline.simulation.simulator import simulate
+from drawloom.components.planning.recorder import PassCost
+from drawloom.components.planning.stage_costs import StageCosts
+from drawloom.components.planning.timeline import peak_of
 from drawloom.components.ports.program import Program, iterate_actions
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
@@ -194,6 +198,41 @@ def test_recomputation_makes_room_for_faster_programs(ranks: int, memory: float)
     assert ours < 0.97 * model.auto(ranks, memory, **settings)[1] < math.inf
     enough, _ = model.auto(ranks, 4.0 * ranks, recompute=AGAIN, **settings)
     assert not {*enough.recompute} - {"none"}
+
+
+def resident_peak(program: Program) -> int:
+    """Return the most memory of a rank in hundredths of a stage's activations, by the planner's account."""
+    passes = {
+        "F": PassCost(1.0, peak_delta=100, kept_bytes={"x": 100}),
+        "I": PassCost(1.0, kept_bytes={"x": 100}),
+        **dict.fromkeys("BW", PassCost(1.0)),
+    }
+    costs, nothing = {stage: StageCosts(passes, 0) for stage in range(program.stages)}, [0] * program.stages
+    return max(peak_of(program, rank, costs, dict(enumerate(nothing))).bytes for rank in range(program.ranks))
+
+
+@pytest.mark.parametrize("memory", [2.0, 3.0])
+@pytest.mark.parametrize("copy", [0.1, 2.0, 9.0])
+def test_no_published_schedule_that_fits_with_any_offloading_is_faster(memory: float, copy: float) -> None:
+    """Over a fast link it offloads if memory is short; no published schedule that fits is faster by any offloading."""
+    settings: dict[str, Any] = {
+        "slices": [1.0] * 4,
+        "memory": memory,
+        "stages_per_rank": 1,
+        "microbatches": 8,
+        "trials": 40,
+    }
+    without, auto = Auto(**settings).program(4, 8), Auto(**settings, offload=copy).program(4, 8)
+    table = CostTable(lengths=np.tile([1.0, 2.0, 1.0, 1.0], (4, 1)), offload_by_stage=np.full(4, copy))
+    makespan = simulate(auto, table).makespan
+    assert makespan <= simulate(without, table).makespan
+    assert bool(auto.offloaded) == (copy < 9 and memory < 3) and resident_peak(auto) <= 100 * memory
+    for schedule in list_published_schedules(1):
+        for chosen in product((False, True), repeat=4):
+            offloaded = frozenset(stage for stage, is_chosen in enumerate(chosen) if is_chosen)
+            other = attrs.evolve(schedule.program(4, 8), offloaded=offloaded)
+            if resident_peak(other) <= 100 * memory:
+                assert makespan <= simulate(other, table).makespan * (1 + 1e-9), (schedule, offloaded)
 
 
 def test_two_stages_that_cost_more_than_one_are_not_taken() -> None:

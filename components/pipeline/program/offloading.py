@@ -1,0 +1,72 @@
+"""
+Choice of stages whose activations wait in host memory: on every rank those with the least copies that make room.
+
+PipeOffload (Wan et al. 2025, arXiv 2503.01328) offloads whole stages too, and copies behind the passes in between.
+Other ranks' memory does not change, so the choice is made rank by rank, as in `recomputation.py`; waits for the link
+are simulated.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence, Set
+from itertools import combinations
+
+import attrs
+import numpy as np
+
+from drawloom.components.pipeline.program.list_scheduling import ROUNDING
+from drawloom.components.pipeline.program.lowering import list_offloaded_passes
+from drawloom.components.pipeline.program.partition import Fitted, ModelSlices
+from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_STAGES, Floats
+from drawloom.components.pipeline.simulation.simulator import simulate
+from drawloom.components.ports.program import Action
+
+
+def offload_until_fit(fitted: Fitted, slices: ModelSlices, copies: Sequence[float], limit: float) -> Fitted:
+    """
+    Return a program with the stages offloaded that make it fit into `limit`; its makespan is infinite if none do.
+
+    `copies` are the times to copy the slices' activations to host memory; recomputation is left out.
+    """
+    merged = attrs.evolve(slices.merge_into_stages(fitted.sizes), recomputed=())
+    bounds = np.cumsum([0, *fitted.sizes])
+    seconds = np.add.reduceat(np.asarray(copies, dtype=np.float64), bounds[:-1])
+    offloaded = set[int]()
+    for rank in range(fitted.program.ranks):
+        actions = [fitted.program.action(row) for row in range(*fitted.program.bounds[rank : rank + 2])]
+        choices = sorted(_list_subsets(actions), key=lambda stages: float(seconds[[*stages]].sum()))
+        fitting = (
+            stages
+            for stages in choices
+            if _compute_peak(actions, stages, merged.activations, merged.pending) <= limit * (1 + ROUNDING)
+        )
+        if (chosen := next(fitting, None)) is None:
+            return attrs.evolve(fitted, makespan=math.inf)
+        offloaded |= chosen
+    program = attrs.evolve(fitted.program, recompute=(), offloaded=frozenset(offloaded))
+    table = attrs.evolve(slices.compute_cost_table(fitted.sizes), offload_by_stage=seconds)
+    return attrs.evolve(fitted, program=program, makespan=simulate(program, table).makespan)
+
+
+def _list_subsets(actions: Sequence[Action]) -> Iterator[frozenset[int]]:
+    """Yield a rank's choices of offloaded stages: all subsets of a few, or none and all of them."""
+    stages = sorted({action.stage for action in actions})
+    counts = range(len(stages) + 1) if len(stages) <= MAX_INDEPENDENT_STAGES else (0, len(stages))
+    for count in counts:
+        yield from map(frozenset, combinations(stages, count))
+
+
+def _compute_peak(actions: Sequence[Action], offloaded: Set[int], activations: Floats, pending: Floats) -> float:
+    """Return a rank's peak activations on the device, by stages' activations and pending weight gradients."""
+    moves: dict[int, float] = defaultdict(float)
+    for start, end in list_offloaded_passes(actions, offloaded):
+        moves[start + 2] -= activations[actions[start].stage]
+        moves[end - 1] += activations[actions[start].stage]
+    live, peak = 0.0, 0.0
+    for number, action in enumerate(actions):
+        kept, waiting = activations[action.stage], pending[action.stage]
+        live += moves[number]
+        change = {"F": kept, "B": -kept, "I": waiting - kept, "W": -waiting}[action.op]
+        peak = max(peak, live, live + change)
+        live += change
+    return peak
