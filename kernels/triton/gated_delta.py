@@ -121,7 +121,8 @@ def _count_forward_scratch_bytes(k: Tensor, v: Tensor) -> int:
 
 def _count_backward_scratch_bytes(k: Tensor, v: Tensor) -> int:
     """Return the bytes of keys and their gradients, of written values' and pairs' gradients, and of sums."""
-    by_token = (2 * k.shape[3] + v.shape[3] + 2 * CHUNK) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
+    keys = (1 if k.shape[2] == v.shape[2] else 2) * k.shape[3]
+    by_token = (keys + v.shape[3] + 2 * CHUNK) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
     return v.shape[:3].numel() * by_token + 2 * _count_state_bytes(k, v)
 
 
@@ -287,11 +288,14 @@ def _backward(
         return grads
     sizes = _Sizes.of(k, v)
     grad, q, k, v, beta, ids = (x.contiguous() for x in (grad, q, k, v, beta, ids))
-    keys, grad_k = (v.new_empty(*v.shape[:3], sizes.width) for _ in range(2))
+    keys = v.new_empty(*v.shape[:3], sizes.width)
+    grad_k = grads[1] if sizes.groups == 1 else torch.empty_like(keys)
     states, grad_states = (sizes.new_states(v) for _ in range(2))
     grad_written, grad_scores, grad_pairs = (torch.empty_like(x) for x in (v, inverse, inverse))
     grad_decays, grad_factors = (torch.empty_like(decays) for _ in range(2))
-    part_decays, part_factors = (decays.new_empty(*decays.shape, sizes.key_parts) for _ in range(2))
+    part_decays, part_factors = (
+        decays.new_empty(sizes.rows, sizes.length, sizes.key_parts, sizes.heads) for _ in range(2)
+    )
     state = None if state is None else state.contiguous()
     constants, ends = sizes.constants, (sizes.length, sizes.chunks)
     parts = {**constants, "BK": MIN_BLOCK}
@@ -346,17 +350,15 @@ def _backward(
         CHUNK=CHUNK,
         num_warps=1,
     )
-    return grads[0], _sum_over_value_heads(grad_k, sizes), *grads[2:]
+    if sizes.groups > 1:
+        _sum_over_value_heads(grad_k, grads[1], sizes)
+    return grads
 
 
-def _sum_over_value_heads(grad: Tensor, sizes: _Sizes) -> Tensor:
-    """Sum gradients (rows, length, value_heads, K) over value heads with a common key head."""
-    if sizes.groups == 1:
-        return grad
-    summed = grad.new_empty(sizes.rows, sizes.length, sizes.heads // sizes.groups, sizes.width)
+def _sum_over_value_heads(grad: Tensor, summed: Tensor, sizes: _Sizes) -> None:
+    """Write the sums of gradients (rows, length, value_heads, K) over value heads with a common key head."""
     count, block = summed.shape[:3].numel(), next_power_of_2(sizes.width)
     size = max(1, 4096 // block)
     kernels.sum_groups_kernel[(cdiv(count, size),)](
         grad, summed, count, GROUPS=sizes.groups, K=sizes.width, BK=block, SIZE=size, num_warps=4
     )
-    return summed
