@@ -342,6 +342,7 @@ def _backward(
         **parts,
         num_warps=4,
         num_stages=2,
+        **sizes.limit_registers(168),
     )
     kernels.sum_parts_kernel[(sizes.chunk_heads,)](
         *(part_decays, part_factors, grad_decays, grad_factors, ids, grads[3], grads[4], *ends),
