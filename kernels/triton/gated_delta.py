@@ -56,7 +56,7 @@ def delta_rule_triton(
 
 
 class _GatedDelta(Function):
-    """The gated delta rule; saves its inputs, the sums of decays, the inverse systems and the written values."""
+    """The gated delta rule; saves its inputs, decay sums, inverse systems and written values."""
 
     @staticmethod
     def forward(
@@ -85,7 +85,7 @@ class _GatedDelta(Function):
 def _allocate_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return results, last states, sums of decays, inverse systems and written values."""
+    """Return results, last states, decay sums, inverse systems and written values."""
     last = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
     decays, inverse = v.new_empty(v.shape[:3], dtype=torch.float32), v.new_empty(*v.shape[:3], CHUNK)
     return v.new_empty(v.shape), last, decays, inverse, v.new_empty(v.shape)
@@ -111,7 +111,7 @@ def _count_backward_flops(k: Tensor, v: Tensor) -> float:
 
 
 def _count_state_bytes(k: Tensor, v: Tensor) -> int:
-    """Return the bytes of the states before all chunks."""
+    """Return the bytes for the states before all chunks."""
     return cdiv(v.shape[1], CHUNK) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * v.itemsize
 
 
@@ -120,7 +120,7 @@ def _count_forward_scratch_bytes(k: Tensor, v: Tensor) -> int:
 
 
 def _count_backward_scratch_bytes(k: Tensor, v: Tensor) -> int:
-    """Return the bytes of keys and their gradients, of written values' and pairs' gradients, and of sums."""
+    """Return the bytes for keys, gradients, states and sums."""
     keys = (1 if k.shape[2] == v.shape[2] else 2) * k.shape[3]
     by_token = (keys + v.shape[3] + 2 * CHUNK) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
     return v.shape[:3].numel() * by_token + 2 * _count_state_bytes(k, v)
@@ -208,12 +208,12 @@ class _Sizes(NamedTuple):
 
     @property
     def chunk_heads(self) -> int:
-        """Return the number of chunks in all rows and value heads."""
+        """Return how many chunks all rows and value heads have."""
         return self.rows * self.chunks * self.heads
 
     @property
     def key_parts(self) -> int:
-        """Return the number of parts with MIN_BLOCK channels of a key."""
+        """Return how many parts with MIN_BLOCK channels a key has."""
         return cdiv(self.width, MIN_BLOCK)
 
     def new_states(self, like: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class _Sizes(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Return the constants for all kernels with products of keys and values."""
+        """Return the constants for most kernels."""
         return {
             "HEADS": self.heads,
             "GROUPS": self.groups,

@@ -33,7 +33,7 @@ def locate_chunk(program, length, chunks, CHUNK: tl.constexpr):
 
 @triton.jit
 def locate_head(program, length, chunks, HEADS: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the chunk's number among all rows' chunks, the head, and what `locate_chunk` returns."""
+    """Return the chunk's number among all rows' chunks, the head, and the results from `locate_chunk`."""
     number, head = program // HEADS, program % HEADS
     row, chunk, first, inside = locate_chunk(number, length, chunks, CHUNK)
     return number, head, row, chunk, first, inside
@@ -120,7 +120,7 @@ def solve_chunks(
     PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store, by chunk and head, the sums of decays, the inverse system, and its products with keys and values."""
+    """Store, by chunk and head, the decay sums, the inverse system, and its products with keys and values."""
     _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
@@ -158,7 +158,7 @@ def multiply_keys(
     K: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store the products of the inverse systems with keys, as `solve_chunks` does."""
+    """Store the inverse systems' products with keys, as `solve_chunks` does."""
     _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
@@ -226,7 +226,7 @@ def compute_states(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store the state before every chunk in a row, from the written values: programs have tiles (BK, BV) of states."""
+    """Store the state before every chunk in a row, from the written values; a program has a tile (BK, BV)."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     row, head, token = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS, tl.arange(0, CHUNK)
     channel = tl.program_id(0) // BLOCKS * BK + tl.arange(0, BK)
@@ -294,8 +294,8 @@ def compute_score_gradients(
 ):
     # fmt: on
     """
-    Store gradients through results in the same chunk: of written values, and, by key and query, of scores without
-    decays. Start the gradients of the sums of decays.
+    Store gradients through results in the same chunk: for written values, and, by key and query, for scores without
+    decays. Start the decay sums' gradients.
     """
     _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
@@ -374,8 +374,8 @@ def compute_system_gradients(
 ):
     # fmt: on
     """
-    Store gradients through the solved systems: of values, and of products of key pairs. Start beta's gradients, and add
-    to those of the sums of decays. The systems' right sides get their gradients in place of the written values'.
+    Store gradients through the solved systems, for values and for key pairs' products. Start beta's gradients, and add
+    to the decay sums'. The right sides' gradients replace the written values'.
     """
     _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
@@ -419,8 +419,8 @@ def compute_query_gradients(
 ):
     # fmt: on
     """
-    Store the gradients of BK query channels for a key head, and these channels' part of the gradients of the sums of
-    decays, (rows, length, parts, heads).
+    Store a key head's gradients for BK query channels, and their part in the decay sums' gradients (rows, length,
+    parts, heads).
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
@@ -461,8 +461,8 @@ def compute_key_gradients(
 ):
     # fmt: on
     """
-    Store the gradients of BK key channels for a value head, and these channels' part of beta's gradients. Add to their
-    part of the gradients of the sums of decays.
+    Store a value head's gradients for BK key channels, and their part in beta's gradients. Add to their part in the
+    decay sums' gradients.
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
@@ -520,7 +520,7 @@ def sum_parts_kernel(
     PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     # fmt: on
-    """Store the gradients of gates and beta: the sums of all parts, for gates within a document and chunk."""
+    """Store gates' and beta's gradients: the sums over all parts, and for gates within a document and chunk."""
     _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token = tl.arange(0, CHUNK)
     by_head = (first + token) * HEADS + head
