@@ -2,8 +2,9 @@
 The gated delta rule in Triton, forward and backward, in chunks with 64 tokens.
 
 The forward pass has three kernels: they solve the triangular systems by chunk, carry the state from chunk to chunk, and
-compute results. The backward pass repeats the first two, carries the state's gradient from the last chunk to the first,
-and computes all other gradients by chunk.
+compute results. The backward pass computes the states again from the written values, carries the state's gradient from
+the last chunk to the first, and computes all other gradients by chunk, in kernels with one or two large sums each: with
+more, a multiprocessor has registers for one program only, and waits for memory.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ def delta_rule_triton(
 
 
 class _GatedDelta(Function):
-    """The gated delta rule; saves its inputs, the sums of decays and the inverse systems."""
+    """The gated delta rule; saves its inputs, decay sums, inverse systems and written values."""
 
     @staticmethod
     def forward(
@@ -70,8 +71,8 @@ class _GatedDelta(Function):
         state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return results (rows, length, value_heads, V) and states (rows, value_heads, K, V)."""
-        mixed, last, decays, inverse = _forward(q, k, v, g, beta, ids, before, state)
-        ctx.save_for_backward(q, k, v, g, beta, ids, before, state, decays, inverse)
+        mixed, last, decays, inverse, written = _forward(q, k, v, g, beta, ids, before, state)
+        ctx.save_for_backward(q, k, v, g, beta, ids, before, state, decays, inverse, written)
         return mixed, last
 
     @staticmethod
@@ -83,11 +84,11 @@ class _GatedDelta(Function):
 
 def _allocate_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return results, last states, sums of decays and inverse systems."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return results, last states, decay sums, inverse systems and written values."""
     last = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
-    by_head = v.shape[:3]
-    return v.new_empty(v.shape), last, v.new_empty(by_head, dtype=torch.float32), v.new_empty(*by_head, CHUNK)
+    decays, inverse = v.new_empty(v.shape[:3], dtype=torch.float32), v.new_empty(*v.shape[:3], CHUNK)
+    return v.new_empty(v.shape), last, decays, inverse, v.new_empty(v.shape)
 
 
 def _float32_product_precision() -> str:
@@ -104,53 +105,65 @@ def _count_forward_flops(k: Tensor, v: Tensor) -> float:
 
 
 def _count_backward_flops(k: Tensor, v: Tensor) -> float:
-    """Return the backward pass's FLOPs; it computes chunks and states again."""
+    """Return the backward pass's FLOPs; it computes states again."""
     width, v_width = k.shape[3], v.shape[3]
-    return _count_forward_flops(k, v) + v.shape[:3].numel() * (
-        14 * width * v_width + CHUNK * (18 * width + 10 * v_width)
-    )
+    return v.shape[:3].numel() * (14 * width * v_width + 2 * CHUNK * (6 * width + 4 * v_width))
+
+
+def _count_state_bytes(k: Tensor, v: Tensor) -> int:
+    """Return the bytes for the states before all chunks."""
+    return cdiv(v.shape[1], CHUNK) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * v.itemsize
 
 
 def _count_forward_scratch_bytes(k: Tensor, v: Tensor) -> int:
-    tokens = v.shape[:3].numel()
-    states = cdiv(v.shape[1], CHUNK) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3]
-    return (tokens * (k.shape[3] + v.shape[3] + CHUNK) + states) * v.itemsize + 4 * tokens
+    return v.shape[:3].numel() * k.shape[3] * v.itemsize + _count_state_bytes(k, v)
 
 
 def _count_backward_scratch_bytes(k: Tensor, v: Tensor) -> int:
-    tokens = v.shape[:3].numel()
-    states = cdiv(v.shape[1], CHUNK) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3]
-    by_value_head = tokens * k.shape[3] * (4 + 2 * v.itemsize)
-    return _count_forward_scratch_bytes(k, v) + (tokens * v.shape[3] + states) * v.itemsize + by_value_head + 8 * tokens
+    """Return the bytes for keys, gradients, states and sums."""
+    keys = (1 if k.shape[2] == v.shape[2] else 2) * k.shape[3]
+    by_token = (keys + v.shape[3] + 2 * CHUNK) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
+    return v.shape[:3].numel() * by_token + 2 * _count_state_bytes(k, v)
 
 
 @register_kernel(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor ids, Tensor before, Tensor? state) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_forward,
     flops=_count_forward_flops,
     scratch=_count_forward_scratch_bytes,
 )
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results, last, decays, inverse = _allocate_forward(q, k, v, g, beta, ids, before, state)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    results, last, decays, inverse, written = _allocate_forward(q, k, v, g, beta, ids, before, state)
     if not v.shape[:3].numel():
         last.zero_() if state is None else last.copy_(state)
-        return results, last, decays, inverse
+        return results, last, decays, inverse, written
     sizes = _Sizes.of(k, v)
     q, k, v, g, beta, ids = (x.contiguous() for x in (q, k, v, g, beta, ids))
-    chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
-    _solve_chunks(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=False)
-    states = _carry_states(sizes, chunks, k, ids, before, state=state, last=last)
-    kernels.compute_results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, MIN_BLOCK), sizes.heads)](
-        *(q, k, chunks.written, states, chunks.decays, ids, before, results, sizes.length, sizes.chunks),
+    state = None if state is None else state.contiguous()
+    keys, states = v.new_empty(*v.shape[:3], sizes.width), sizes.new_states(v)
+    kernels.solve_chunks[(sizes.chunk_heads,)](
+        *(k, v, g, beta, ids, before, decays, inverse, keys, written, sizes.length, sizes.chunks),
+        **{**sizes.constants, "BV": sizes.wide_tile_columns},
+        num_warps=4,
+        **sizes.limit_registers(168),
+    )
+    block = sizes.carry_tile_columns
+    kernels.carry_states[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
+        *(k, keys, written, decays, ids, before, state, states, last, sizes.length, sizes.chunks),
+        **{**sizes.constants, "BV": block},
+        num_warps=4,
+        num_stages=(4 if block < MIN_BLOCK else 2) if sizes.fits_several_chunks else 1,
+    )
+    kernels.compute_results[(sizes.chunk_heads * cdiv(sizes.v_width, MIN_BLOCK),)](
+        *(q, k, written, states, decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
-        PRECISION=_float32_product_precision(),
         num_warps=4,
         **sizes.limit_registers(128),
     )
-    return results, last, decays, inverse
+    return results, last, decays, inverse, written
 
 
 class _Sizes(NamedTuple):
@@ -193,13 +206,27 @@ class _Sizes(NamedTuple):
         """Return the columns in a tile where nothing else needs shared memory."""
         return 2 * MIN_BLOCK if self.v_width > MIN_BLOCK and self.fits_several_chunks else MIN_BLOCK
 
+    @property
+    def chunk_heads(self) -> int:
+        """Return how many chunks all rows and value heads have."""
+        return self.rows * self.chunks * self.heads
+
+    @property
+    def key_parts(self) -> int:
+        """Return how many parts with MIN_BLOCK channels a key has."""
+        return cdiv(self.width, MIN_BLOCK)
+
+    def new_states(self, like: Tensor) -> Tensor:
+        """Return memory for the states before all chunks (rows, chunks, heads, K, V)."""
+        return like.new_empty(self.rows, self.chunks, self.heads, self.width, self.v_width)
+
     def limit_registers(self, count: int) -> dict[str, int]:
         """Return the launch option for at most `count` registers, unless tiles are large and would be spilled."""
         return limit_registers(count) if self.itemsize == 2 and self.fits_several_chunks else {}
 
     @property
-    def constants(self) -> dict[str, int]:
-        """Return the constants for all kernels."""
+    def constants(self) -> dict[str, Any]:
+        """Return the constants for most kernels."""
         return {
             "HEADS": self.heads,
             "GROUPS": self.groups,
@@ -208,68 +235,8 @@ class _Sizes(NamedTuple):
             "BK": max(MIN_BLOCK, next_power_of_2(self.width)),
             "BV": MIN_BLOCK,
             "CHUNK": CHUNK,
+            "PRECISION": _float32_product_precision(),
         }
-
-
-class _Chunks(NamedTuple):
-    """
-    Solved chunks.
-
-    They have sums of decays, float32 (rows, length, heads), the inverse systems (rows, length, heads, CHUNK), and their
-    products with keys (..., K) and values (..., V); `_carry_states` replaces the latter by written values.
-    """
-
-    decays: Tensor
-    inverse: Tensor
-    keys: Tensor
-    written: Tensor
-
-
-def _solve_chunks(
-    sizes: _Sizes,
-    chunks: _Chunks,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    ids: Tensor,
-    before: Tensor,
-    is_solved: bool,
-) -> None:
-    """Write all tensors of `chunks`, or its products alone if the systems are solved."""
-    kernels.solve_chunks[(sizes.chunks * sizes.rows, sizes.heads)](
-        *(k, v, g, beta, ids, before, *chunks, sizes.length, sizes.chunks),
-        **{**sizes.constants, "BV": sizes.wide_tile_columns},
-        PRECISION=_float32_product_precision(),
-        IS_SOLVED=is_solved,
-        num_warps=4,
-        **sizes.limit_registers(128 if is_solved else 168),
-    )
-
-
-def _carry_states(
-    sizes: _Sizes,
-    chunks: _Chunks,
-    k: Tensor,
-    ids: Tensor,
-    before: Tensor,
-    *,
-    state: Tensor | None,
-    last: Tensor | None,
-) -> Tensor:
-    """Return states before chunks (rows, chunks, heads, K, V); write the tokens' values, and the last state."""
-    states = k.new_empty(sizes.rows, sizes.chunks, sizes.heads, sizes.width, sizes.v_width)
-    block = sizes.carry_tile_columns
-    kernels.carry_states[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
-        *(k, chunks.keys, chunks.written, chunks.decays, ids, before),
-        *(None if state is None else state.contiguous(), states, last, sizes.length, sizes.chunks),
-        **{**sizes.constants, "BV": block},
-        PRECISION=_float32_product_precision(),
-        num_warps=4,
-        num_stages=(4 if block < MIN_BLOCK else 2) if sizes.fits_several_chunks else 1,
-    )
-    return states
 
 
 def _allocate_backward(
@@ -285,6 +252,7 @@ def _allocate_backward(
     state: Tensor | None,
     decays: Tensor,
     inverse: Tensor,
+    written: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grads = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
     return *grads, grad_state.new_empty(grad_state.shape if state is not None else 0)  # type: ignore[return-value]
@@ -292,7 +260,7 @@ def _allocate_backward(
 
 @register_kernel(
     "gated_delta_rule_backward(Tensor grad, Tensor grad_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
-    "Tensor ids, Tensor before, Tensor? state, Tensor decays, Tensor inverse) "
+    "Tensor ids, Tensor before, Tensor? state, Tensor decays, Tensor inverse, Tensor written) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_allocate_backward,
     flops=_count_backward_flops,
@@ -311,76 +279,88 @@ def _backward(
     state: Tensor | None,
     decays: Tensor,
     inverse: Tensor,
+    written: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = _allocate_backward(grad, grad_state, q, k, v, g, beta, ids, before, state, decays, inverse)
+    grads = _allocate_backward(grad, grad_state, q, k, v, g, beta, ids, before, state, decays, inverse, written)
     if not v.shape[:3].numel():
         if state is not None:
             grads[5].copy_(grad_state)
         return grads
-    sizes, precision = _Sizes.of(k, v), _float32_product_precision()
-    grad, q, k, v, g, beta, ids = (x.contiguous() for x in (grad, q, k, v, g, beta, ids))
-    chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
-    _solve_chunks(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=True)
-    states = _carry_states(sizes, chunks, k, ids, before, state=state, last=None)
-    grad_q, grad_k = (v.new_empty(*v.shape[:3], sizes.width) for _ in "qk")
-    grad_written, grad_states = v.new_empty(v.shape), torch.empty_like(states)
-    by_chunk, constants = (sizes.chunks * sizes.rows, sizes.heads), sizes.constants
-    wide = sizes.wide_tile_columns
-    blocks = cdiv(sizes.v_width, wide)
-    kernels.compute_grad_written[(sizes.chunks * sizes.rows * blocks, sizes.heads)](
-        *(grad, q, k, chunks.decays, ids, grad_written, sizes.length, sizes.chunks),
-        **{**constants, "BV": wide},
-        PRECISION=precision,
+    sizes = _Sizes.of(k, v)
+    grad, q, k, v, beta, ids = (x.contiguous() for x in (grad, q, k, v, beta, ids))
+    keys = v.new_empty(*v.shape[:3], sizes.width)
+    grad_k = grads[1] if sizes.groups == 1 else torch.empty_like(keys)
+    states, grad_states = (sizes.new_states(v) for _ in range(2))
+    grad_written, grad_scores, grad_pairs = (torch.empty_like(x) for x in (v, inverse, inverse))
+    grad_decays, grad_factors = (torch.empty_like(decays) for _ in range(2))
+    part_decays, part_factors = (
+        decays.new_empty(sizes.rows, sizes.length, sizes.key_parts, sizes.heads) for _ in range(2)
+    )
+    state = None if state is None else state.contiguous()
+    constants, ends = sizes.constants, (sizes.length, sizes.chunks)
+    parts = {**constants, "BK": MIN_BLOCK}
+    kernels.multiply_keys[(sizes.chunk_heads,)](
+        *(k, beta, inverse, decays, ids, before, keys, *ends),
+        **{name: constants[name] for name in ("HEADS", "GROUPS", "K", "BK", "CHUNK", "PRECISION")},
         num_warps=4,
+    )
+    kernels.compute_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
+        *(k, written, decays, ids, before, state, states, *ends), **parts, num_warps=4, num_stages=4
+    )
+    kernels.compute_score_gradients[(sizes.chunk_heads,)](
+        *(grad, q, k, written, decays, ids, grad_written, grad_scores, grad_decays, *ends),
+        **{**constants, "BV": sizes.wide_tile_columns},
+        num_warps=4,
+        num_stages=2,
+        **sizes.limit_registers(168),
     )
     block = sizes.carry_tile_columns
     kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
-        *(grad, grad_state.contiguous(), q, k, chunks.keys, chunks.decays, ids, before, grad_written, grad_states),
-        *(grads[5] if state is not None else None, sizes.length, sizes.chunks),
+        *(grad, grad_state.contiguous(), q, k, keys, decays, ids, before, grad_written, grad_states),
+        *(grads[5] if state is not None else None, *ends),
         **{**constants, "BV": block},
-        PRECISION=precision,
         num_warps=4 if block < MIN_BLOCK else 8,
         num_stages=3 if sizes.fits_several_chunks else 1,
     )
-    # Four warps read 32 columns in bounds; eight need 64, whose float32 tiles exceed shared memory for wide keys.
-    is_large = sizes.itemsize == 4 and sizes.width > 64
-    partial_k = torch.empty_like(grad_k, dtype=torch.float32)
-    grad_decays = torch.empty_like(chunks.decays)
-    kernels.compute_product_gradients[by_chunk](
-        *(grad, q, k, chunks.written, states, grad_states, chunks.decays, ids, before),
-        *(grad_q, partial_k, grad_decays, sizes.length, sizes.chunks),
-        **{**constants, "BV": MIN_BLOCK // 2 if is_large else MIN_BLOCK},
-        PRECISION=precision,
-        num_warps=8,
-    )
-    kernels.compute_system_gradients[by_chunk](
-        *(k, v, beta, chunks.inverse, chunks.written, states, grad_written, chunks.decays, ids, before),
-        *(
-            partial_k,
-            grad_decays,
-            torch.empty_like(inverse),
-            grad_k,
-            grads[2],
-            grads[3],
-            grads[4],
-            sizes.length,
-            sizes.chunks,
-        ),
-        **{**constants, "BV": MIN_BLOCK // 2 if is_large else MIN_BLOCK},
-        PRECISION=precision,
+    kernels.compute_system_gradients[(sizes.chunk_heads,)](
+        *(k, v, beta, inverse, written, grad_written, decays, ids, grads[2], grad_pairs, grad_factors, grad_decays),
+        *ends,
+        **constants,
         num_warps=4,
+        num_stages=2,
+        **sizes.limit_registers(168),
     )
-    return _sum_over_value_heads(grad_q, sizes), _sum_over_value_heads(grad_k, sizes), *grads[2:]
+    kernels.compute_query_gradients[(sizes.chunk_heads // sizes.groups * sizes.key_parts,)](
+        *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *ends),
+        **parts,
+        num_warps=4,
+        num_stages=3 if sizes.itemsize == 2 else 2,
+        **sizes.limit_registers(128),
+    )
+    kernels.compute_key_gradients[(sizes.chunk_heads * sizes.key_parts,)](
+        *(q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, decays, ids, before),
+        *(part_decays, part_factors, grad_k, *ends),
+        **parts,
+        num_warps=4,
+        num_stages=1,  # with more, tiles would be overwritten while products read them
+        **sizes.limit_registers(168),
+    )
+    kernels.sum_parts_kernel[(sizes.chunk_heads,)](
+        *(part_decays, part_factors, grad_decays, grad_factors, ids, grads[3], grads[4], *ends),
+        HEADS=sizes.heads,
+        PARTS=sizes.key_parts,
+        CHUNK=CHUNK,
+        num_warps=1,
+    )
+    if sizes.groups > 1:
+        _sum_over_value_heads(grad_k, grads[1], sizes)
+    return grads
 
 
-def _sum_over_value_heads(grad: Tensor, sizes: _Sizes) -> Tensor:
-    """Sum gradients (rows, length, value_heads, K) over value heads with a common key head."""
-    if sizes.groups == 1:
-        return grad
-    summed = grad.new_empty(sizes.rows, sizes.length, sizes.heads // sizes.groups, sizes.width)
+def _sum_over_value_heads(grad: Tensor, summed: Tensor, sizes: _Sizes) -> None:
+    """Write the sums of gradients (rows, length, value_heads, K) over value heads with a common key head."""
     count, block = summed.shape[:3].numel(), next_power_of_2(sizes.width)
     size = max(1, 4096 // block)
     kernels.sum_groups_kernel[(cdiv(count, size),)](
         grad, summed, count, GROUPS=sizes.groups, K=sizes.width, BK=block, SIZE=size, num_warps=4
     )
-    return summed

@@ -7,7 +7,11 @@ decays from the incoming state. Then the results are e Q S + (Q K^T D) N, and th
 plus (f K)^T N, where f has the decays to the chunk's end.
 
 Products of accumulated tiles in 16 bits take these as they are: Triton 3.6 multiplies their transposes wrongly on
-Hopper. A transposed product is computed from transposed loads, or stored and loaded again.
+Hopper. A transposed product is computed from transposed loads, or stored and loaded again. In a loop with several
+stages, a loaded tile is an operand of products or read by other operations, and never both: Triton 3.6 then loads the
+next tile over it while products still read it. `compute_key_gradients` has such tiles, and one stage.
+
+Heads follow each other in memory. Neighbouring programs have neighbouring heads, so that they read long pieces.
 """
 
 import triton
@@ -25,6 +29,14 @@ def locate_chunk(program, length, chunks, CHUNK: tl.constexpr):
     row, chunk = program // chunks, program % chunks
     first = row.to(tl.int64) * length + chunk * CHUNK
     return row, chunk, first, chunk * CHUNK + tl.arange(0, CHUNK) < length
+
+
+@triton.jit
+def locate_head(program, length, chunks, HEADS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the chunk's number among all rows' chunks, the head, and the results from `locate_chunk`."""
+    number, head = program // HEADS, program % HEADS
+    row, chunk, first, inside = locate_chunk(number, length, chunks, CHUNK)
+    return number, head, row, chunk, first, inside
 
 
 @triton.jit
@@ -105,32 +117,27 @@ def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, DTYPE: tl.constexp
 def solve_chunks(
     k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, IS_SOLVED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store, by chunk and head, the sums of decays, the inverse system, and its products with keys and values."""
-    row, chunk, first, inside = locate_chunk(tl.program_id(0), length, chunks, CHUNK)
-    head = tl.program_id(1)
+    """Store, by chunk and head, the decay sums, the inverse system, and its products with keys and values."""
+    _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    if IS_SOLVED:
-        sums = tl.load(decays + by_head, mask=inside, other=0.0)
-        solved = load_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside).to(tl.float32)
-    else:
-        gates = tl.maximum(tl.load(g + by_head, mask=inside, other=0.0).to(tl.float32), MIN_GATE)
-        is_pair = mask_document_pairs(own, inside, CHUNK)
-        sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
-        tl.store(decays + by_head, sums, mask=inside)
-        pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-        products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
-        system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
-        # With unit keys all numbers are small: float16 has the precision of TF32, and shorter products.
-        DTYPE: tl.constexpr = tl.float16 if key.dtype.primitive_bitwidth == 16 else tl.float32
-        solved = invert_unit_lower_triangular(system, CHUNK, DTYPE, PRECISION)
-        store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, solved)
+    gates = tl.maximum(tl.load(g + by_head, mask=inside, other=0.0).to(tl.float32), MIN_GATE)
+    is_pair = mask_document_pairs(own, inside, CHUNK)
+    sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
+    tl.store(decays + by_head, sums, mask=inside)
+    pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
+    products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
+    # With unit keys all numbers are small: float16 has the precision of TF32, and shorter products.
+    DTYPE: tl.constexpr = tl.float16 if key.dtype.primitive_bitwidth == 16 else tl.float32
+    solved = invert_unit_lower_triangular(system, CHUNK, DTYPE, PRECISION)
+    store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, solved)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
     product = tl.dot(weighted, key, input_precision=PRECISION)
@@ -141,6 +148,29 @@ def solve_chunks(
         values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside)
         solution = tl.dot(weighted, values, input_precision=PRECISION)
         store_tile(written + head * V, first, HEADS * V, token, column, V, inside, solution)
+
+
+# fmt: off
+@cache_launches
+@triton.jit(do_not_specialize=["length", "chunks"])
+def multiply_keys(
+    k, beta, inverse, decays, ids, before, keys, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """Store the inverse systems' products with keys, as `solve_chunks` does."""
+    _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
+    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
+    by_head = (first + token) * HEADS + head
+    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.load(decays + by_head, mask=inside, other=0.0)
+    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    solved = load_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside).to(tl.float32)
+    from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
+    weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
+    product = tl.dot(weighted, key, input_precision=PRECISION)
+    store_tile(keys + head * K, first, HEADS * K, token, channel, K, inside, product)
 
 
 # fmt: off
@@ -191,6 +221,42 @@ def carry_states(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
+def compute_states(
+    k, written, decays, ids, before, state, states, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """Store the state before every chunk in a row, from the written values; a program has a tile (BK, BV)."""
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    row, head, token = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS, tl.arange(0, CHUNK)
+    channel = tl.program_id(0) // BLOCKS * BK + tl.arange(0, BK)
+    column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
+    carried = tl.zeros((BK, BV), tl.float32)
+    if state is not None:
+        first_at, is_state = tile_of_state(state, row * HEADS + head, channel, column, K, V)
+        carried += tl.load(first_at, mask=is_state, other=0.0).to(tl.float32)
+    incoming = tl.load(before + row)
+    for chunk in range(0, chunks):
+        at, is_state = tile_of_state(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        tl.store(at, carried.to(states.dtype.element_ty), mask=is_state)
+        first = row.to(tl.int64) * length + chunk * CHUNK
+        inside = chunk * CHUNK + token < length
+        end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
+        own = tl.load(ids + first + token, mask=inside, other=-2)
+        last = tl.load(ids + first + end)
+        sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
+        total = tl.load(decays + (first + end) * HEADS + head)
+        to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
+        values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
+        key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+        carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
+        carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), input_precision=PRECISION)
+        incoming = last
+
+
+# fmt: off
+@cache_launches
+@triton.jit(do_not_specialize=["length", "chunks"])
 def compute_results(
     q, k, written, states, decays, ids, before, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -199,9 +265,7 @@ def compute_results(
     """Store the results for one chunk, head and value block, from the incoming state and the written values."""
     # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    number = tl.program_id(0) // BLOCKS
-    row, chunk, first, inside = locate_chunk(number, length, chunks, CHUNK)
-    head = tl.program_id(1)
+    number, head, row, chunk, first, inside = locate_head(tl.program_id(0) // BLOCKS, length, chunks, HEADS, CHUNK)
     own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
@@ -223,28 +287,39 @@ def compute_results(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
-def compute_grad_written(
-    grad, q, k, decays, ids, grad_written, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+def compute_score_gradients(
+    grad, q, k, written, decays, ids, grad_written, grad_scores, grad_decays, length, chunks, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store the part of the written values' gradient that comes from results in the same chunk."""
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    _row, _chunk, first, inside = locate_chunk(tl.program_id(0) // BLOCKS, length, chunks, CHUNK)
-    head = tl.program_id(1)
+    """
+    Store gradients through results in the same chunk: for written values, and, by key and query, for scores without
+    decays. Start the decay sums' gradients.
+    """
+    _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
-    column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
+    by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
-    sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
+    sums = tl.load(decays + by_head, mask=inside, other=0.0)
     query = load_transposed(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     # By key and query: the transpose of the scores.
     is_pair = (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
     pair_decay = tl.exp(tl.where(is_pair, sums[None, :] - sums[:, None], -float("inf")))
     scores = tl.dot(key, query, input_precision=PRECISION) * pair_decay
-    grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
-    product = tl.dot(scores.to(grads.dtype), grads, input_precision=PRECISION)
-    store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, product)
+    by_key = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for begin in range(0, V, BV):
+        column = begin + tl.arange(0, BV)
+        grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
+        values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
+        product = tl.dot(scores.to(grads.dtype), grads, input_precision=PRECISION)
+        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, product)
+        by_key += tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+    through_pairs = by_key * scores
+    tl.store(grad_decays + by_head, tl.sum(through_pairs, 0) - tl.sum(through_pairs, 1), mask=inside)
+    by_key *= pair_decay
+    store_tile(grad_scores + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, by_key)
 
 
 # fmt: off
@@ -292,118 +367,170 @@ def carry_gradients_back(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
-def compute_product_gradients(
-    grad, q, k, written, states, grad_states, decays, ids, before, grad_q, grad_k, grad_decays, length, chunks,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+def compute_system_gradients(
+    k, v, beta, inverse, written, grad_written, decays, ids, grad_v, grad_pairs, grad_factors, grad_decays, length,
+    chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store query, key and decay gradients from the results and the passed states, by chunk and head."""
-    row, chunk, first, inside = locate_chunk(tl.program_id(0), length, chunks, CHUNK)
-    head = tl.program_id(1)
-    own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    """
+    Store gradients through the solved systems, for values and for key pairs' products. Start beta's gradients, and add
+    to the decay sums'. The right sides' gradients replace the written values'.
+    """
+    _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
-    to_query, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
-    by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-    along = tl.zeros((BK, BV), tl.float32)
+    by_head = (first + token) * HEADS + head
+    own = tl.load(ids + first + token, mask=inside, other=-2)
+    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
+    solved = load_transposed(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
+    by_pair = tl.zeros((CHUNK, CHUNK), tl.float32)
+    to_factors = tl.zeros((CHUNK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        number = tl.program_id(0) * HEADS + head
-        at, is_state = tile_of_state(states, number, channel, column, K, V)
-        state = tl.load(at, mask=is_state, other=0.0)
-        at, is_state = tile_of_state(grad_states, number, channel, column, K, V)
-        grad_state = tl.load(at, mask=is_state, other=0.0)
-        grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
+        grads = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
+        real = load_tile(v + head * V, first, HEADS * V, token, column, V, inside)
+        wanted = tl.dot(solved, grads, input_precision=PRECISION)
+        store_tile(grad_v + head * V, first, HEADS * V, token, column, V, inside, factors[:, None] * wanted)
+        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, wanted)
+        to_factors += tl.sum(wanted * real.to(tl.float32), 1)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        to_query += tl.dot(grads, tl.trans(state), input_precision=PRECISION)
+        by_pair -= tl.dot(wanted.to(values.dtype), tl.trans(values), input_precision=PRECISION)
+    sums = tl.load(decays + by_head, mask=inside, other=0.0)
+    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    is_pair = mask_document_pairs(own, inside, CHUNK) & (token[:, None] > token[None, :])
+    by_pair *= tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
+    through_pairs = by_pair * tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    tl.store(grad_factors + by_head, to_factors + tl.sum(through_pairs, 1), mask=inside)
+    through_pairs *= factors[:, None]
+    grad_sums = tl.load(grad_decays + by_head, mask=inside, other=0.0)
+    grad_sums += tl.sum(through_pairs, 1) - tl.sum(through_pairs, 0)
+    tl.store(grad_decays + by_head, grad_sums, mask=inside)
+    by_pair *= factors[:, None]
+    store_tile(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, by_pair)
+
+
+# fmt: off
+@cache_launches
+@triton.jit(do_not_specialize=["length", "chunks"])
+def compute_query_gradients(
+    grad, q, k, states, grad_scores, decays, ids, before, part_decays, grad_q, length, chunks, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """
+    Store a key head's gradients for BK query channels, and their part in the decay sums' gradients (rows, length,
+    parts, heads).
+    """
+    PARTS: tl.constexpr = (K + BK - 1) // BK
+    part = tl.program_id(0) % PARTS
+    chunk_number, key_head, row, chunk, first, inside = locate_head(
+        tl.program_id(0) // PARTS, length, chunks, HEADS // GROUPS, CHUNK
+    )
+    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    token, channel = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK)
+    query = load_tile(q + key_head * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    key = load_tile(k + key_head * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    total = tl.zeros((CHUNK, BK), tl.float32)
+    for number in range(GROUPS):
+        head = key_head * GROUPS + number
+        to_query = tl.zeros((CHUNK, BK), tl.float32)
+        for begin in range(0, V, BV):
+            column = begin + tl.arange(0, BV)
+            at, is_state = tile_of_state(states, chunk_number * HEADS + head, channel, column, K, V)
+            state = tl.load(at, mask=is_state, other=0.0)
+            grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
+            to_query += tl.dot(grads, tl.trans(state), input_precision=PRECISION)
+        sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
+        to_query *= tl.where(own == incoming, tl.exp(sums), 0.0)[:, None]
+        by_part = ((first + token) * PARTS + part) * HEADS + head
+        tl.store(part_decays + by_part, tl.sum(to_query * query.to(tl.float32), 1), mask=inside)
+        scores = load_transposed(grad_scores + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
+        total += to_query
+        total += tl.dot(scores, key, input_precision=PRECISION)
+    store_tile(grad_q + key_head * K, first, HEADS // GROUPS * K, token, channel, K, inside, total)
+
+
+# fmt: off
+@cache_launches
+@triton.jit(do_not_specialize=["length", "chunks"])
+def compute_key_gradients(
+    q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, decays, ids, before, part_decays,
+    part_factors, grad_k, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """
+    Store a value head's gradients for BK key channels, and their part in beta's gradients. Add to their part in the
+    decay sums' gradients.
+    """
+    PARTS: tl.constexpr = (K + BK - 1) // BK
+    part = tl.program_id(0) % PARTS
+    number, head, row, chunk, first, inside = locate_head(tl.program_id(0) // PARTS, length, chunks, HEADS, CHUNK)
+    own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    token, channel = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK)
+    by_head = (first + token) * HEADS + head
+    through_state, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
+    along_state = tl.zeros((BK,), tl.float32)
+    for begin in range(0, V, BV):
+        column = begin + tl.arange(0, BV)
+        at, is_state = tile_of_state(states, number * HEADS + head, channel, column, K, V)
+        state = tl.load(at, mask=is_state, other=0.0)
+        at, is_state = tile_of_state(grad_states, number * HEADS + head, channel, column, K, V)
+        grad_state = tl.load(at, mask=is_state, other=0.0)
+        wanted = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
+        values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
+        through_state += tl.dot(wanted, tl.trans(state), input_precision=PRECISION)
         to_key += tl.dot(values, tl.trans(grad_state), input_precision=PRECISION)
-        by_query += tl.dot(grads, tl.trans(values), input_precision=PRECISION)
-        by_key += tl.dot(values, tl.trans(grads), input_precision=PRECISION)
-        along += state.to(tl.float32) * grad_state.to(tl.float32)
-    sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
+        along_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
+    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.load(decays + by_head, mask=inside, other=0.0)
     total = tl.load(decays + (first + end) * HEADS + head)
     to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    to_query *= from_state[:, None]
-    to_key *= to_end[:, None]
-    query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    to_key *= to_end[:, None]
     from_end = tl.sum(to_key * key.to(tl.float32), 1)
-    grad_sums = tl.sum(to_query * query.to(tl.float32), 1) - from_end
-    is_pair = mask_document_pairs(own, inside, CHUNK)
-    by_query *= tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-    is_pair = (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
-    by_key *= tl.exp(tl.where(is_pair, sums[None, :] - sums[:, None], -float("inf")))
-    through_pairs = by_query * tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    grad_sums += tl.sum(through_pairs, 1) - tl.sum(through_pairs, 0)
-    state_decay = tl.where(last == incoming, tl.exp(total), 0.0)
-    at_end = tl.sum(from_end, 0) + state_decay * tl.sum(tl.sum(along, 1), 0)
-    grad_sums += tl.where(token == end, at_end, 0.0)
-    tl.store(grad_decays + (first + token) * HEADS + head, grad_sums, mask=inside)
-    to_query += tl.dot(by_query.to(key.dtype), key, input_precision=PRECISION)
-    to_key += tl.dot(by_key.to(query.dtype), query, input_precision=PRECISION)
-    store_tile(grad_q + head * K, first, HEADS * K, token, channel, K, inside, to_query)
+    along = -from_state * tl.sum(through_state * key.to(tl.float32), 1)
+    at_end = tl.sum(from_end, 0) + tl.where(last == incoming, tl.exp(total), 0.0) * tl.sum(along_state, 0)
+    grad_sums = factors * along - from_end + tl.where(token == end, at_end, 0.0)
+    by_part = ((first + token) * PARTS + part) * HEADS + head
+    grad_sums += tl.load(part_decays + by_part, mask=inside, other=0.0)
+    tl.store(part_decays + by_part, grad_sums, mask=inside)
+    tl.store(part_factors + by_part, along, mask=inside)
+    to_key -= (factors * from_state)[:, None] * through_state
+    pairs = load_tile(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
+    to_key += tl.dot(pairs, key, input_precision=PRECISION)
+    to_key += tl.dot(tl.trans(pairs), key, input_precision=PRECISION)
+    query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    scores = load_tile(grad_scores + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
+    to_key += tl.dot(scores, query, input_precision=PRECISION)
     store_tile(grad_k + head * K, first, HEADS * K, token, channel, K, inside, to_key)
 
 
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
-def compute_system_gradients(
-    k, v, beta, inverse, written, states, grad_written, decays, ids, before, partial_k, grad_decays, pairs, grad_k,
-    grad_v, grad_g, grad_beta, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+def sum_parts_kernel(
+    part_decays, part_factors, grad_decays, grad_factors, ids, grad_g, grad_beta, length, chunks, HEADS: tl.constexpr,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     # fmt: on
-    """Store the gradients that pass through the solved systems: keys, values, gates and beta."""
-    row, chunk, first, inside = locate_chunk(tl.program_id(0), length, chunks, CHUNK)
-    head = tl.program_id(1)
-    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
-    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
+    """Store gates' and beta's gradients: the sums over all parts, and for gates within a document and chunk."""
+    _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
+    token = tl.arange(0, CHUNK)
     by_head = (first + token) * HEADS + head
-    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
-    solved = load_transposed(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
-    through_state = tl.zeros((CHUNK, BK), tl.float32)
-    by_pair = tl.zeros((CHUNK, CHUNK), tl.float32)
-    grad_factors = tl.zeros((CHUNK,), tl.float32)
-    for begin in range(0, V, BV):
-        column = begin + tl.arange(0, BV)
-        grads = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
-        wanted = tl.dot(solved, grads, input_precision=PRECISION)
-        store_tile(grad_v + head * V, first, HEADS * V, token, column, V, inside, factors[:, None] * wanted)
-        values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        grad_factors += tl.sum(wanted * values, 1)
-        values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        at, is_state = tile_of_state(states, tl.program_id(0) * HEADS + head, channel, column, K, V)
-        state = tl.load(at, mask=is_state, other=0.0)
-        narrow = wanted.to(values.dtype)
-        by_pair -= tl.dot(narrow, tl.trans(values), input_precision=PRECISION)
-        through_state -= tl.dot(narrow, tl.trans(state), input_precision=PRECISION)
-    sums = tl.load(decays + by_head, mask=inside, other=0.0)
-    from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    is_pair = mask_document_pairs(own, inside, CHUNK)
-    pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-    by_pair = tl.where(token[:, None] > token[None, :], by_pair * pair_decay, 0.0)
-    through_pairs = by_pair * tl.dot(key, tl.trans(key), input_precision=PRECISION)
-    along = from_state * tl.sum(through_state * key.to(tl.float32), 1)
-    grad_factors += along + tl.sum(through_pairs, 1)
-    tl.store(grad_beta + by_head, grad_factors.to(grad_beta.dtype.element_ty), mask=inside)
-    through_pairs *= factors[:, None]
+    own = tl.load(ids + first + token, mask=inside, other=-2)
     grad_sums = tl.load(grad_decays + by_head, mask=inside, other=0.0)
-    grad_sums += factors * along + tl.sum(through_pairs, 1) - tl.sum(through_pairs, 0)
+    to_factors = tl.load(grad_factors + by_head, mask=inside, other=0.0)
+    for part in tl.static_range(PARTS):
+        by_part = ((first + token) * PARTS + part) * HEADS + head
+        grad_sums += tl.load(part_decays + by_part, mask=inside, other=0.0)
+        to_factors += tl.load(part_factors + by_part, mask=inside, other=0.0)
+    tl.store(grad_beta + by_head, to_factors.to(grad_beta.dtype.element_ty), mask=inside)
+    is_pair = mask_document_pairs(own, inside, CHUNK)
     grad_gates = tl.sum(tl.where(is_pair, grad_sums[:, None], 0.0), 0)
     tl.store(grad_g + by_head, grad_gates.to(grad_g.dtype.element_ty), mask=inside)
-    by_pair *= factors[:, None]
-    # Through memory, which transposes.
-    store_tile(pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, by_pair)
-    tl.debug_barrier()
-    transposed = load_transposed(pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
-    total = load_tile(partial_k + head * K, first, HEADS * K, token, channel, K, inside)
-    total += (factors * from_state)[:, None] * through_state
-    total += tl.dot(by_pair.to(key.dtype), key, input_precision=PRECISION)
-    total += tl.dot(transposed, key, input_precision=PRECISION)
-    store_tile(grad_k + head * K, first, HEADS * K, token, channel, K, inside, total)
 
 
 # fmt: off

@@ -3,9 +3,10 @@ Figures of the source, `make figures`: lengths of functions and files, shares of
 is hard to follow. `python tests/house/figures.py --sites` prints where. `make figures ONLY=prose` lists the worst
 sentences and names per file, `ONLY="prose components/loss"` in a folder.
 
-"Code lines" are neither blank nor comments nor docstrings. "Files per 1000 lines" leaves out __init__.py and files that
-hold a component, whose name is its path. Docstrings count for public classes and functions; shapes count for functions
-that accept or return a Tensor.
+"Code lines" are neither blank nor comments nor docstrings. A family's lines are its component's module: config, mapper
+and table, without the mechanisms in `components/model/decoder/`. "Files per 1000 lines" leaves out __init__.py and
+files that hold a component, whose name is its path. Docstrings count for public classes and functions; shapes count for
+functions that accept or return a Tensor.
 """
 
 import ast
@@ -38,6 +39,9 @@ def main() -> None:
     paths = [path for name in FOLDERS for path in sorted((ROOT / name).rglob("*.py"))]
     texts = {module_name(path): path.read_text("utf-8") for path in paths}
     print(f"{'import circles':<22}{count_circles(texts):>6}")
+    families = sorted(structure.family_lines({path: path.read_text("utf-8") for path in paths}).values())
+    spread = f"{statistics.median(families):>6.0f} median, {families[-1]} at most, {len(families)} families"
+    print(f"{'code lines per family':<22}{spread}")
     trees = {path: ast.parse(path.read_bytes()) for path in paths}
     for name, sites in SITES.items():
         where = sites(trees)

@@ -1,6 +1,7 @@
 """The counts of `make figures`."""
 
 import ast
+import statistics
 from pathlib import Path
 
 from support import structure
@@ -17,6 +18,14 @@ def test_code_lines_are_neither_blank_nor_comments_nor_docstrings() -> None:
     """A string of several lines is code unless it stands alone; a comment after code is on a line of code."""
     text = '"""A module."""\n\n# why\nx = """a\nb"""  # there\n\n\ndef f():\n    """Do."""\n    return x\n'
     assert structure.code_lines(text) == 4
+
+
+def test_families_are_short() -> None:
+    """A model family has at most 350 code lines of its own, and half of the families have less than 120."""
+    paths = (structure.ROOT / "components" / "model").rglob("*.py")
+    lines = structure.family_lines({path: path.read_text("utf-8") for path in paths})
+    assert {"model.llama", "model.qwen3.moe", "model.glm4_moe_lite"} <= lines.keys()
+    assert max(lines.values()) <= 350 and statistics.median(lines.values()) < 120
 
 
 def test_passed_and_compared_dimension_names_are_counted() -> None:

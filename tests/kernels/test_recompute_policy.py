@@ -90,6 +90,8 @@ ALONE: list[pipelines.Case] = [
     *((name, 2, True, False, "smoothed") for name in pipelines.TRAINING),
     ("zero_bubble_v", 3, False, True, "tempered"),
     ("dual_pipe_v", 3, False, False, "states"),
+    # the gated delta rule, sinks, and latent attention with experts
+    *(("zero_bubble_v", 2, False, False, family) for family in ("qwen3_5", "gpt_oss", "deepseek_v3")),
 ]
 
 

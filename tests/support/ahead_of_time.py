@@ -227,7 +227,7 @@ def lean_launches() -> dict[str, Any]:
             wrong.append(self.jit.fn.__name__)
 
     JITFunction.run, LeanKernel._launch, LeanKernel._launch_by_jit_and_cache = run, launch, compiled  # type: ignore[method-assign, assignment]
-    for _ in range(2):
+    for _ in range(3):
         for _, launch_record in launches():
             launch_record()
     sizes = random.Random(0)

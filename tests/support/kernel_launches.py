@@ -335,7 +335,7 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
         q, v = empty(2, 200, 2, width, dtype=dtype), empty(2, 200, 4, v_width, dtype=dtype)
         g, beta = empty(2, 200, 4, dtype=FLOAT), empty(2, 200, 4, dtype=dtype)
         ids, before = torch.zeros(2, 200, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-        solved = empty(2, 200, 4, dtype=FLOAT), empty(2, 200, 4, 64, dtype=dtype)
+        solved = empty(2, 200, 4, dtype=FLOAT), empty(2, 200, 4, 64, dtype=dtype), torch.empty_like(v)
         last, name = empty(2, 4, width, v_width, dtype=FLOAT), f"gated_delta_rule {width}/{v_width} {dtype}"
         for state in (None, last):
             inputs = q, q, v, g, beta, ids, before, state

@@ -26,6 +26,15 @@ def code_lines(text: str) -> int:
     return len(lines - docstrings)
 
 
+def family_lines(texts: Mapping[Path, str]) -> dict[str, int]:
+    """Return the code lines by model family: by module with a component that has a class variable `family`."""
+    return {
+        ".".join(path.relative_to(ROOT / "components").with_suffix("").parts): code_lines(text)
+        for path, text in texts.items()
+        if any(_is_family(node) for node in ast.parse(text).body)
+    }
+
+
 def dimension_literals(trees: Mapping[Path, ast.Module]) -> list[str]:
     """Return where a dimension of the mesh is named by a string outside `components/parallel/` and the mesh itself."""
     sites = []
@@ -80,6 +89,13 @@ def _docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
 
 def _end(node: ast.Expr) -> int:
     return node.end_lineno or node.lineno
+
+
+def _is_family(node: ast.AST) -> bool:
+    """Whether a statement defines a component with a class variable `family`."""
+    if not isinstance(node, ast.ClassDef) or not node.decorator_list:
+        return False
+    return any(isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == "family" for part in node.body)
 
 
 def _names_a_dimension(node: ast.AST) -> bool:

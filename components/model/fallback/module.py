@@ -30,11 +30,12 @@ class KnownBuffers:
 class KeepsDtype:
     """Mixin for norms: outputs have the inputs' dtype, even if the norm's parameters are wider."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Normalise hidden states (..., width), in their dtype."""
         norm: Any = super()
-        output: Tensor = norm.forward(hidden_states, *args, **kwargs)
-        return output.to(hidden_states.dtype)
+        output: Any = norm.forward(hidden_states, *args, **kwargs)
+        # Norms of several tensors, as in Zaya, return tuples.
+        return output.to(hidden_states.dtype) if isinstance(output, Tensor) else output
 
 
 class WideLayerNorm(nn.LayerNorm):

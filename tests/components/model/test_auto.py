@@ -1,6 +1,7 @@
 """Models of any family, chosen by the folder."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ def test_a_folder_is_read_as_the_model_that_wrote_it(model_type: str, tmp_path: 
     auto.initialise("x.weight", one, 3)
     model.initialise("x.weight", other, 3)
     assert torch.equal(one, other)
+
+
+def test_every_family_is_in_the_documentation() -> None:
+    """docs/families.md has every family's component in the first column of its table."""
+    page = (Path(__file__).parents[3] / "docs" / "families.md").read_text("utf-8")
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `model."))
+    assert {f"`{kind.family.component}`" for kind in FAMILIES.values()} <= set(re.findall(r"`[^`]+`", rows))
 
 
 @pytest.mark.parametrize(
