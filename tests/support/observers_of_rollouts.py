@@ -157,6 +157,9 @@ class Ends:
     def __init__(self) -> None:
         self.rows = 0
 
+    def update_weights(self, purpose: str, step: int) -> None:
+        pass
+
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         return [self._complete(part) for part in prompts]
 
