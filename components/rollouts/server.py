@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import attrs
@@ -13,15 +13,13 @@ import torch
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.rng import derive_seed
-from drawloom.components.export.hf_writer import write_hugging_face_folder
-from drawloom.components.export.hugging_face import DTYPES
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.rollouts import Completions, Prompts
 from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.stages import Stages
+from drawloom.components.ports.stages import ModelExport
 from drawloom.components.rollouts.completion_server import CompletionServer, Sampled
 from drawloom.components.storage.durable_files import remove_folder_at_once
 from drawloom.graph import UserError, above, at_least, between, component, setting
@@ -66,17 +64,18 @@ class ServerRollouts:
     """
     Sampler that asks a server with OpenAI's completions API, such as vLLM or SGLang, and updates its weights.
 
-    An update exports the policy as a Hugging Face folder, which the server must see at the same path, and sends the
-    requests `reload`. A row is one request with token ids and a seed of its own, so it depends on its key; whether the
-    server's numbers depend on the rows beside it is the server's matter. The server's log-probabilities are the
-    denominator of the loss's ratio, and `metrics.rollouts` reports their largest distance from the training pass as
-    `sampler_difference`. Entropies are estimated by the sampled tokens: minus their log-probabilities.
+    An update exports the policy, without an average, as a Hugging Face folder, which the server must see at the same
+    path, and sends the requests `reload`. A row is one request with token ids and a seed of its own, so it depends on
+    its key; whether the server's numbers depend on the rows beside it is the server's matter. The server's
+    log-probabilities are the denominator of the loss's ratio, and `metrics.rollouts` reports their largest distance
+    from the training pass as `sampler_difference`. Entropies are estimated by the sampled tokens: minus their
+    log-probabilities.
 
     One rank of each model replica sends requests.
     """
 
     model: LanguageModel
-    stages: Stages
+    export: ModelExport
     tokenizer: Tokenizer
     job: RunInfo
     folder: RunFolder
@@ -93,15 +92,13 @@ class ServerRollouts:
     reload: list[ServerCall] = setting(
         factory=_list_vllm_calls, doc="requests that load an exported folder, in order; default: vLLM's"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
-        default=None, doc="dtype of exported tensors; default: as trained"
-    )
     connections: int = setting(default=64, check=between(1, 1025), doc="requests of a replica at a time")
     timeout: float = setting(default=300.0, check=above(0), doc="seconds to wait for an answer")
     _copy: Group = attrs.field(init=False, default=None)
     _name: str | None = attrs.field(init=False, default=None)
     _updated_step: int | None = attrs.field(init=False, default=None)
     _served_purpose: str | None = attrs.field(init=False, default=None)
+    _has_checked_temperature: bool = attrs.field(init=False, default=False)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""
@@ -126,11 +123,7 @@ class ServerRollouts:
         is_due = purpose != "train" or last is None or step - last >= self.update_every
         if is_due:
             run_on_rank0(world, lambda: self._prepare_folder(target))
-            workspace = self._export_folder / "workspace" if world.size > 1 else None
-            dtype = None if self.dtype is None else DTYPES[self.dtype]
-            write_hugging_face_folder(
-                target, self.model, self.stages, self.tokenizer, group=world, workspace=workspace, dtype=dtype
-            )
+            self.export.export_to(target)
         if is_due or self._served_purpose != purpose:
             run_on_rank0(world, lambda: self._send_reload(target))
         self._served_purpose = purpose
@@ -171,8 +164,9 @@ class ServerRollouts:
     def _request_rows(self, rows: Sequence[tuple[list[int], int]]) -> list[Sampled]:
         """Return a completion by row; rows are prompts with their seeds."""
         server, name, end = self._server, str(self._name), self.tokenizer.eos_id
-        if rows and self.temperature != 1:
+        if rows and self.temperature != 1 and not self._has_checked_temperature:
             server.check_scaled_logps(name, rows[0][0], self.temperature)
+            self._has_checked_temperature = True
         limits: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature, "end": end}
         with ThreadPoolExecutor(min(self.connections, len(rows)) or 1, "rollouts") as pool:
             futures = [pool.submit(server.complete, name, prompt, seed=seed, **limits) for prompt, seed in rows]

@@ -297,6 +297,7 @@ from drawloom.components.ports.stages import (
     fuses_backward as fuses_backward,
     gradient_or_zeros as gradient_or_zeros,
     use_averages_if_any as use_averages_if_any,
+    ModelExport as ModelExport,
 )
 from drawloom.components.ports.staging import (
     Stager as Stager,

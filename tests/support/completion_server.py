@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,20 @@ class ServedModel:
     fault: Callable[[str, Any], Answer | None] = lambda path, body: None
     change: Callable[[dict[str, Any]], Any] = lambda choice: choice
     lock: threading.Lock = attrs.field(factory=threading.Lock)
+    waiting: int = 0
+    most_waiting: int = 0
     url: str = ""
 
     def answer(self, path: str, body: Any) -> Answer:
-        """Return the answer to a request."""
+        """Return the answer to a request; one is computed at a time."""
+        self.waiting += 1
+        self.most_waiting = max(self.waiting, self.most_waiting)
+        try:
+            return self._answer_in_turn(path, body)
+        finally:
+            self.waiting -= 1
+
+    def _answer_in_turn(self, path: str, body: Any) -> Answer:
         with self.lock:
             self.requests.append((path, body))
             if (fault := self.fault(path, body)) is not None:
@@ -130,3 +141,15 @@ def serve(**options: Any) -> Iterator[ServedModel]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@cache
+def get_shared_server() -> ServedModel:
+    """Return a server that runs until the process ends."""
+    context = serve()
+    SHARED.append(context)  # closing it would stop the server
+    return context.__enter__()
+
+
+SHARED: list[Any] = []
+"""Contexts of servers that run until the process ends."""

@@ -114,14 +114,14 @@ class Clock:
         """Return the function with its time measured."""
 
         @wraps(function)
-        def timed(*arguments: Any, **options: Any) -> Any:
+        def call_and_measure(*arguments: Any, **options: Any) -> Any:
             began = now()
             try:
                 return function(*arguments, **options)
             finally:
                 self.seconds += now() - began
 
-        return timed
+        return call_and_measure
 
     def read(self) -> float:
         """Return the seconds, and start again."""

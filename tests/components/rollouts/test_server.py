@@ -21,30 +21,30 @@ LENGTHS = [2, 5, 3, 2]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[ServedModel]:
+def server() -> Iterator[ServedModel]:
     with serve() as model:
         yield model
 
 
 @pytest.fixture(scope="module")
-def sampler(served: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerRollouts]:
+def sampler(server: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Yield the sampler of an open run, whose small random model has distributions far from uniform."""
     values: dict[str, Any] = {
         "vars": {"base": "unused"},
         "run": {"name": "tiny", "folder": str(tmp_path_factory.mktemp("run"))},
         "tokenizer": {"use": "data.bytes"},
         "model": {"use": "model.qwen3.dense", **TINY, "initializer_range": 0.3},
-        "rollouts": {"use": "rollouts.server", "max_tokens": NEW, "url": served.url},
+        "rollouts": {"use": "rollouts.server", "max_tokens": NEW, "url": server.url},
     }
     with Recipe.load("grpo").with_values(values).open(["rollouts"]) as objects:
         yield objects["rollouts"]
 
 
 @pytest.fixture(autouse=True)
-def without_faults(served: ServedModel) -> Iterator[None]:
+def without_faults(server: ServedModel) -> Iterator[None]:
     yield
-    served.fault, served.change, served.is_raw = (lambda path, body: None), (lambda choice: choice), False
-    served.requests.clear()
+    server.fault, server.change, server.is_raw = (lambda path, body: None), (lambda choice: choice), False
+    server.requests.clear()
 
 
 def make_prompts(keys: list[int]) -> Prompts:
@@ -52,7 +52,7 @@ def make_prompts(keys: list[int]) -> Prompts:
     return Prompts(tokens, torch.tensor(LENGTHS), torch.tensor(keys))
 
 
-def sample(sampler: ServerRollouts, *prompts: Prompts, step: int = 1, **changes: Any) -> list[Completions]:
+def sample(sampler: Any, *prompts: Prompts, step: int = 1, **changes: Any) -> list[Completions]:
     """Return completions from a sampler with other settings."""
     other: ServerRollouts = attrs.evolve(sampler, **changes)
     other.open()
@@ -61,12 +61,12 @@ def sample(sampler: ServerRollouts, *prompts: Prompts, step: int = 1, **changes:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_log_probabilities_are_those_of_the_exported_policy(
-    sampler: ServerRollouts, served: ServedModel, temperature: float
+    sampler: Any, server: ServedModel, temperature: float
 ) -> None:
     """Prompts come back, followed by sampled tokens with the log-probabilities of the model at the temperature."""
     (completions,) = sample(sampler, make_prompts([0, 1, 2, 3]), temperature=temperature)
     with torch.no_grad():
-        whole = (served.logits(completions.tokens) / temperature).log_softmax(-1)
+        whole = (server.logits(completions.tokens) / temperature).log_softmax(-1)
     following = torch.cat([completions.tokens[:, 1:], completions.tokens[:, :1]], 1)
     expected = whole.gather(-1, following[..., None])[..., 0].where(completions.is_target, 0.0)
     torch.testing.assert_close(completions.logps, expected, atol=1e-4, rtol=1e-4)
@@ -78,7 +78,7 @@ def test_log_probabilities_are_those_of_the_exported_policy(
         assert (completions.tokens[row, last:] == END).all()
 
 
-def test_a_row_is_drawn_by_its_key_alone(sampler: ServerRollouts) -> None:
+def test_a_row_is_drawn_by_its_key_alone(sampler: Any) -> None:
     """Rows in other microbatches are the same; another key or step draws others."""
     (together,) = sample(sampler, make_prompts([5, 3, 9, 4]))
     alone = Prompts(make_prompts([0] * 4).tokens[1:2], torch.tensor([5]), torch.tensor([3]))
@@ -89,13 +89,13 @@ def test_a_row_is_drawn_by_its_key_alone(sampler: ServerRollouts) -> None:
         assert not other[0].tokens.equal(together.tokens)
 
 
-def read_norm(served: ServedModel) -> float:
+def read_norm(server: ServedModel) -> float:
     """Return a weight of the served model's last norm."""
-    assert served.module is not None
-    return served.module.get_parameter("model.norm.weight")[0].item()
+    assert server.module is not None
+    return server.module.get_parameter("model.norm.weight")[0].item()
 
 
-def test_the_servers_weights_follow_the_policy_at_the_lag(sampler: ServerRollouts, served: ServedModel) -> None:
+def test_the_servers_weights_follow_the_policy_at_the_lag(sampler: Any, server: ServedModel) -> None:
     """
     With `update_every = 2` the server has the weights of steps 1 and 3, also after an evaluation in between.
 
@@ -103,36 +103,37 @@ def test_the_servers_weights_follow_the_policy_at_the_lag(sampler: ServerRollout
     """
     lagging: ServerRollouts = attrs.evolve(sampler, update_every=2)
     lagging.open()
-    bias = sampler.stages.local[0].module.get_parameter("model.norm.weight")
-    seen, before = [], bias.detach().clone()
+    bias = sampler.export.stages.local[0].module.get_parameter("model.norm.weight")
+    before = bias.detach().clone()
+    seen: list[float] = []
     for purpose, step in [("train", 1), ("validation", 0), ("train", 2), ("train", 3), ("train", 4)]:
         with torch.no_grad():
             bias.fill_(float(len(seen)))
         lagging.update_weights(purpose, step)
-        seen.append(read_norm(served))
+        seen.append(read_norm(server))
     assert seen == [0.0, 1.0, 0.0, 3.0, 3.0]
-    routes = [path for path, _ in served.requests]
+    routes = [path for path, _ in server.requests]
     assert routes == ["/v1/models", *["/collective_rpc", "/reset_prefix_cache"] * 4]
     again: ServerRollouts = attrs.evolve(sampler, update_every=2)
     again.open()
     again.update_weights("train", 4)
-    assert read_norm(served) == 4.0
+    assert read_norm(server) == 4.0
     lagging.close()
     assert not (sampler.folder.folder / "policy").exists()
     with torch.no_grad():
         bias.copy_(before)
 
 
-def test_another_servers_requests_are_settings(sampler: ServerRollouts, served: ServedModel) -> None:
+def test_another_servers_requests_are_settings(sampler: Any, server: ServedModel) -> None:
     """The requests of an update are sent in order, with the exported folder's path."""
-    served.fault = lambda path, body: (200, {"success": True}) if "disk" in path or "flush" in path else None
+    server.fault = lambda path, body: (200, {"success": True}) if "disk" in path or "flush" in path else None
     kind = type(sampler.reload[0])
     calls = [kind(path="/update_weights_from_disk", body={"model_path": "{folder}"}), kind(path="/flush_cache")]
     other: ServerRollouts = attrs.evolve(sampler, reload=calls)
     other.open()
     other.update_weights("validation", 0)
     folder = str(sampler.folder.folder.absolute() / "policy/validation")
-    assert served.requests[1:] == [("/update_weights_from_disk", {"model_path": folder}), ("/flush_cache", None)]
+    assert server.requests[1:] == [("/update_weights_from_disk", {"model_path": folder}), ("/flush_cache", None)]
 
 
 def without(*names: str) -> Callable[[dict[str, Any]], Any]:
@@ -163,18 +164,18 @@ def with_logprobs(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     ],
 )
 def test_unusable_answers_end_in_one_message(
-    sampler: ServerRollouts, served: ServedModel, change: Callable[[dict[str, Any]], Any], text: str
+    sampler: Any, server: ServedModel, change: Callable[[dict[str, Any]], Any], text: str
 ) -> None:
     """An answer without ids or log-probabilities, or with another end, is refused with a remedy."""
-    served.change = change
+    server.change = change
     with pytest.raises(UserError, match=text):
         sample(sampler, make_prompts([0, 1, 2, 3]))
 
 
-def test_ids_are_read_from_names_of_tokens(sampler: ServerRollouts, served: ServedModel) -> None:
+def test_ids_are_read_from_names_of_tokens(sampler: Any, server: ServedModel) -> None:
     """A server without `token_ids` has them in the names of tokens, token_id:7."""
     (expected,) = sample(sampler, make_prompts([0, 1, 2, 3]))
-    served.change = without("token_ids")
+    server.change = without("token_ids")
     (completions,) = sample(sampler, make_prompts([0, 1, 2, 3]))
     assert completions.tokens.equal(expected.tokens) and completions.logps.equal(expected.logps)
 
@@ -189,15 +190,15 @@ def test_ids_are_read_from_names_of_tokens(sampler: ServerRollouts, served: Serv
     ],
 )
 def test_a_refusing_server_ends_in_one_message(
-    sampler: ServerRollouts, served: ServedModel, path: str, status: int, text: str
+    sampler: Any, server: ServedModel, path: str, status: int, text: str
 ) -> None:
     """The message has the address, the status, the server's words, and a remedy."""
-    served.fault = lambda route, body: (status, {"message": "too long a row"}) if route == path else None
-    with pytest.raises(UserError, match=f"{served.url}{path}: {text}"):
+    server.fault = lambda route, body: (status, {"message": "too long a row"}) if route == path else None
+    with pytest.raises(UserError, match=f"{server.url}{path}: {text}"):
         sample(sampler, make_prompts([0, 1, 2, 3]))
 
 
-def test_a_missing_server_or_model_ends_in_one_message(sampler: ServerRollouts, served: ServedModel) -> None:
+def test_a_missing_server_or_model_ends_in_one_message(sampler: Any, server: ServedModel) -> None:
     """A server that is down, is slow, has other models, or ignores the temperature, is named."""
     with serve() as gone:
         url = gone.url
@@ -208,10 +209,10 @@ def test_a_missing_server_or_model_ends_in_one_message(sampler: ServerRollouts, 
         UserError, match="there is no model 'other', and the served ones are: policy; write served_model"
     ):
         sample(sampler, prompts, served_model="other")
-    served.is_raw = True
+    server.is_raw = True
     with pytest.raises(
         UserError, match=r"are those of temperature 1, and not of 0\.5; start vLLM with --logprobs-mode"
     ):
         sample(sampler, prompts, temperature=0.5)
-    with served.lock, pytest.raises(UserError, match=r"/v1/models: no answer within 0\.1 s; raise timeout, or read"):
-        CompletionServer(served.url, 0.1).find_model(None)
+    with server.lock, pytest.raises(UserError, match=r"/v1/models: no answer within 0\.1 s; raise timeout, or read"):
+        CompletionServer(server.url, 0.1).find_model(None)
