@@ -85,8 +85,7 @@ def test_a_score_is_float32_however_narrow_the_hidden_states_are() -> None:
     narrow = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = loss.module.get_parameter("weight")
     assert (
-        loss.score_tokens(narrow).equal(narrow.float() @ weight.T)
-        and loss.score_tokens(narrow).dtype == torch.float32
+        loss.score_tokens(narrow).equal(narrow.float() @ weight.T) and loss.score_tokens(narrow).dtype == torch.float32
     )
     assert abs(float(weight.detach().std()) * 3 - 1) < 0.7
 
