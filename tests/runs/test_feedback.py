@@ -61,7 +61,7 @@ def test_a_frozen_copy_is_the_reference_of_all_weights(tmp_path: Path) -> None:
     base = f"vars.base={tokenizer_folder(tmp_path / 'base')}"
     bare = (base, "optimizer.lr=1e-30", "trainer.steps=1")  # adapters start as no change
     feedback = f'tokens.paths=["{ROOT}/docs/examples/feedback.jsonl"]'
-    pairs = ("tokens.use=data.preferences", f'tokens.paths=["{ROOT}/docs/examples/preferences.jsonl"]')
+    pairs: tuple[str, ...] = ("tokens.use=data.preferences", f'tokens.paths=["{ROOT}/docs/examples/preferences.jsonl"]')
     pairs += ("metrics.signed_reward.of=reward_margin", "metrics.kl.of=reward_accuracy")
     (initial,) = drawloom(tmp_path, "run", "tiny.toml", "run.name=initial", feedback, *bare)
     (exported,) = drawloom(tmp_path, "export", "runs/initial", "--to", "initial")
