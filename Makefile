@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each 
 	bench-pipeline-gpu bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu \
 	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu \
 	bench-makespan-gpu bench-titan-gpu bench-breakdown-gpu bench-idle-gpu bench-fp8-gpu bench-loss-gpu \
-	bench-qlora-gpu bench-offload-gpu bench-memory-gpu \
+	bench-qlora-gpu bench-offload-gpu bench-memory-gpu bench-grpo-gpu \
 	bench-recurrence-gpu
 
 train: .venv/train
@@ -84,6 +84,9 @@ bench-offload-gpu: .venv/test
 
 bench-memory-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/memory.py $(ONLY)
+
+bench-grpo-gpu: .venv/test
+	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/grpo.py $(ONLY)
 
 bench-loss-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/matched_loss.py $(ONLY)

@@ -24,7 +24,7 @@ from drawloom.components.ports.data import (
     uses_document_pairs,
 )
 from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, make_state_of_batches, sum_losses
-from drawloom.components.ports.rollouts import Reward, RewardEvaluation
+from drawloom.components.ports.rollouts import Reward, RewardEvaluation, Rollouts
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
@@ -129,11 +129,20 @@ def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateR
 
 
 def _set_completion_count(recipe: Recipe, samples: int | None) -> Recipe:
-    """Set the completion count per prompt. Raises UserError for a recipe without prompts and rewards."""
+    """
+    Sample from the stages instead of a server, and set the completion count per prompt.
+
+    Raises UserError for a recipe without prompts and rewards.
+    """
     names = recipe.graph.implementers(RewardEvaluation)
     if not names:
         text = "the run's recipe measures no rewards"
         raise UserError(f"--generate: {text}; use a run with phases.evaluate_rewards, such as of the recipe grpo", 2)
+    for name in recipe.graph.implementers(Rollouts):
+        node = recipe.graph.nodes[name]
+        if "folder" in node.edges:  # it would write into the run folder, and may belong to a run that goes on
+            settings = {key: node.settings[key] for key in ("max_tokens", "temperature")}
+            recipe = recipe.with_values(nest_values(name, {"use": "rollouts.stages", **settings}), "--generate")
     return recipe.with_values(nest_values(names[0], {"samples": samples}), "--samples") if samples else recipe
 
 

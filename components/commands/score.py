@@ -1,19 +1,21 @@
-"""score answers with a run's reward model"""
+"""score answers with a run's reward model, or texts with its classifier"""
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
+from drawloom.components.commands._options import integer_parser, parse_output_path, convert_write_errors
 from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_prompt_and_answer
+from drawloom.components.data.labelled_texts import encode_document
 from drawloom.components.data.sources.rows import Line, read_object_lines
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
@@ -51,7 +53,12 @@ class ScoreResult(Result):
 
 
 def main(options: argparse.Namespace, project: Project) -> ScoreResult:
-    """Write the lines, each with the `score` of its `completion` after its `prompt`."""
+    """
+    Write the lines, each with the `score` of its answer.
+
+    An answer is a `completion` after its `prompt`; a line without a prompt has a `text` or `messages`. A classifier's
+    lines have the likeliest `label` instead, and all labels' `probabilities`.
+    """
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     written = []
@@ -59,30 +66,40 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
         tokenizer = run.get(ChatTokenizer)
         text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
         with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
-            encoded = (
-                (line, _encode_prompt_and_completion(tokenizer, line, template))
-                for line in read_object_lines(options.paths)
-            )
+            encoded = ((line, _encode_line(tokenizer, line, template)) for line in read_object_lines(options.paths))
             while batch := [*islice(encoded, options.rows)]:
-                scores = _score_answers(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
-                written += [line.row | {"score": score} for (line, _), score in zip(batch, scores, strict=True)]
+                scores = _score_documents(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
+                names = run.get(Scorer).output_names
+                written += [line.row | _name_scores(row, names) for (line, _), row in zip(batch, scores, strict=True)]
     with convert_write_errors(options.to):
         replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
     return ScoreResult(options.run_folder, step, options.to, len(written))
 
 
-def _encode_prompt_and_completion(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
+def _encode_line(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
     """Return a line's ids, int64 (tokens,). Raises UserError with the line's position if it is malformed."""
     try:
-        return torch.from_numpy(encode_prompt_and_answer(tokenizer, line.row, template).ids.astype("int64"))
+        if "prompt" in line.row:
+            ids = encode_prompt_and_answer(tokenizer, line.row, template).ids
+        else:
+            ids = encode_document(tokenizer, line.row, template)
     except ValueError as error:
         raise UserError(f"{line.position}: {error}") from error
+    return torch.from_numpy(ids.astype("int64"))
 
 
-def _score_answers(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[Tensor]) -> Iterator[float]:
-    """Yield a score per answer, from its ids, int64 (tokens,)."""
-    lengths = torch.tensor([len(ids) for ids in answers])
-    tokens = torch.nn.utils.rnn.pad_sequence(list(answers), batch_first=True)
+def _name_scores(scores: Tensor, names: Sequence[str]) -> dict[str, Any]:
+    """Return a line's new values, from the scores of its document, float32 (names,)."""
+    if len(names) == 1:
+        return {"score": float(scores[0])}
+    probabilities = dict(zip(names, scores.softmax(0).tolist(), strict=True))
+    return {"label": names[int(scores.argmax())], "probabilities": probabilities}
+
+
+def _score_documents(executor: ProgramExecutor, scorer: Scorer, documents: Sequence[Tensor]) -> Tensor:
+    """Return the scores of documents, float32 (documents, names), from their ids, int64 (tokens,)."""
+    lengths = torch.tensor([len(ids) for ids in documents])
+    tokens = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     context = TokenContext(positions, (positions >= lengths[:, None]).long())  # padding is a separate document
     outputs: dict[int, Tensor] = {}
@@ -93,4 +110,4 @@ def _score_answers(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[
     executor.infer_microbatches([(tokens, context)], outputs.__setitem__, score_hidden_states)
     if not outputs:
         raise UserError("the last pipeline stage is on another rank; start the command in one process", 2)
-    yield from outputs[0].float().cpu()[torch.arange(len(answers)), lengths - 1].tolist()
+    return outputs[0].float().cpu()[torch.arange(len(documents)), lengths - 1]

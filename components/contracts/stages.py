@@ -1,11 +1,15 @@
 """Contracts for stage ports and their parameters."""
 
+import tempfile
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.stages import (
     AveragedWeights,
+    ModelExport,
     Parameters,
     SpreadParameters,
     StageInputs,
@@ -144,3 +148,12 @@ def transformed_modules_keep_output_shapes(transform: Transform) -> None:
         module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
         output = transform.transform(module)(torch.empty(3, 8))
     expect(tuple(output.shape) == (3, 8), f"the transformed module gives {tuple(output.shape)} instead of (3, 8)")
+
+
+def an_exported_folder_has_a_config_and_weights(export: ModelExport) -> None:
+    """An export has config.json and safetensors files."""
+    with tempfile.TemporaryDirectory(prefix="drawloom-contract-") as folder:
+        export.export_to(Path(folder) / "model")
+        files = {path.name for path in (Path(folder) / "model").iterdir()}
+    expect("config.json" in files, f"an export has no config.json, and {', '.join(sorted(files))}")
+    expect(any(name.endswith(".safetensors") for name in files), "an export has no safetensors file")

@@ -9,6 +9,7 @@ from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
 from drawloom.components.data.chat.encode import Encoded, encode_rendered
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import render_turns
+from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.graph import component, setting
 
 FORMS = '{"text": ..., "label": ...}, or messages in place of the text'
@@ -33,20 +34,25 @@ class LabelledTexts(ChatCorpus):
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
         """Return a line's document, with its label's number. Raises ValueError for a malformed line."""
-        label, text, messages = row.get("label"), row.get("text"), row.get("messages")
+        label = row.get("label")
         if label not in self.labels:
             raise ValueError(f"its label is {label!r}; write one of {', '.join(self.labels)}, as in {FORMS}")
-        if isinstance(text, str):
-            ids = np.append(self.tokenizer.encode(text), np.int32(self.tokenizer.eos_id))
-        elif isinstance(messages, list):
-            check_messages(messages)
-            rendered = render_turns(template, messages, [0.0] * len(messages), row.get("tools"))
-            ids = encode_rendered(self.tokenizer, rendered, messages, row.get("tools")).ids
-        else:
-            raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
+        ids = encode_document(self.tokenizer, row, template)
         weights = np.zeros(len(ids), np.float32)
         weights[-1:] = 1.0
         return [Encoded(ids, weights, label=float(self.labels.index(label)))]
 
     def format_nothing_trained_error(self) -> str:
         return f"no line has a text; write {FORMS}"
+
+
+def encode_document(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> np.ndarray:
+    """Return the ids of a line's text or messages, int32 (tokens,). Raises ValueError for a malformed line."""
+    text, messages = row.get("text"), row.get("messages")
+    if isinstance(text, str):
+        return np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
+    if isinstance(messages, list):
+        check_messages(messages)
+        rendered = render_turns(template, messages, [0.0] * len(messages), row.get("tools"))
+        return encode_rendered(tokenizer, rendered, messages, row.get("tools")).ids
+    raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")

@@ -57,22 +57,29 @@ class HuggingFaceExport:
         run_on_rank0(
             self.mesh.world, lambda: remove_folder_atomically(self._export_folder)
         )  # it may have the export of an earlier step
+        with use_averages_if_any(self.average):
+            self._write_folder(self._export_folder, step)
+        log.info("exported to %s", self._export_folder)
+
+    def export_to(self, target: Path) -> None:
+        self._write_folder(target)
+
+    def _write_folder(self, target: Path, step: int | None = None) -> None:
+        """Write the weights of all ranks. A collective over all ranks."""
         # in the run folder, which all ranks see, even across machines
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
-        with use_averages_if_any(self.average):
-            write_hugging_face_folder(
-                self._export_folder,
-                self.model,
-                self.stages,
-                self.tokenizer,
-                head=self.loss if isinstance(self.loss, SequenceHead) else None,
-                group=self.mesh.world,
-                workspace=workspace,
-                max_shard=self.max_shard,
-                dtype=None if self.dtype is None else DTYPES[self.dtype],
-                step=step,
-            )
-        log.info("exported to %s", self._export_folder)
+        write_hugging_face_folder(
+            target,
+            self.model,
+            self.stages,
+            self.tokenizer,
+            head=self.loss if isinstance(self.loss, SequenceHead) else None,
+            group=self.mesh.world,
+            workspace=workspace,
+            max_shard=self.max_shard,
+            dtype=None if self.dtype is None else DTYPES[self.dtype],
+            step=step,
+        )
         if workspace is not None and self.mesh.world.rank == 0:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()

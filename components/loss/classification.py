@@ -51,6 +51,11 @@ class Classifier(DecoderInputs):
     def output_names(self) -> list[str]:
         return self.labels
 
+    def score_tokens(self, hidden: Tensor) -> Tensor:
+        assert self.module is not None
+        logits: Tensor = self.module(hidden)
+        return logits
+
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """
         Return the sum of losses, the sum of weights, and named sums; hidden is (rows, length, hidden_size).
@@ -59,11 +64,10 @@ class Classifier(DecoderInputs):
         """
         if batch.labels is None:
             raise UserError("loss.classification needs a label for every document; use data.labelled_texts", 2)
-        assert self.module is not None
         documents = batch.document_ids
         weights = sum_by_document_at_every_token(batch.weights, documents) * mark_last_tokens(documents)
         labels = sum_by_document_at_every_token(batch.labels, documents).long()
-        logits = self.module(hidden)
+        logits = self.score_tokens(hidden)
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(weights)
         with torch.no_grad():
             accuracy = ((logits.argmax(-1) == labels) * weights).sum()

@@ -120,13 +120,13 @@ class RewardModel(DecoderInputs):
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         assert self.module is not None
-        scores: Tensor = self.module(hidden)[..., 0]
+        scores: Tensor = self.module(hidden)
         return scores
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
         documents = batch.document_ids
-        rewards = sum_by_answer(self.score_tokens(hidden) * mark_last_tokens(documents), documents)
+        rewards = sum_by_answer(self.score_tokens(hidden)[..., 0] * mark_last_tokens(documents), documents)
         weights = sum_by_answer(batch.weights, documents).sum(-1)
         chosen, rejected = rewards.unbind(-1)
         margins = 0.0 if batch.labels is None else sum_by_answer(batch.labels, documents)[..., 0]

@@ -74,6 +74,7 @@ class EvaluateRewards:
         prompts, row = map(require_prompts, batches), 0
         sums = torch.zeros(5 + 2 * len(self.rewards), dtype=torch.float64)
         with use_averages_if_any(self.average):
+            self.rollouts.update_weights("validation", 0)
             while loaded := [*islice(prompts, MAX_SAMPLED)]:
                 sums += self._complete_and_sum_scores(loaded, row)
                 row += sum(batch.row_count for batch in loaded)

@@ -129,6 +129,7 @@ class Rollout:
             for number, batches in enumerate(loaded)
             for batch, rows in zip(batches, numbers, strict=True)
         ]
+        self.rollouts.update_weights("train", step.index)
         completions = iter(self.rollouts.sample(prompts, "train", step.index))
         rewards = dict(zip(self.rewards.names, self.rewards, strict=True))
         scored = [

@@ -224,13 +224,18 @@ class MeasuresStep(Protocol):
 
 @port
 class Scorer(Protocol):
-    """A loss whose own parameters score documents, such as a reward model's."""
+    """A loss whose own parameters score documents, such as a reward model's or a classifier's."""
+
+    @property
+    def output_names(self) -> Sequence[str]:
+        """Names of the scores of a document; several are the labels of a classifier."""
+        ...
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         """
-        Return a score by token, at least float32 (rows, length), from hidden states (rows, length, hidden_size).
+        Return scores by token, at least float32 (rows, length, names), from hidden states (rows, length, hidden_size).
 
-        A document's score is that of its last token. Called inside the last stage's forward pass.
+        A document's scores are those of its last token. Called inside the last stage's forward pass.
         """
         ...
 

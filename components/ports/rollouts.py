@@ -110,6 +110,14 @@ class Rollouts(Protocol):
         """Divisor of the logits, above 0."""
         ...
 
+    def update_weights(self, purpose: str, step: int) -> None:
+        """
+        Let the following calls of `sample` for this purpose use the current weights, or such as settings permit.
+
+        A collective over all ranks; the purpose is "train" or "validation". Samplers of the stages do nothing.
+        """
+        ...
+
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """
         Complete every prompt once, by microbatch; rows have one length. A collective.

@@ -312,3 +312,16 @@ def computes_both_gradients_at_once(component: object) -> bool:
     Return whether a model or transform, an object or a class, computes weight gradients together with input gradients.
     """
     return isinstance(component, FusedBackward) and component.fuses_backward
+
+
+@port
+class ModelExport(Protocol):
+    """Writer of the model for other libraries."""
+
+    def export_to(self, target: Path) -> None:
+        """
+        Write the current weights, with merged adapters, as a Hugging Face folder. A collective over all ranks.
+
+        Raises UserError on every rank if the folder exists, or a rank can't write.
+        """
+        ...

@@ -76,6 +76,9 @@ class StageRollouts:
         """Connect the ranks that sample the same rows."""
         self._copy = self.mesh.group("pipeline", "tensor")
 
+    def update_weights(self, purpose: str, step: int) -> None:
+        """Do nothing: the stages have the current weights."""
+
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """Complete the prompts. Raises UserError on all ranks if the logits are not finite."""
         key = derive_seed(self.job.seed, "rollouts", purpose, step)

@@ -296,6 +296,7 @@ from drawloom.components.ports.stages import (
     computes_both_gradients_at_once as computes_both_gradients_at_once,
     get_or_create_gradient as get_or_create_gradient,
     use_averages_if_any as use_averages_if_any,
+    ModelExport as ModelExport,
 )
 from drawloom.components.ports.staging import (
     Stager as Stager,

@@ -26,6 +26,7 @@ from drawloom.graph.testing import check_port
 from drawloom.graph.testing.ports import load_contract
 from drawloom.graph.types.port_match import implements
 from support.chat import say, tokenizer_folder
+from support.completion_server import get_shared_server
 from support.qwen3 import cpu_kernels, dense, whole
 from support.stores import store_of, write_dataset, write_megatron, write_table
 
@@ -309,6 +310,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "loss.kto": feedback,
     **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.reward", "loss.simpo")},
     **dict.fromkeys(POLICY, reinforcement),
+    "rollouts.server": lambda folder: {
+        **reinforcement(folder),
+        "rollouts": {"use": "rollouts.server", "max_tokens": 4, "url": get_shared_server().url},
+    },
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.hugging_face_dataset": dataset,
     "data.jsonl": jsonl_file,

@@ -95,7 +95,7 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
 
 
 def test_a_classifier_learns_its_labels_and_is_read_by_transformers(tmp_path: Path) -> None:
-    """Losses and accuracies equal one process's on every mesh, and the export's logits find the labels."""
+    """Losses and accuracies equal one process's on every mesh; the export's logits and `score` find the labels."""
     (tmp_path / "tiny.toml").write_text(RECIPE.replace('"reward"', '"classify"'), "utf-8")
     base = tokenizer_folder(tmp_path / "base")
     lines = [{"text": f"{'good' if n % 2 else 'day'} {n}", "label": ("negative", "positive")[n % 2]} for n in range(40)]
@@ -110,9 +110,16 @@ def test_a_classifier_learns_its_labels_and_is_read_by_transformers(tmp_path: Pa
         for ours, theirs in zip(learned[name], learned["one"], strict=True):
             assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4), name
     assert learned["one"][-1][0] < 0.1 and learned["one"][-1][2] == 1
+    unlabelled = [{"text": line["text"]} for line in lines[:6]]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, unlabelled)), "utf-8")
+    (outcome,) = drawloom(tmp_path, "score", "runs/stages", "texts.jsonl", "--to", "labels.jsonl", "--rows", "4")
+    assert outcome.code == 0, outcome.text
+    scored = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text("utf-8").splitlines()]
     export = tmp_path / "runs/stages/export"
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
     assert model.config.label2id == {"negative": 0, "positive": 1}
-    for line in lines[:6]:
+    for line, row in zip(lines[:6], scored, strict=True):
         logits = model(torch.tensor([[*tokenizer.encode(line["text"]).tolist(), tokenizer.eos_id]])).logits
-        assert model.config.id2label[int(logits.argmax())] == line["label"]
+        assert model.config.id2label[int(logits.argmax())] == line["label"] == row["label"]
+        expected = logits[0].softmax(0).tolist()
+        assert [*row["probabilities"].values()] == pytest.approx(expected, rel=1e-4, abs=1e-5)

@@ -125,21 +125,24 @@ def test_several_steps_learn_from_one_rollout(lab: Path) -> None:
 
 
 def test_a_reference_without_adapters_pulls_the_policy_back(lab: Path) -> None:
-    """The divergence from the model without its adapters is 0 at the first step, and positive once they are trained."""
+    """
+    The divergence from the model without its adapters, or from a frozen copy while all weights are trained, is 0 at the
+    first step, and positive from then on.
+    """
     lora = (
         'adapters.lora={use="adapters.lora", targets=["*_proj"], rank=4, alpha=8.0}',
         'stages.adapters=["@adapters.*"]',
     )
-    words = (
-        "loss.reference=adapters",
-        "loss.beta=0.1",
-        'metrics.kl={use="metrics.mean", of="kl"}',
-        "checkpoint.every=99",
-    )
-    folder = run(lab, "referenced", *lora, *words)
-    (first, *later) = (value for (value,) in series(folder, "kl"))
-    assert abs(first) < 1e-9 and min(later) > 1e-6
-    assert series(folder, "sampler_difference") == [(0.0,)] * 4
+    run(lab, "initial", "trainer.steps=1", "optimizer.lr=1e-30")
+    (exported,) = drawloom(lab, "export", "runs/initial", "--to", "initial")
+    assert exported.code == 0, exported.text
+    frozen = ("copy.use=stages.frozen", 'copy.model={use="model.auto", path="initial"}', "executor.frozen=@copy")
+    words = ("loss.beta=0.1", 'metrics.kl={use="metrics.mean", of="kl"}', "checkpoint.every=99")
+    for reference, nodes in {"adapters": lora, "model": frozen}.items():
+        folder = run(lab, reference, *nodes, *words, f"loss.reference={reference}")
+        (first, *later) = (value for (value,) in series(folder, "kl"))
+        assert abs(first) < 1e-9 and min(later) > 1e-6, reference
+        assert series(folder, "sampler_difference") == [(0.0,)] * 4
 
 
 def test_evaluate_generates_and_prints_the_rewards_of_the_run(lab: Path) -> None:

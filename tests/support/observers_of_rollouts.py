@@ -1,5 +1,6 @@
 """Observers for reinforcement learning settings; used by test_settings."""
 
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +20,7 @@ from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
 from support.chat import say, tokenizer_folder
 from support.checkpoints import SingleRankMesh
+from support.completion_server import get_shared_server
 from support.losses import sample
 from support.observers_of_runs import TINY
 
@@ -157,6 +159,9 @@ class Ends:
     def __init__(self) -> None:
         self.rows = 0
 
+    def update_weights(self, purpose: str, step: int) -> None:
+        pass
+
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         return [self._complete(part) for part in prompts]
 
@@ -220,6 +225,33 @@ def completions_of(use: str, values: Values, place: Path) -> Any:
         prompts = Prompts(torch.full((1, 3), 65), torch.tensor([3]), torch.tensor([0]))
         (completions,) = objects["rollouts"].sample([prompts], "train", 1)
         return completions.tokens.tolist(), completions.logps.tolist()
+
+
+def server_of(use: str, values: Values, folder: Path) -> Any:
+    """Return completions by a server, the routes of two steps, and whether requests overlapped."""
+    server = get_shared_server()
+    server.requests.clear()
+    server.most_waiting = 0
+    server.fault = lambda path, body: time.sleep(0.03) if path == "/v1/completions" else RELOADS.get(path)
+    tables: Values = {
+        "vars": {"base": "unused"},
+        "run": {"name": "small", "folder": str(folder / "run")},
+        "tokenizer": {"use": "data.bytes"},
+        "model": {"use": "model.qwen3.dense", **TINY, "initializer_range": 0.3},
+        "rollouts": {"use": use, "url": server.url, **values},
+    }
+    with Recipe.load("grpo").with_values(tables).open(only="rollouts") as objects:
+        prompts = Prompts(torch.full((4, 3), 65), torch.full((4,), 3), torch.arange(4))
+        for step in (1, 2):
+            objects["rollouts"].update_weights("train", step)
+            (completions,) = objects["rollouts"].sample([prompts], "train", step)
+    # A path is another one in every folder, and requests for rows come in any order.
+    sent = [(path, str(body).replace(str(folder), "")) for path, body in server.requests if path != "/v1/completions"]
+    return completions.tokens.tolist(), completions.logps.tolist(), sent, server.most_waiting > 1
+
+
+RELOADS = {"/update_weights_from_disk": (200, None)}
+"""Another server's answers to the requests of an update."""
 
 
 def _job() -> Any:

@@ -43,6 +43,7 @@ INVALID_BYTES = Change("refuse", {"paths": ["latin.txt"], "invalid_bytes": "repl
 NO_HEAD = Change("exported", refused=True)
 STAGES_PER_RANK = Row(parts.program, {}, {"stages_per_rank": 3})
 EVERY = {"every": 2}
+OTHER_RELOAD = {"path": "/update_weights_from_disk", "body": {"model_path": "{folder}"}}
 SPLIT = {"validation_fraction": 0.9}
 BETAS = {"lr": 0.02, "betas": [0.5, 0.6], "eps": 0.5, "weight_decay": 0.5}
 NORMS = [{"targets": ["*norm"], "lr_multiplier": 2.0}]
@@ -749,6 +750,22 @@ ROWS: dict[str, Row] = {
     "rewards.regex": Row(policy.scores_of, {"pattern": "1"}, {"weight": 2.0, "pattern": "3"}),
     "rollouts.stages": Row(
         policy.completions_of, {"max_tokens": 4}, {"max_tokens": 5, "temperature": 0.5, "exact": True}
+    ),
+    "rollouts.server": Row(
+        policy.server_of,
+        {"max_tokens": 4},
+        {
+            "max_tokens": 5,
+            "temperature": 0.5,
+            "url": Change("http://127.0.0.1:9", refused=True),
+            "served_model": Change("other", refused=True),
+            "update_every": 2,
+            "reload": [OTHER_RELOAD],
+            "reload.path": Change([OTHER_RELOAD], {"reload": [{"path": "/reset_prefix_cache"}]}),
+            "reload.body": [{**OTHER_RELOAD, "body": {"path": "{folder}"}}],
+            "connections": 1,
+            "timeout": Change(1e-6, refused=True),
+        },
     ),
     "data.prompt_collator": Row(
         policy.encode_prompts,

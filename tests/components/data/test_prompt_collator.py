@@ -8,6 +8,7 @@ import pytest
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.data.prompt_collator import PromptCollator
+from drawloom.graph import UserError
 from support.chat import tokenizer_folder
 
 
@@ -35,6 +36,17 @@ def test_an_example_without_a_prompt_is_refused(example: dict[str, Any], message
     """The message says what the example has instead."""
     with pytest.raises(ValueError, match=message):
         PromptCollator(tokenizer=Bytes()).count_tokens(example)
+
+
+def test_an_unreadable_template_is_named(tmp_path: Path) -> None:
+    """A missing file, and one that is not UTF-8, end in a message with the file and a remedy."""
+    tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(tmp_path / "tokenizer"))
+    tokenizer.open()
+    (tmp_path / "latin.jinja").write_bytes(b"na\xefve")
+    for name in ("missing.jinja", "latin.jinja"):
+        collator = PromptCollator(tokenizer=tokenizer, template=tmp_path / name)
+        with pytest.raises(UserError, match=f"template: .*{name} can't be read .*; name a jinja2 file"):
+            collator.count({"prompt": [{"role": "user", "content": "a"}]})
 
 
 def test_messages_are_rendered_up_to_the_answer(tmp_path: Path) -> None:

@@ -85,8 +85,7 @@ def test_a_score_is_float32_however_narrow_the_hidden_states_are() -> None:
     narrow = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = loss.module.get_parameter("weight")
     assert (
-        loss.score_tokens(narrow).equal((narrow.float() @ weight.T)[..., 0])
-        and loss.score_tokens(narrow).dtype == torch.float32
+        loss.score_tokens(narrow).equal(narrow.float() @ weight.T) and loss.score_tokens(narrow).dtype == torch.float32
     )
     assert abs(float(weight.detach().std()) * 3 - 1) < 0.7
 
@@ -115,7 +114,7 @@ def test_the_loss_is_that_of_trl() -> None:
     hidden, batch, ends = make_pairs()
     loss = make_loss(centring=0.3)
     total, weight, _ = loss.loss(hidden, None, batch)  # type: ignore[arg-type]
-    scores = loss.score_tokens(hidden).gather(1, ends)
+    scores = loss.score_tokens(hidden)[..., 0].gather(1, ends)
     trainer: Any = MagicMock()
     trainer.args.center_rewards_coefficient = 0.3
     trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda value: value

@@ -34,6 +34,9 @@ class Echo:
     def __init__(self) -> None:
         self.calls: list[tuple[list[list[int]], str, int]] = []
 
+    def update_weights(self, purpose: str, step: int) -> None:
+        pass
+
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         self.calls.append(([part.keys.tolist() for part in prompts], purpose, step))
         return [self._complete(part) for part in prompts]

@@ -1,0 +1,205 @@
+"""Completions sampled by a separate inference server, whose weights follow the policy."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import attrs
+import torch
+
+from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom.components.distributed.rng import derive_seed
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.data import MAX_LENGTH
+from drawloom.components.ports.distributed import Group, Mesh
+from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.rollouts import Completions, Prompts
+from drawloom.components.ports.run import RunFolder, RunInfo
+from drawloom.components.ports.stages import ModelExport
+from drawloom.components.rollouts.completion_server import CompletionServer, Sampled
+from drawloom.components.storage.durable_files import remove_folder_at_once
+from drawloom.graph import UserError, above, at_least, between, component, setting
+
+log = logging.getLogger("drawloom.run")
+
+FOLDER = "{folder}"
+"""Text in a request's body that stands for the exported folder's absolute path."""
+
+SEED_BITS = 53
+"""Bits of a seed in JSON, whose numbers are float64 in some servers."""
+
+
+def _find_url_fault(url: str) -> str | None:
+    """Return why an address is no server's, or None."""
+    parts = urlsplit(url)
+    is_valid = parts.scheme in ("http", "https") and parts.hostname
+    return None if is_valid else "is not an address such as http://localhost:8000"
+
+
+def _find_path_fault(path: str) -> str | None:
+    """Return why a path is not a route, or None."""
+    return None if path.startswith("/") else "does not begin with /"
+
+
+@attrs.frozen(kw_only=True)
+class ServerCall:
+    """A POST request that is part of a weight update."""
+
+    path: str = setting(check=_find_path_fault, doc="route, such as /update_weights_from_disk")
+    body: dict[str, Any] = setting(factory=dict, doc="JSON object; {folder} in a text is the exported folder's path")
+
+
+def _list_vllm_calls() -> list[ServerCall]:
+    """Return vLLM's requests for a weight update."""
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}
+    return [ServerCall(path="/collective_rpc", body=reload), ServerCall(path="/reset_prefix_cache")]
+
+
+@component
+class ServerRollouts:
+    """
+    Sampler that asks a server with OpenAI's completions API, such as vLLM or SGLang, and updates its weights.
+
+    An update exports the policy, without an average, as a Hugging Face folder, which the server must see at the same
+    path, and sends the requests `reload`. A row is one request with token ids and a seed of its own, so it depends on
+    its key; whether the server's numbers depend on the rows beside it is the server's matter. The server's
+    log-probabilities are the denominator of the loss's ratio, and `metrics.rollouts` reports their largest distance
+    from the training pass as `sampler_difference`. Entropies are estimated by the sampled tokens: minus their
+    log-probabilities.
+
+    One rank of each model replica sends requests.
+    """
+
+    model: LanguageModel
+    export: ModelExport
+    tokenizer: Tokenizer
+    job: RunInfo
+    folder: RunFolder
+    mesh: Mesh
+    max_tokens: int = setting(check=between(1, MAX_LENGTH), doc="maximum length of a completion in tokens")
+    temperature: float = setting(
+        default=1.0, check=above(0), doc="divisor of the logits, in sampling and in the policy's log-probabilities"
+    )
+    url: str = setting(default="http://localhost:8000", check=_find_url_fault, doc="the server's address, without /v1")
+    served_model: str | None = setting(default=None, doc="the model's name in the server; default: the only one")
+    update_every: int = setting(
+        default=1, check=at_least(1), doc="steps between updates of the server's weights; 1 samples from the newest"
+    )
+    reload: list[ServerCall] = setting(
+        factory=_list_vllm_calls, doc="requests that load an exported folder, in order; default: vLLM's"
+    )
+    connections: int = setting(default=64, check=between(1, 1025), doc="requests of a replica at a time")
+    timeout: float = setting(default=300.0, check=above(0), doc="seconds to wait for an answer")
+    _copy: Group = attrs.field(init=False, default=None)
+    _name: str | None = attrs.field(init=False, default=None)
+    _updated_step: int | None = attrs.field(init=False, default=None)
+    _served_purpose: str | None = attrs.field(init=False, default=None)
+    _has_checked_temperature: bool = attrs.field(init=False, default=False)
+
+    def open(self) -> None:
+        """Connect the ranks with the same rows."""
+        self._copy = self.mesh.group("pipeline", "tensor")
+
+    def close(self) -> None:
+        """Remove the exported weights."""
+        if self._served_purpose is not None and self.mesh.world.rank == 0:
+            with suppress(OSError):
+                remove_folder_at_once(self._export_folder)
+
+    def update_weights(self, purpose: str, step: int) -> None:
+        """
+        Export the weights and let the server load them, unless `purpose` is "train" and its last update is recent.
+
+        Training continues with its own export after an evaluation. Raises UserError on all ranks. A collective.
+        """
+        world = self.mesh.world
+        if self._name is None:
+            self._name = str(run_on_rank0(world, lambda: self._server.find_model(self.served_model)))
+        last, target = self._updated_step, self._export_folder / purpose
+        is_due = purpose != "train" or last is None or step - last >= self.update_every
+        if is_due:
+            run_on_rank0(world, lambda: self._prepare_folder(target))
+            self.export.export_to(target)
+        if is_due or self._served_purpose != purpose:
+            run_on_rank0(world, lambda: self._send_reload(target))
+        self._served_purpose = purpose
+        if is_due and purpose == "train":
+            self._updated_step = step
+
+    def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
+        """Complete the prompts. Raises UserError on all ranks of the replica if the server fails."""
+        if self._served_purpose != purpose:
+            self.update_weights(purpose, step)
+        seed = derive_seed(self.job.seed, "rollouts", purpose, step)
+        rows = [
+            (tokens[:length].tolist(), derive_seed(seed, key) % 2**SEED_BITS)
+            for part in prompts
+            for tokens, length, key in zip(part.tokens, part.lengths, part.keys.tolist(), strict=True)
+        ]
+        sampled = iter(run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in self._request_rows(rows)]))
+        return [self._make_completions(part, [Sampled(**next(sampled)) for _ in part.keys]) for part in prompts]
+
+    @property
+    def _server(self) -> CompletionServer:
+        return CompletionServer(self.url, self.timeout)
+
+    @property
+    def _export_folder(self) -> Path:
+        return self.folder.folder.absolute() / "policy"
+
+    def _prepare_folder(self, target: Path) -> None:
+        """Remove an earlier export, and make the folder around it."""
+        remove_folder_at_once(target)
+        target.parent.mkdir(exist_ok=True)
+
+    def _send_reload(self, target: Path) -> None:
+        """Let the server load an exported folder."""
+        for call in self.reload:
+            self._server.request("POST", call.path, _fill_in_folder(call.body, str(target)) or None)
+
+    def _request_rows(self, rows: Sequence[tuple[list[int], int]]) -> list[Sampled]:
+        """Return a completion by row; rows are prompts with their seeds."""
+        server, name, end = self._server, str(self._name), self.tokenizer.eos_id
+        if rows and self.temperature != 1 and not self._has_checked_temperature:
+            server.check_scaled_logps(name, rows[0][0], self.temperature)
+            self._has_checked_temperature = True
+        limits: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature, "end": end}
+        with ThreadPoolExecutor(min(self.connections, len(rows)) or 1, "rollouts") as pool:
+            futures = [pool.submit(server.complete, name, prompt, seed=seed, **limits) for prompt, seed in rows]
+            try:
+                sampled = [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        largest = max((max(row.ids) for row in sampled), default=0)
+        if largest >= self.model.vocab_size:
+            text = f"{self.url}: the server sampled the token {largest}, and the policy has {self.model.vocab_size}"
+            raise UserError(f"{text}; let the server start from the same model")
+        return sampled
+
+    def _make_completions(self, prompts: Prompts, sampled: Sequence[Sampled]) -> Completions:
+        """Return a microbatch's rows, padded with the end token to the prompts' length and `max_tokens`."""
+        count, prompt_length = prompts.tokens.shape
+        length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
+        tokens, logps = torch.full((count, length), end), torch.zeros(count, length)
+        for row, (start, completion) in enumerate(zip(prompts.lengths.tolist(), sampled, strict=True)):
+            last = start + len(completion.ids)
+            tokens[row, :start] = prompts.tokens[row, :start]
+            tokens[row, start:last] = torch.tensor(completion.ids)
+            logps[row, start - 1 : last - 1] = torch.tensor(completion.logps)
+        ends = prompts.lengths + torch.tensor([len(completion.ids) for completion in sampled])
+        is_ended = torch.tensor([completion.ids[-1] == end for completion in sampled])
+        return Completions(tokens, prompts.lengths, ends, logps, -logps, is_ended)
+
+
+def _fill_in_folder(value: Any, folder: str) -> Any:
+    """Return a JSON value in which texts have the folder's path for {folder}."""
+    if isinstance(value, Mapping):
+        return {key: _fill_in_folder(entry, folder) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_fill_in_folder(entry, folder) for entry in value]
+    return value.replace(FOLDER, folder) if isinstance(value, str) else value

@@ -1,0 +1,218 @@
+"""Completions sampled by a server: a real HTTP server over a small model of ours."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from drawloom.components.ports.rollouts import Completions, Prompts
+from drawloom.components.rollouts.completion_server import CompletionServer
+from drawloom.components.rollouts.server import ServerRollouts
+from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
+from support.completion_server import ServedModel, serve
+from support.observers_of_runs import TINY
+
+NEW = 5
+END = 256
+LENGTHS = [2, 5, 3, 2]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServedModel]:
+    with serve() as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def sampler(server: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Yield the sampler of an open run, whose small random model has distributions far from uniform."""
+    values: dict[str, Any] = {
+        "vars": {"base": "unused"},
+        "run": {"name": "tiny", "folder": str(tmp_path_factory.mktemp("run"))},
+        "tokenizer": {"use": "data.bytes"},
+        "model": {"use": "model.qwen3.dense", **TINY, "initializer_range": 0.3},
+        "rollouts": {"use": "rollouts.server", "max_tokens": NEW, "url": server.url},
+    }
+    with Recipe.load("grpo").with_values(values).open(["rollouts"]) as objects:
+        yield objects["rollouts"]
+
+
+@pytest.fixture(autouse=True)
+def without_faults(server: ServedModel) -> Iterator[None]:
+    yield
+    server.fault, server.change, server.is_raw = (lambda path, body: None), (lambda choice: choice), False
+    server.requests.clear()
+
+
+def make_prompts(keys: list[int]) -> Prompts:
+    tokens = torch.tensor([[48, 62, 7, 7, 7], [51, 49, 52, 57, 62], [57, 57, 62, 7, 7], [48, 62, 7, 7, 7]])
+    return Prompts(tokens, torch.tensor(LENGTHS), torch.tensor(keys))
+
+
+def sample(sampler: Any, *prompts: Prompts, step: int = 1, **changes: Any) -> list[Completions]:
+    """Return completions from a sampler with other settings."""
+    other: ServerRollouts = attrs.evolve(sampler, **changes)
+    other.open()
+    return other.sample(prompts, "train", step)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_log_probabilities_are_those_of_the_exported_policy(
+    sampler: Any, server: ServedModel, temperature: float
+) -> None:
+    """Prompts come back, followed by sampled tokens with the log-probabilities of the model at the temperature."""
+    (completions,) = sample(sampler, make_prompts([0, 1, 2, 3]), temperature=temperature)
+    with torch.no_grad():
+        whole = (server.logits(completions.tokens) / temperature).log_softmax(-1)
+    following = torch.cat([completions.tokens[:, 1:], completions.tokens[:, :1]], 1)
+    expected = whole.gather(-1, following[..., None])[..., 0].where(completions.is_target, 0.0)
+    torch.testing.assert_close(completions.logps, expected, atol=1e-4, rtol=1e-4)
+    for row, length in enumerate(LENGTHS):
+        first, last = int(completions.starts[row]), int(completions.ends[row])
+        assert first == length and completions.tokens[row, :first].equal(make_prompts([0] * 4).tokens[row, :first])
+        assert bool(completions.is_ended[row]) == (int(completions.tokens[row, last - 1]) == END)
+        assert last - first == NEW or completions.is_ended[row]
+        assert (completions.tokens[row, last:] == END).all()
+
+
+def test_a_row_is_drawn_by_its_key_alone(sampler: Any) -> None:
+    """Rows in other microbatches are the same; another key or step draws others."""
+    (together,) = sample(sampler, make_prompts([5, 3, 9, 4]))
+    alone = Prompts(make_prompts([0] * 4).tokens[1:2], torch.tensor([5]), torch.tensor([3]))
+    (part,) = sample(sampler, alone)
+    assert part.tokens[0].equal(together.tokens[1])
+    assert not together.tokens[0].equal(together.tokens[3])  # the same prompt with another key
+    for other in (sample(sampler, make_prompts([1, 2, 6, 7])), sample(sampler, make_prompts([5, 3, 9, 4]), step=2)):
+        assert not other[0].tokens.equal(together.tokens)
+
+
+def read_norm(server: ServedModel) -> float:
+    """Return a weight of the served model's last norm."""
+    assert server.module is not None
+    return server.module.get_parameter("model.norm.weight")[0].item()
+
+
+def test_the_servers_weights_follow_the_policy_at_the_lag(sampler: Any, server: ServedModel) -> None:
+    """
+    With `update_every = 2` the server has the weights of steps 1 and 3, also after an evaluation in between.
+
+    The evaluation has the current weights. A sampler that starts again, as in a resumed run, exports at once.
+    """
+    lagging: ServerRollouts = attrs.evolve(sampler, update_every=2)
+    lagging.open()
+    bias = sampler.export.stages.local[0].module.get_parameter("model.norm.weight")
+    before = bias.detach().clone()
+    seen: list[float] = []
+    for purpose, step in [("train", 1), ("validation", 0), ("train", 2), ("train", 3), ("train", 4)]:
+        with torch.no_grad():
+            bias.fill_(float(len(seen)))
+        lagging.update_weights(purpose, step)
+        seen.append(read_norm(server))
+    assert seen == [0.0, 1.0, 0.0, 3.0, 3.0]
+    routes = [path for path, _ in server.requests]
+    assert routes == ["/v1/models", *["/collective_rpc", "/reset_prefix_cache"] * 4]
+    again: ServerRollouts = attrs.evolve(sampler, update_every=2)
+    again.open()
+    again.update_weights("train", 4)
+    assert read_norm(server) == 4.0
+    lagging.close()
+    assert not (sampler.folder.folder / "policy").exists()
+    with torch.no_grad():
+        bias.copy_(before)
+
+
+def test_another_servers_requests_are_settings(sampler: Any, server: ServedModel) -> None:
+    """The requests of an update are sent in order, with the exported folder's path."""
+    server.fault = lambda path, body: (200, {"success": True}) if "disk" in path or "flush" in path else None
+    kind = type(sampler.reload[0])
+    calls = [kind(path="/update_weights_from_disk", body={"model_path": "{folder}"}), kind(path="/flush_cache")]
+    other: ServerRollouts = attrs.evolve(sampler, reload=calls)
+    other.open()
+    other.update_weights("validation", 0)
+    folder = str(sampler.folder.folder.absolute() / "policy/validation")
+    assert server.requests[1:] == [("/update_weights_from_disk", {"model_path": folder}), ("/flush_cache", None)]
+
+
+def without(*names: str) -> Callable[[dict[str, Any]], Any]:
+    """Return a change that leaves fields out of an answer."""
+    return lambda choice: {key: value for key, value in choice.items() if key not in names}
+
+
+def with_logprobs(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    """Return a change of an answer's log-probabilities."""
+    return lambda choice: {**choice, "logprobs": {**choice["logprobs"], **fields}}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (without("logprobs"), "it has no finite log-probability for each token; allow logprobs"),
+        (with_logprobs(token_logprobs=[float("nan")]), "it has no finite log-probability"),
+        (lambda choice: {"logprobs": {"tokens": ["a"]}}, "it has no token ids; use a server with return_token_ids"),
+        (lambda choice: {**choice, "token_ids": [1]}, "1 token ids and . log-probabilities; update the server"),
+        (
+            lambda choice: {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}},
+            "a completion ends after 1 of 5 tokens with the token 7, not with 256; correct the tokenizer's end token",
+        ),
+        (
+            lambda choice: {"token_ids": [999, END], "logprobs": {"token_logprobs": [-1.0, -1.0]}},
+            "the server sampled the token 999, and the policy has 257; let the server start from the same model",
+        ),
+    ],
+)
+def test_unusable_answers_end_in_one_message(
+    sampler: Any, server: ServedModel, change: Callable[[dict[str, Any]], Any], text: str
+) -> None:
+    """An answer without ids or log-probabilities, or with another end, is refused with a remedy."""
+    server.change = change
+    with pytest.raises(UserError, match=text):
+        sample(sampler, make_prompts([0, 1, 2, 3]))
+
+
+def test_ids_are_read_from_names_of_tokens(sampler: Any, server: ServedModel) -> None:
+    """A server without `token_ids` has them in the names of tokens, token_id:7."""
+    (expected,) = sample(sampler, make_prompts([0, 1, 2, 3]))
+    server.change = without("token_ids")
+    (completions,) = sample(sampler, make_prompts([0, 1, 2, 3]))
+    assert completions.tokens.equal(expected.tokens) and completions.logps.equal(expected.logps)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "text"),
+    [
+        ("/v1/completions", 400, r"HTTP 400: .*too long.*; see max_tokens, and the server's maximum length"),
+        ("/v1/completions", 500, "HTTP 500: .*; read the server's log"),
+        ("/v1/models", 401, "HTTP 401: .*; set the environment variable OPENAI_API_KEY"),
+        ("/collective_rpc", 404, "HTTP 404: .*; .* start vLLM with VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_a_refusing_server_ends_in_one_message(
+    sampler: Any, server: ServedModel, path: str, status: int, text: str
+) -> None:
+    """The message has the address, the status, the server's words, and a remedy."""
+    server.fault = lambda route, body: (status, {"message": "too long a row"}) if route == path else None
+    with pytest.raises(UserError, match=f"{server.url}{path}: {text}"):
+        sample(sampler, make_prompts([0, 1, 2, 3]))
+
+
+def test_a_missing_server_or_model_ends_in_one_message(sampler: Any, server: ServedModel) -> None:
+    """A server that is down, is slow, has other models, or ignores the temperature, is named."""
+    with serve() as gone:
+        url = gone.url
+    prompts = make_prompts([0, 1, 2, 3])
+    with pytest.raises(UserError, match=f"{url}/v1/models: .* refused; start the server, or correct url"):
+        sample(sampler, prompts, url=url)
+    with pytest.raises(
+        UserError, match="there is no model 'other', and the served ones are: policy; write served_model"
+    ):
+        sample(sampler, prompts, served_model="other")
+    server.is_raw = True
+    with pytest.raises(
+        UserError, match=r"are those of temperature 1, and not of 0\.5; start vLLM with --logprobs-mode"
+    ):
+        sample(sampler, prompts, temperature=0.5)
+    with server.lock, pytest.raises(UserError, match=r"/v1/models: no answer within 0\.1 s; raise timeout, or read"):
+        CompletionServer(server.url, 0.1).find_model(None)

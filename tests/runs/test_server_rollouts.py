@@ -1,0 +1,78 @@
+"""Reinforcement learning with completions by a server, on one process and on ranks."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runs.test_rollouts import LAYOUTS, RECIPE, SAMPLED, run
+from support.completion_server import ServedModel, serve
+from support.processes import RanksFailedError
+from support.runs import deterministic_rows, drawloom, series, take_back
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.toml").write_text(RECIPE.replace(", exact = true", ', use = "rollouts.server"'), "utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def server() -> Iterator[ServedModel]:
+    with serve() as model:
+        yield model
+
+
+def test_a_server_samples_from_the_newest_weights_on_every_mesh(lab: Path, server: ServedModel) -> None:
+    """
+    The server's log-probabilities are those of every step's policy, and the ratio's denominator; meshes share samples.
+
+    A resumed run draws the same completions, and `evaluate --generate` needs no server.
+    """
+    words = (f"rollouts.url={server.url}", "rollouts.temperature=0.8")
+    one = run(lab, "one", *words)
+    mesh = run(lab, "stages", *words, *LAYOUTS["stages"], ranks=2)
+    shards = run(lab, "shards", *words, *LAYOUTS["shards"], ranks=2)
+    for folder in (one, mesh, shards):
+        assert all(difference < 1e-4 for (difference,) in series(folder, "sampler_difference"))
+        assert [ratio for (ratio,) in series(folder, "ratio")] == pytest.approx([1.0] * 4, abs=1e-5)
+        assert series(folder, *SAMPLED) == series(one, *SAMPLED), folder
+        assert not (folder / "policy").exists()
+    assert len({entropy for (entropy,) in series(one, "entropy")}) == 4
+    server.requests.clear()
+    whole = deterministic_rows(one)
+    take_back(one, 2)
+    run(lab, "one", *words)
+    assert deterministic_rows(one) == whole
+    rows = [body for path, body in server.requests if path == "/v1/completions"]
+    assert len({body["seed"] for body in rows}) == len(rows) - 1  # two requests ask about the temperature
+    server.requests.clear()
+    (outcome,) = drawloom(lab, "evaluate", "runs/one", "--generate", "--format", "json")
+    assert outcome.code == 0 and json.loads(outcome.text)["completions"] > 0 and not server.requests
+
+
+def test_a_lag_shows_in_the_ratio(lab: Path, server: ServedModel) -> None:
+    """With `update_every = 2` every second step learns from the policy before: its ratio differs from 1."""
+    folder = run(lab, "lagging", f"rollouts.url={server.url}", "rollouts.update_every=2")
+    differences = [difference for (difference,) in series(folder, "sampler_difference")]
+    assert max(differences[::2]) < 1e-4 < 1e-3 < min(differences[1::2])
+
+
+def test_a_server_that_fails_ends_all_ranks_with_one_message(lab: Path, server: ServedModel) -> None:
+    """A failure in a later step is printed once, with the address and a remedy, and the step is not saved."""
+    seen: list[str] = []
+
+    def fail(path: str, body: object) -> tuple[int, object] | None:
+        seen.append(path)
+        return (503, {"message": "out of memory"}) if seen.count("/collective_rpc") > 3 else None
+
+    server.fault = fail
+    words = ("run", "tiny.toml", "run.name=tiny", f"rollouts.url={server.url}", *LAYOUTS["shards"])
+    try:
+        outcomes = drawloom(lab, *words, ranks=2)
+    except RanksFailedError as failed:
+        outcomes = [*failed.values.values()]
+    assert all(outcome.code != 0 for outcome in outcomes)
+    printed = "\n".join(path.read_text("utf-8") for path in lab.glob("printed-*"))
+    assert printed.count(f'{server.url}/collective_rpc: HTTP 503: {{"message": "out of memory"}}') == 1, printed
