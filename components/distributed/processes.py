@@ -81,8 +81,8 @@ class TorchProcesses:
     Processes described by torchrun's variables, or a single process if the variables are unset.
 
     With `on_failure` "continue", the ranks left after a loss agree on the next generation of processes, and raise a
-    ReopenError: the graph is opened again with these processes, renumbered. A process that starts later waits in `open`
-    until a generation admits it. This works with gloo.
+    ReopenError: the graph is opened again with these processes, renumbered, and perhaps with fewer shards. A process
+    that starts later waits in `open` until a generation admits it. This works with gloo.
     """
 
     device: Device
@@ -93,7 +93,7 @@ class TorchProcesses:
     _on_failure: Literal["stop", "continue"] = setting(
         default="stop",
         alias="on_failure",
-        doc="after the loss of a process: end the run, or continue it in memory with the replicas that are left (gloo)",
+        doc="after the loss of a process: end the run, or continue it with the processes that are left (gloo)",
     )
     heartbeat_timeout: float = setting(
         default=15.0,
@@ -109,7 +109,7 @@ class TorchProcesses:
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
     _monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
-    replica_shape: tuple[int, int] | None = attrs.field(init=False, default=None)
+    replica_shape: tuple[int, int, int] | None = attrs.field(init=False, default=None)
     _connections: Connections = attrs.field(init=False, factory=Connections)
     _generation: Generation | None = attrs.field(init=False, default=None)
     _spares: Spares | None = attrs.field(init=False, default=None)
@@ -192,11 +192,15 @@ class TorchProcesses:
     def generation(self) -> int:
         return self._generation.number if self._generation else 0
 
+    @property
+    def shards(self) -> int | None:
+        return self._generation.shards if self._generation else None
+
     def has_spares(self) -> bool:
         if self._generation is None or self._spares is None or self.rank > 0:
             return False
         generation = attrs.evolve(self._generation, shape=self._find_shape())
-        return len(generation.choose_members(set(), self._spares.waiting().values())) > self.world_size
+        return len(generation.choose_following(set(), self._spares.waiting().values()).members) > self.world_size
 
     def hand_over(self) -> Membership | Literal["spare"] | None:
         """Return the membership in the next generation, for the reopened node; "spare" for a process without one."""
@@ -398,14 +402,14 @@ class TorchProcesses:
         assert self._generation is not None
         if self._generation.shape or self.replica_shape is None:
             return self._generation.shape
-        stages, width = self.replica_shape
-        largest = self.world_size // (stages * width)
+        stages, shards, shard_size = self.replica_shape
+        largest = self.world_size // (stages * shard_size)
         fitting = [
             count
             for count in range(1, largest + 1)
             if count == largest or all(limit.fits_replicas(count) for limit in self.limits.values())
         ]
-        return ReplicaShape(stages, width, fitting)
+        return ReplicaShape(stages, shards, shard_size, fitting)
 
     def _agree_on_generation(self) -> ReopenError | None:
         """Agree with the other live ranks on the next generation; return the error to raise, None to end the run."""

@@ -93,8 +93,12 @@ def survive(
 
 
 def assert_same_trajectory(folder: Path, *words: str, rel: float = 1e-5) -> None:
-    """Assert that every step was logged once, as in an undisturbed run of one process; `mesh.` words are ignored."""
-    words = tuple(word for word in words if not word.startswith("mesh."))
+    """
+    Assert that every step was logged once, as in an undisturbed run of one process.
+
+    Words about the mesh and about copies are ignored.
+    """
+    words = tuple(word for word in words if not word.startswith(("mesh.", "checkpoint.neighbour_every")))
     [outcome] = drawloom(folder, "run", "recipe.toml", "run.name=whole", *words)
     assert outcome.code == 0, outcome
     whole, survived = rows(folder / "runs/whole"), rows(folder / "runs/tiny")
