@@ -381,6 +381,9 @@ class TorchProcesses:
         generation = Generation.from_json(store.get(CURRENT).decode())
         if generation.run in RUNS and not is_member:
             return None
+        # torch imports this, for a second or more, with the first optimizer, while all others would wait for it
+        import torch._dynamo  # noqa: F401
+
         spares = Spares(PrefixStore(generation.run, store))
         number = spares.register(RunProcess.here())
         log.info("this process waits as spare %d", number)
