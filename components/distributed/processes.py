@@ -41,7 +41,7 @@ from drawloom.components.distributed.process_group import (
     convert_collective_error,
     convert_peer_errors,
 )
-from drawloom.components.distributed.rank_monitor import STORE_TIMEOUT, RankMonitor
+from drawloom.components.distributed.rank_monitor import MAX_WATCHED, STORE_TIMEOUT, RankMonitor
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
@@ -387,7 +387,7 @@ class TorchProcesses:
         spares = Spares(PrefixStore(generation.run, store))
         number = spares.register(RunProcess.here())
         log.info("this process waits as spare %d", number)
-        outcome = spares.await_admission(number, _LifeSigns(store, self.heartbeat_timeout))
+        outcome = spares.await_admission(number, _LifeSigns(store, self.heartbeat_timeout + RECOVERY_MARGIN))
         if outcome is None:
             raise UserError("the processes of the run, which this one was to join, send no heartbeats; start it again")
         if isinstance(outcome, int):
@@ -587,7 +587,8 @@ class _LifeSigns:
     def __call__(self) -> bool:
         generation = Generation.from_json(self.store.get(CURRENT).decode())
         beats = PrefixStore(f"drawloom/{generation.name}", self.store.underlying_store)
-        heard = generation.name, sum(beats.add(f"beat/{rank}", 0) for rank in (0, 1))
+        watched = range(min(MAX_WATCHED, len(generation.members)))  # some of them may be lost
+        heard = generation.name, sum(beats.add(f"beat/{rank}", 0) for rank in watched)
         if heard != self._heard:
             self._heard, self._since = heard, time.monotonic()
         return time.monotonic() < self._since + self.timeout
