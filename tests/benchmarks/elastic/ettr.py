@@ -46,7 +46,8 @@ def measure(ranks: int, seconds: float, mode: str, seed: int = 0) -> dict[str, A
             [*start, "runs", "runs", "--format", "json"], cwd=folder, capture_output=True, check=True
         )
         [entry] = json.loads(listing.stdout)["runs"]
-        return {"ranks": ranks, "mode": mode, "kills": kills, "load": os.getloadavg()[1]} | entry
+        result: dict[str, Any] = {"kills": kills, "load": os.getloadavg()[1], **entry}
+        return result
 
 
 def _kill(launcher: int, rank: int) -> bool:
