@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
-.PHONY: train test docs figures journeys bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
+.PHONY: train test docs figures journeys bench bench-ettr soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
 	bench-pipeline-gpu bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu \
 	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu \
 	bench-makespan-gpu bench-titan-gpu bench-breakdown-gpu bench-idle-gpu bench-fp8-gpu bench-loss-gpu \
@@ -36,6 +36,10 @@ journeys: .venv/test
 
 bench: .venv/test
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks $(ONLY)
+
+# Ten minutes for each mode: RANKS=4 MODES="continue restart"
+bench-ettr: .venv/test
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks/elastic/ettr.py $(or $(RANKS),2) 600 $(MODES)
 
 # A quarter of an hour on two cores, and half an hour at most: every part of it has a limit of its own. Property tests
 # are run with more examples than `make test` takes.

@@ -1,6 +1,7 @@
 """Checkpointer: snapshot, staging, background write, commit, removal of expired checkpoints, and restore."""
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import cached_property, partial
@@ -19,7 +20,16 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest_if_sizes_match,
     step_of_checkpoint,
 )
-from drawloom.components.checkpoint.memory import HeldState, StateMemory, broadcast_states, find_newest_recoverable_step
+from drawloom.components.checkpoint.memory import StateMemory
+from drawloom.components.checkpoint.memory_exchange import (
+    REPLICA,
+    HeldState,
+    NeighbourCopy,
+    PartKey,
+    assemble_from_memory,
+    copy_to_neighbour,
+    find_newest_complete,
+)
 from drawloom.components.checkpoint.reader import no_valid_checkpoint_error
 from drawloom.components.checkpoint.restore import (
     LoadedCheckpoint,
@@ -29,7 +39,7 @@ from drawloom.components.checkpoint.restore import (
     verify_share_of_unread_blocks,
 )
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
-from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_by_sharded_entry
+from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, is_rank_local, slices_by_sharded_entry
 from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes, SurvivingProcesses
@@ -46,8 +56,9 @@ from drawloom.components.ports.run import (
 from drawloom.components.ports.staging import Stager
 from drawloom.components.storage.regular_file import read_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, at_least, component, setting
-from drawloom.graph.problems import ReopenError
+from drawloom.graph.problems import Problem, ReopenError
 from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.graph.wiring.node import NodeView
 
 MAX_RECIPE_SIZE = 2**26  # bytes
 CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a pending checkpoint
@@ -72,7 +83,8 @@ class Checkpointer:
 
     With `staging`, a copy is written while training continues; otherwise training waits for the disk. Training
     continues after an I/O error, up to `failures` consecutive failed saves. If the run survives losses, the newest
-    state is also held in memory, and restored from there after a loss.
+    state is also held in memory, and restored from there after a loss. With `neighbour_every`, that works without
+    replicas: every rank's part of weights and optimizer state is also in another rank's memory.
     """
 
     number_settings: ClassVar[tuple[str, ...]] = ("best",)
@@ -94,6 +106,14 @@ class Checkpointer:
     )
     best: str | None = setting(default=None, doc="metric whose best checkpoint is kept too, such as validation_loss")
     best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="better values of `best`: low or high")
+    neighbour_every: Cadence = setting(
+        default="never",
+        check=describe_cadence_fault,
+        doc=(
+            "steps between copies of every rank's state in a neighbour's memory, from which the run continues without "
+            "a complete replica; needs processes.on_failure = 'continue'"
+        ),
+    )
     failures: int = setting(default=3, check=at_least(1), doc="consecutive failed saves after which the run stops")
 
     _saved: int = attrs.field(init=False, default=0)  # the step of the newest successful or pending save
@@ -103,12 +123,26 @@ class Checkpointer:
     _joins_others: bool = attrs.field(init=False, default=False)  # the state may be in another process's memory
     _world: Group = attrs.field(init=False)
     _group: Group = attrs.field(init=False)  # for the thread that writes a checkpoint
+    _replica: Group = attrs.field(init=False)  # the ranks with the parts of one replica
+    _shift: int = attrs.field(init=False, default=0)  # from a rank to its neighbour in `_replica`; 0 without one
+    _has_logged_copies: bool = attrs.field(init=False, default=False)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report copies for neighbours in a run that ends with the loss of a rank."""
+        processes = node.neighbour("processes")
+        copies = node.settings["neighbour_every"] != "never"
+        if copies and processes and processes.settings.get("on_failure") == "stop":
+            text = "neighbour_every copies states for a run that survives losses, and this one ends with a loss"
+            yield node.problem("neighbour_every", text, f'write on_failure = "continue" in [{processes.name}]')
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
         self._world, self._group = self.mesh.world, self.processes.make_control_group("checkpoint")
         if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_rank_losses:
             self._memory, self._joins_others = self._memory or StateMemory(), self.processes.generation > 0
+            self._find_neighbour()
+            self._memory.copies_each_step = not self._shift or self.mesh.replicas.size > 1
         run_on_rank0(self._world, lambda: commit.create_checkpoints_folder_and_clean_up(self._checkpoints_folder))
 
     def hand_over(self) -> StateMemory | None:
@@ -160,10 +194,13 @@ class Checkpointer:
         if self._memory is None:
             return
         if not step.goes_back:
-            self._memory.reference_states(step.index, self.states)
+            state = self._memory.reference_states(PartKey.here(step.index, self.mesh), self.states)
+            if self._shift and not step.is_last and is_due(self.neighbour_every, step):
+                self._memory.add_neighbour(self._copy_to_neighbour(state))
         assert isinstance(self.processes, SurvivingProcesses)
         joining = torch.tensor(0 if step.is_last else int(self.processes.has_spares()))
         self._world.max(joining)
+        self._memory.drop_older_copies()
         if joining:
             raise ReopenError(f"processes join the run after step {step.index}")
 
@@ -179,10 +216,18 @@ class Checkpointer:
         if joins_others and (done := self._restore_from_memory()):
             return done
         if self._memory is not None:
-            self._memory = StateMemory()  # a run that goes back repeats no later step
+            # a run that goes back repeats no later step
+            self._memory = StateMemory(self._memory.copies_each_step)
         loaded = self._read_newest_valid()
         if loaded is not None:
             self._load_into_nodes(loaded)
+        if joins_others:
+            start = (
+                f"the state after step {loaded.manifest.step} on disk" if loaded else "step 0: there is no checkpoint"
+            )
+            run_log.warning(
+                "no newer step is complete in the remaining ranks' memory; the run continues from %s", start
+            )
         self._saved = loaded.manifest.step if loaded else 0
         self._check_free_disk_space(loaded.manifest.total_file_bytes if loaded else 0)
         return self._saved
@@ -209,36 +254,76 @@ class Checkpointer:
     def _make_commit_protocol(self) -> commit.CommitProtocol:
         return commit.CommitProtocol(self._group, ShardPlan.compare_across_ranks(self.states, self._world), self.recipe)
 
+    def _find_neighbour(self) -> None:
+        """Choose the rank that keeps copies of this rank's state: in the same replica, on another machine if any is."""
+        if self.neighbour_every == "never":
+            return
+        self._replica = self.mesh.group(*REPLICA)
+        machines = self._replica.gather_json(self.processes.node_rank)
+        on_first = machines.count(machines[0])
+        self._shift = on_first if on_first < self._replica.size else min(1, self._replica.size - 1)
+
+    def _copy_to_neighbour(self, state: HeldState) -> NeighbourCopy:
+        """Send the state to the neighbour, and return the other neighbour's; log the costs of the first copy."""
+        start = time.monotonic()
+        copy = copy_to_neighbour(self._replica, self._shift, state)
+        if not self._has_logged_copies:
+            self._has_logged_copies = True
+            size = sum(tensor.nbytes for tensor in copy.packed.tensors.values()) / 1e6
+            run_log.info(
+                "every rank's state is copied to another rank's memory: %.1f MB (twice while it is replaced), and as "
+                "much for the own state; %.2f s after every %s steps",
+                size,
+                time.monotonic() - start,
+                self.neighbour_every,
+            )
+        return copy
+
     def _restore_from_memory(self) -> int:
         """
-        Load the newest state that replicas have in memory for all ranks, and return its step.
+        Load the newest state of which remaining ranks have every part in memory, and return its step.
 
-        Ranks without it receive it from a replica. Return 0 and load nothing if there is no such state, or if a
+        Ranks without their part receive it from others. Return 0 and load nothing if there is no such state, or if a
         checkpoint on disk is newer.
         """
         assert self._memory is not None
-        states = {step: state for step, state in self._memory.states_by_step().items() if state.fits(self.states)}
-        indices = self.mesh.indices
-        own = [[*states], [indices.pipeline, indices.data_shard, indices.context, indices.tensor]]
-        steps, positions = zip(*self._world.gather_json(own), strict=True)
-        step = find_newest_recoverable_step(steps, positions)
+        parts = self._memory.parts()
+        own_keys = {key for key, part in parts.items() if isinstance(part, HeldState)}
+        own_key = PartKey.here(0, self.mesh)
+        gathered = self._world.gather_json([own_key.to_json(), [[key.to_json(), key in own_keys] for key in parts]])
+        offers = [{PartKey.from_json(key): is_held for key, is_held in offered} for _, offered in gathered]
+        sources = find_newest_complete([[*offered] for offered in offers])
+        step = next((key.step for key in sources), 0)
         saved = run_on_rank0(
             self._world, lambda: [step_of_checkpoint(path) for path in list_checkpoints(self._checkpoints_folder)]
         )
         newest = max(saved, default=0)
         if not step or step < newest:
             return 0
-        own_states = states[step].states if step in states else None
-        if any(step not in other for other in steps):
-            received = broadcast_states(own_states, self.states, self.mesh.replicas)
-            log.info("%s the state after step %d", "received" if own_states is None else "sent", step)
-            own_states = received if own_states is None else own_states
-        run_on_all_ranks(self._world, lambda: self._load_state_from_memory(own_states or {}))
-        slices = {name: slices_by_sharded_entry(node) for name, node in self.states.items()}
-        self._memory.replace_states_by(HeldState(step, own_states or {}, slices))  # for another loss in the next step
+        needed = [attrs.evolve(PartKey.from_json(key), step=step) for key, _ in gathered]
+        own_key = needed[self._world.rank]
+        own = {key: part for key, part in parts.items() if key in sources}
+        if all(offered.get(key) for key, offered in zip(needed, offers, strict=True)):
+            states = {**self._get_states(own)}
+        else:
+            packed = {key: part.pack() for key, part in own.items()}
+            states = assemble_from_memory(self._world, self.states, sources, packed)
+            local = {name: state for name, state in self._get_states(own).items() if is_rank_local(self.states[name])}
+            states |= local
+            log.info("%s the state after step %d", "sent" if own_key in own_keys else "received", step)
+        run_on_all_ranks(self._world, lambda: self._load_state_from_memory(states))
+        kept = HeldState.of(own_key, self.states, states)
+        self._memory.replace_states_by(kept)  # for another loss in the next step
+        copy = self._copy_to_neighbour(kept) if self._shift else None
+        run_on_all_ranks(self._world, lambda: None)  # all ranks have their copies before older ones are dropped
+        self._memory.share_kept(copy)
         self._saved = step if step == newest else 0
         log.info("restored the state after step %d from memory", step)
         return step
+
+    def _get_states(self, parts: Mapping[PartKey, HeldState | NeighbourCopy]) -> Mapping[str, Any]:
+        """Return the states that this rank has held itself; none if all parts are other ranks'."""
+        return next((part.states for part in parts.values() if isinstance(part, HeldState)), {})
 
     def _load_state_from_memory(self, states: Mapping[str, Any]) -> None:
         """Load states into their nodes. A joining rank keeps its initial random generators."""

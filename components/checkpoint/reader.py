@@ -101,33 +101,16 @@ def load_node_state(checkpoint: Path, node: str) -> dict[str, Any]:
     return state
 
 
-@attrs.define
-class Reader:
-    """Reader for a checkpoint's files. `verified` has the verified blocks by file."""
-
-    checkpoint: Path
-    manifest: Manifest
-    verified: dict[str, set[int]] = attrs.field(factory=dict)
-    _trees: dict[int, dict[str, Tree]] = attrs.field(init=False, factory=dict)
-    _files: dict[int, dict[str, list[str]]] = attrs.field(init=False, factory=dict)
+class PieceReader:
+    """Reader for states saved in pieces by ranks, which assembles slices for any layout of ranks."""
 
     def read_trees_by_node(self, rank: int) -> dict[str, Tree]:
         """Return a rank's trees, by node. Raises CorruptCheckpointError."""
-        if rank not in self._trees:
-            name = tree_file_name(rank)
-            with self._open_file(name) as file:
-                if file.size > MAX_TREE_SIZE:
-                    raise OSError(0, f"it has {file.size} bytes, and more than {MAX_TREE_SIZE} are not read")
-                text = file.read(0, file.size)
-            try:
-                content = parse_strictly(text, most=len(text))
-                self._files[rank] = _parse_names_by_file(content["tensors"])
-                self._trees[rank] = list_dict_entries(content["state"])
-                for part in self._trees[rank].values():
-                    list_dict_entries(part)  # the state of each node is a dict
-            except (ValueError, KeyError, TypeError) as error:
-                raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
-        return self._trees[rank]
+        raise NotImplementedError
+
+    def read_tensors(self, rank: int, uses: Uses) -> Parts:
+        """Read a rank's used tensors."""
+        raise NotImplementedError
 
     def read_and_join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
         """
@@ -157,17 +140,10 @@ class Reader:
 
         Reads only the necessary rows from tensors that are, or may be, cut for the picked entries.
         """
-        tree = self.read_trees_by_node(rank)
+        self.read_trees_by_node(rank)
         try:
-            picked: dict[str, Tree] = {}
-            uses: Uses = {}
-            for node, part in tree.items():
-                if (wanted := _pick_from_tree(part, pick(rank, node))) is not None:
-                    picked[node] = wanted
-                    for entry, subtree in list_dict_entries(wanted).items():
-                        for name, saved in iterate_tensor_leaves(subtree):
-                            uses.setdefault(name, []).append((saved, _slice_to_read_or_none(pick, rank, node, entry)))
-            read = self._read_tensors(rank, uses)
+            picked, uses = self.find_uses(rank, pick)
+            read = self.read_tensors(rank, uses)
             cut = narrow_tensors_to_slices(
                 {"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None}
             )
@@ -176,7 +152,47 @@ class Reader:
             raise CorruptCheckpointError(f"{tree_file_name(rank)} does not match its tensors: {error}") from error
         return states
 
-    def _read_tensors(self, rank: int, uses: Uses) -> Parts:
+    def find_uses(self, rank: int, pick: Pick) -> tuple[dict[str, Tree], Uses]:
+        """Return the picked part of a rank's trees, by node, and the uses of its tensors."""
+        picked: dict[str, Tree] = {}
+        uses: Uses = {}
+        for node, part in self.read_trees_by_node(rank).items():
+            if (wanted := _pick_from_tree(part, pick(rank, node))) is not None:
+                picked[node] = wanted
+                for entry, subtree in list_dict_entries(wanted).items():
+                    for name, saved in iterate_tensor_leaves(subtree):
+                        uses.setdefault(name, []).append((saved, _slice_to_read_or_none(pick, rank, node, entry)))
+        return picked, uses
+
+
+@attrs.define
+class Reader(PieceReader):
+    """Reader for a checkpoint's files. `verified` has the verified blocks by file."""
+
+    checkpoint: Path
+    manifest: Manifest
+    verified: dict[str, set[int]] = attrs.field(factory=dict)
+    _trees: dict[int, dict[str, Tree]] = attrs.field(init=False, factory=dict)
+    _files: dict[int, dict[str, list[str]]] = attrs.field(init=False, factory=dict)
+
+    def read_trees_by_node(self, rank: int) -> dict[str, Tree]:
+        if rank not in self._trees:
+            name = tree_file_name(rank)
+            with self._open_file(name) as file:
+                if file.size > MAX_TREE_SIZE:
+                    raise OSError(0, f"it has {file.size} bytes, and more than {MAX_TREE_SIZE} are not read")
+                text = file.read(0, file.size)
+            try:
+                content = parse_strictly(text, most=len(text))
+                self._files[rank] = _parse_names_by_file(content["tensors"])
+                self._trees[rank] = list_dict_entries(content["state"])
+                for part in self._trees[rank].values():
+                    list_dict_entries(part)  # the state of each node is a dict
+            except (ValueError, KeyError, TypeError) as error:
+                raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
+        return self._trees[rank]
+
+    def read_tensors(self, rank: int, uses: Uses) -> Parts:
         """Read a rank's used tensors, from several files in parallel."""
         listed = self._files[rank].items()
         files = {file: names for file, stored in listed if (names := uses.keys() & set(stored))}

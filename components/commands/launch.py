@@ -27,7 +27,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from drawloom.components.commands._options import integer_parser
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.distributed.generations import CURRENT, Generation
-from drawloom.components.distributed.launch_store import call_store_with_timeout, connect_to_launch_store
+from drawloom.components.distributed.launch_store import (
+    call_store_with_timeout,
+    connect_to_launch_store,
+    shorten_name_lookups,
+)
 from drawloom.components.distributed.torchrun import CONTINUES
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import OK, STOPPED
@@ -146,6 +150,7 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
         raise UserError("there is no command to launch; write it last, such as: run first_run", 2)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         raise UserError("--nnodes: several machines need --rdzv-endpoint HOST:PORT, the same on each of them", 2)
+    shorten_name_lookups()
     os.environ.setdefault(THREADS, str(count_threads_per_process(options.nproc_per_node)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     for name in AGENT_LOGS:

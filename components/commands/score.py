@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer_parser, parse_output_path, convert_write_errors
+from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
 from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_prompt_and_answer

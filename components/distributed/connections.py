@@ -4,17 +4,24 @@ Connections of this process's gloo groups, which a call from another thread can 
 A gloo collective waits for its peers without a way to cancel it, and only ranks connected to a killed process notice
 the death. Shutting down this process's own ends makes every waiting collective raise within milliseconds, and the peers
 see a broken connection in turn. Listening sockets must stay open: gloo ends the process otherwise.
+
+While a group is made, a rank may wait for a lost one to connect, without any socket that could be shut down. So groups
+are made in a thread, which is abandoned.
 """
 
 import os
 import re
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import attrs
+import torch.distributed as dist
 
 DESCRIPTORS = "/proc/self/fd"  # only Linux has it; elsewhere no connection is recorded
+LOST = "a rank is lost, and no new group can be made with it"
 INODE = re.compile(r"socket:\[(\d+)\]")
 
 
@@ -30,6 +37,7 @@ class Connections:
     is_broken: bool = False
     _inodes: set[int] = attrs.field(init=False, factory=set)
     _before: set[int] | None = attrs.field(init=False, default=None)  # sockets before a recording in progress
+    _is_settled: threading.Event = attrs.field(init=False, factory=threading.Event)  # broken, or a group is made
 
     @contextmanager
     def record_sockets(self) -> Iterator[None]:
@@ -39,18 +47,64 @@ class Connections:
         Raises RuntimeError if the connections are broken: the body would wait for lost ranks.
         """
         if self.is_broken:
-            raise RuntimeError("a rank is lost, and no new group can be made with it")
+            raise RuntimeError(LOST)
         self._before = {*_list_sockets_by_inode()}
         try:
             yield
         finally:
             self._inodes, self._before = self._find_recorded_sockets(), None
 
+    @contextmanager
+    def make_breakable(self) -> Iterator[None]:
+        """Let torch make gloo's groups in the body so that `shut_down_all` ends the wait, with a RuntimeError."""
+        module: Any = dist.distributed_c10d
+        original: Any = module.ProcessGroupGloo
+
+        class Breakable(type):
+            def __call__(cls, *arguments: Any, **options: Any) -> Any:
+                return self.call(lambda: original(*arguments, **options))
+
+            def __instancecheck__(cls, instance: Any) -> bool:
+                return isinstance(instance, original)
+
+        module.ProcessGroupGloo = Breakable("ProcessGroupGloo", (), {})  # torch has no argument for the class
+        try:
+            yield
+        finally:
+            module.ProcessGroupGloo = original
+
+    def call(self, connect: Callable[[], Any]) -> Any:
+        """
+        Return the result of a function that connects ranks; it runs in another thread.
+
+        Raises RuntimeError as soon as the connections are broken; the abandoned thread ends after gloo's timeout.
+        """
+        outcome: list[Any] = []
+        self._is_settled.clear()
+
+        def run() -> None:
+            try:
+                outcome.append((connect(), None))
+            except Exception as error:
+                outcome.append((None, error))
+            self._is_settled.set()
+
+        threading.Thread(target=run, name="gloo-connect", daemon=True).start()
+        while not (self.is_broken or outcome):
+            self._is_settled.wait()
+        if not outcome:
+            raise RuntimeError(LOST)
+        [(result, error)] = outcome
+        if error is not None:
+            raise error
+        return result
+
     def shut_down_all(self) -> int:
         """
         Shut down every open recorded connection, also of a recording in progress, and return their number.
         """
         self.is_broken = True
+        self._is_settled.set()
         count, recorded = 0, self._find_recorded_sockets()
         for inode, descriptor in _list_sockets_by_inode().items():
             if inode in recorded:

@@ -4,9 +4,11 @@ Generations: agreement on the processes that continue after a loss, and on new o
 After a loss, all live ranks break their collectives, unwind, and meet in the launch's store. The first rank that sees
 every other one as arrived or lost proposes the next generation's members, and all ranks use the proposal in the store,
 so that no two groups exist. Processes that start later, and ranks in incomplete replicas, are spares: they wait in the
-store, and form new replicas as soon as they are enough.
+store, and form new replicas as soon as they are enough. Without a complete replica, all live ranks and spares form one
+with as many shards as they are enough for.
 """
 
+import itertools
 import json
 import os
 import time
@@ -43,37 +45,54 @@ class RunProcess:
 
 @attrs.frozen
 class ReplicaShape:
-    """A replica's ranks: pipeline stages × ranks in a stage. Only replica counts in `counts` can share the work."""
+    """
+    A replica's ranks: pipeline stages × shards × ranks in a shard (context × tensor).
+
+    Only numbers of data-parallel ranks (replicas × shards) in `counts` can share the work.
+    """
 
     stages: int
-    width: int
+    shards: int
+    shard_size: int
     counts: Sequence[int]
 
     @property
     def size(self) -> int:
         """Ranks in a replica."""
-        return self.stages * self.width
+        return self.stages * self.shards * self.shard_size
 
     def list_ranks_by_replica(self, count: int) -> list[list[int]]:
         """Return each replica's ranks among `count` replicas, in the mesh's numbering, where the stage comes first."""
+        width = self.shards * self.shard_size
         return [
-            [
-                (stage * count + replica) * self.width + number
-                for stage in range(self.stages)
-                for number in range(self.width)
-            ]
+            [(stage * count + replica) * width + number for stage in range(self.stages) for number in range(width)]
             for replica in range(count)
         ]
+
+    def count_replicas(self, processes: int) -> int:
+        """Return the largest number of replicas that can share the work, with at most so many processes; 0 if none."""
+        largest = processes // self.size
+        return max((count for count in range(1, largest + 1) if count * self.shards in self.counts), default=0)
+
+    def shrink(self, processes: int) -> "ReplicaShape | None":
+        """Return the shape with the most shards of which `processes` are a replica; None if they are too few."""
+        shapes = (attrs.evolve(self, shards=shards) for shards in range(self.shards, 0, -1))
+        return next((shape for shape in shapes if shape.count_replicas(processes)), None)
 
 
 @attrs.frozen
 class Generation:
-    """A run's processes by rank, between two changes; `run` is the run's unique name in the store."""
+    """
+    A run's processes by rank, between two changes; `run` is the run's unique name in the store.
+
+    `shape` is the replicas' shape in the recipe, and `shards` the number of shards that they have (None: as many).
+    """
 
     run: str
     number: int
     members: Sequence[RunProcess]
     shape: ReplicaShape | None = None
+    shards: int | None = None
 
     @property
     def name(self) -> str:
@@ -97,36 +116,42 @@ class Generation:
         os.environ["RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(len(self.members))
 
-    def choose_members(self, lost: Set[int], spares: Iterable[RunProcess]) -> list[RunProcess]:
+    def choose_following(self, lost: Set[int], spares: Iterable[RunProcess]) -> "Generation":
         """
-        Return the next generation's members by rank: as many replicas as possible that can share the work.
+        Return the next generation: as many replicas as possible that can share the work.
 
-        Complete replicas come first; live ranks in incomplete ones and `spares` form new replicas. Empty without a
-        complete replica, whose memory has the weights.
+        Complete replicas come first; live ranks in incomplete ones and `spares` form new replicas. Without a complete
+        replica of the recipe's shape, the processes form replicas with as many shards as possible. No members if they
+        are too few.
         """
+        following = attrs.evolve(self, number=self.number + 1, members=[], shards=None)
         if self.shape is None:
-            return []
-        size = self.shape.size
+            return following
+        shape = attrs.evolve(self.shape, shards=self.shards or self.shape.shards)
         complete: list[list[RunProcess]] = []
         pool: list[RunProcess] = []
-        for ranks in self.shape.list_ranks_by_replica(len(self.members) // size):
+        for ranks in shape.list_ranks_by_replica(len(self.members) // shape.size):
             live = [self.members[rank] for rank in ranks if rank not in lost]
-            if len(live) == size:
+            if len(live) == shape.size:
                 complete.append(live)
             else:
                 pool += live
         pool += spares
-        new = [pool[start : start + size] for start in range(0, len(pool) - size + 1, size)]
-        replicas = [*complete, *new]
-        count = max((count for count in self.shape.counts if count <= len(replicas)), default=0)
-        if not complete or not count:
-            return []
+        if shape != self.shape or not complete:
+            pool, complete = [*itertools.chain.from_iterable(complete), *pool], []
+            if (shrunk := self.shape.shrink(len(pool))) is None:
+                return following
+            shape = shrunk
+        replicas = [*complete, *(pool[start : start + shape.size] for start in range(0, len(pool), shape.size))]
+        count = shape.count_replicas(sum(map(len, replicas)))
         placed = {
             rank: member
-            for ranks, replica in zip(self.shape.list_ranks_by_replica(count), replicas, strict=False)
+            for ranks, replica in zip(shape.list_ranks_by_replica(count), replicas, strict=False)
             for rank, member in zip(ranks, replica, strict=True)
         }
-        return [placed[rank] for rank in range(count * size)]
+        members = [placed[rank] for rank in range(count * shape.size)]
+        shards = None if shape.shards == self.shape.shards else shape.shards
+        return attrs.evolve(following, members=members, shards=shards if members else None)
 
 
 @attrs.frozen
@@ -185,7 +210,7 @@ def agree_on_generation(
     is_over: Callable[[], bool],
 ) -> Generation | None:
     """
-    Return the next generation, equal on all live ranks; None if no replica is complete, or if `is_over`.
+    Return the next generation, equal on all live ranks; None if too few are left for a replica, or if `is_over`.
 
     `store` is this generation's. `losses` returns the lost ranks, which may grow meanwhile. Raises RuntimeError if the
     store is gone.
@@ -196,8 +221,7 @@ def agree_on_generation(
         if is_over():
             return None
         time.sleep(TICK)
-    members = generation.choose_members(losses().keys(), spares.find_waiting_spares().values())
-    following = attrs.evolve(generation, number=generation.number + 1, members=members)
+    following = generation.choose_following(losses().keys(), spares.find_waiting_spares().values())
     chosen = Generation.from_json(store.compare_set("following", "", following.to_json()).decode())
     # every rank does this, because the one that has proposed may be lost meanwhile
     spares.admit([number for number, spare in spares.find_waiting_spares().items() if spare in chosen.members], chosen)

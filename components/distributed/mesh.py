@@ -79,6 +79,7 @@ class RankMesh(MeshView):
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
         if isinstance(self.processes, SurvivingProcesses) and self.processes.generation:
             settings["data_replicate"] = "auto"
+            settings["data_shard"] = self.processes.shards or self.data_shard
         expert = settings.pop("expert")
         self.layout = resolve_layout(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed requires
@@ -88,9 +89,7 @@ class RankMesh(MeshView):
             self.group(*names)
         if isinstance(self.processes, SurvivingProcesses) and expert == 1:
             # experts may be partitioned over several replicas, and then no replica can leave alone
-            stages = self.layout.sizes["pipeline"]
-            replica = self.layout.world_size // self.layout.sizes["data_replicate"]
-            self.processes.replica_shape = stages, replica // stages
+            self.processes.replica_shape = self.pipeline, self.data_shard, self.context * self.tensor
 
     @property
     def rank(self) -> int:

@@ -28,7 +28,11 @@ from drawloom.components.distributed.generations import (
     Spares,
     agree_on_generation,
 )
-from drawloom.components.distributed.launch_store import call_store_with_timeout, connect_to_launch_store
+from drawloom.components.distributed.launch_store import (
+    call_store_with_timeout,
+    connect_to_launch_store,
+    shorten_name_lookups,
+)
 from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel
 from drawloom.components.distributed.parent import exit_after_parent
 from drawloom.components.distributed.process_group import (
@@ -37,7 +41,7 @@ from drawloom.components.distributed.process_group import (
     convert_collective_error,
     convert_peer_errors,
 )
-from drawloom.components.distributed.rank_monitor import STORE_TIMEOUT, RankMonitor
+from drawloom.components.distributed.rank_monitor import MAX_WATCHED, STORE_TIMEOUT, RankMonitor
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
@@ -49,9 +53,9 @@ log = logging.getLogger("drawloom.distributed")
 
 NO_TIMEOUT = timedelta(days=30)  # torch has no unlimited timeout
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# Timeout for ranks that have met to connect by gloo, whose wait for a lost rank nothing can break; gloo waits five
-# times as long (measured: 15.0 s for 3 s, torch 2.13).
-CONNECT_SECONDS = 0.5
+# Timeout for ranks that have met to connect by gloo. After a loss, an abandoned thread waits five times as long
+# (measured: 15.0 s for 3 s, torch 2.13).
+CONNECT_LIMIT = timedelta(seconds=30)
 SURVIVING_BACKENDS = ("gloo",)  # docs/faults.md says what NCCL can't do
 MEETING_TICK = 0.002  # seconds between two looks for other ranks
 RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
@@ -64,14 +68,14 @@ class Membership:
     """
     A generation, and this process's monitor and connections in it, which exist before its groups.
 
-    `attempts` counts the generations before it, one after another, that could not connect without any loss. `hosted`
-    keeps the launch's store alive if this process hosts it.
+    `control` is a connection to the launch's store, and `hosted` keeps the store alive if this process hosts it. There
+    are few connections, because the store looks up a name for every new one.
     """
 
     generation: Generation
     monitor: RankMonitor
     connections: Connections
-    attempts: int = 0
+    control: Any = None
     hosted: Any = None
 
 
@@ -81,8 +85,8 @@ class TorchProcesses:
     Processes described by torchrun's variables, or a single process if the variables are unset.
 
     With `on_failure` "continue", the ranks left after a loss agree on the next generation of processes, and raise a
-    ReopenError: the graph is opened again with these processes, renumbered. A process that starts later waits in `open`
-    until a generation admits it. This works with gloo.
+    ReopenError: the graph is opened again with these processes, renumbered, and perhaps with fewer shards. A process
+    that starts later waits in `open` until a generation admits it. This works with gloo.
     """
 
     device: Device
@@ -93,7 +97,7 @@ class TorchProcesses:
     _on_failure: Literal["stop", "continue"] = setting(
         default="stop",
         alias="on_failure",
-        doc="after the loss of a process: end the run, or continue it in memory with the replicas that are left (gloo)",
+        doc="after the loss of a process: end the run, or continue it with the processes that are left (gloo)",
     )
     heartbeat_timeout: float = setting(
         default=15.0,
@@ -109,14 +113,14 @@ class TorchProcesses:
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
     _monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
-    replica_shape: tuple[int, int] | None = attrs.field(init=False, default=None)
+    replica_shape: tuple[int, int, int] | None = attrs.field(init=False, default=None)
     _connections: Connections = attrs.field(init=False, factory=Connections)
     _generation: Generation | None = attrs.field(init=False, default=None)
+    _control: Any = attrs.field(init=False, default=None)  # connection to the launch's store
     _spares: Spares | None = attrs.field(init=False, default=None)
     # a membership in the next generation, or "spare" for a process without one; None unless the graph is reopened
     _next: Membership | Literal["spare"] | None = attrs.field(init=False, default=None)
     _exit_code: int = attrs.field(init=False, default=0)
-    _attempts: int = attrs.field(init=False, default=0)
     _hosted: Any = attrs.field(init=False, default=None)
     _meetings: Counter[str] = attrs.field(init=False, factory=Counter)
 
@@ -149,6 +153,7 @@ class TorchProcesses:
         self._launch = read_launch()
         if self.survives_rank_losses:
             self._check_backend_survives_losses()
+            shorten_name_lookups()
             os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         if self._launch.address:
             exit_after_parent(os.getppid())
@@ -174,7 +179,7 @@ class TorchProcesses:
         if self._next is None:
             self._monitor.announce_exit()
             if self._spares is not None and self.rank == 0:
-                call_store_with_timeout(STORE_TIMEOUT, partial(self._spares.announce_run_end, self._exit_code))
+                call_store_with_timeout(STORE_TIMEOUT, partial(self._spares.end, self._exit_code))
         if self._joined:
             self._joined = False
             self._handles = {}
@@ -192,11 +197,18 @@ class TorchProcesses:
     def generation(self) -> int:
         return self._generation.number if self._generation else 0
 
+    @property
+    def shards(self) -> int | None:
+        return self._generation.shards if self._generation else None
+
     def has_spares(self) -> bool:
         if self._generation is None or self._spares is None or self.rank > 0:
             return False
         generation = attrs.evolve(self._generation, shape=self._find_replica_shape())
-        return len(generation.choose_members(set(), self._spares.find_waiting_spares().values())) > self.world_size
+        return (
+            len(generation.choose_following(set(), self._spares.find_waiting_spares().values()).members)
+            > self.world_size
+        )
 
     def hand_over(self) -> Membership | Literal["spare"] | None:
         """Return the membership in the next generation, for the reopened node; "spare" for a process without one."""
@@ -306,11 +318,13 @@ class TorchProcesses:
             members = [RunProcess(machine, pid) for _, machine, pid in processes]
             self._generation = Generation(processes[0][0], 0, members)
             monitor = self._start_generation_monitor(self._generation, self._connections).monitor
+            if self.survives_rank_losses:
+                self._control = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
             self._connect_stores(self._generation)
             if self.survives_rank_losses and not launch.agent_store:
                 self._hosted = dist.distributed_c10d._get_default_store()
             if self.survives_rank_losses and launch.agent_store:
-                connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(CONTINUES, b"1")
+                self._control.set(CONTINUES, b"1")
         return monitor
 
     def _start_generation_monitor(self, generation: Generation, connections: Connections) -> Membership:
@@ -343,16 +357,13 @@ class TorchProcesses:
             self._store = connect_to_launch_store(launch.address, launch.port, f"{generation.name}/p2p", self.timeout)
         RUNS.add(generation.run)
         if self.survives_rank_losses:
-            self._spares = Spares(connect_to_launch_store(launch.address, launch.port, generation.run, self.timeout))
-            connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout).set(
-                CURRENT, generation.to_json()
-            )
+            self._spares = Spares(PrefixStore(generation.run, self._control))
+            self._control.set(CURRENT, generation.to_json())
 
     def _join_generation_groups(self, membership: Membership) -> None:
         """Join the groups of a generation after the first one."""
         self._generation, self._monitor = membership.generation, membership.monitor
-        self._connections, self._attempts = membership.connections, membership.attempts
-        self._hosted = membership.hosted
+        self._connections, self._control, self._hosted = membership.connections, membership.control, membership.hosted
         self._generation.set_rank_variables(self._monitor.rank)
         self._launch = read_launch()
         self._connect_stores(self._generation)
@@ -376,15 +387,18 @@ class TorchProcesses:
         generation = Generation.from_json(store.get(CURRENT).decode())
         if generation.run in RUNS and not is_member:
             return None
-        spares = Spares(connect_to_launch_store(launch.address, launch.port, generation.run, self.timeout))
+        # torch imports this, for a second or more, with the first optimizer, while all others would wait for it
+        import torch._dynamo  # noqa: F401
+
+        spares = Spares(PrefixStore(generation.run, store))
         number = spares.register(RunProcess.here())
         log.info("this process waits as spare %d", number)
-        outcome = spares.await_admission(number, _LifeSigns(store, self._launch, self.heartbeat_timeout))
+        outcome = spares.await_admission(number, _LifeSigns(store, self.heartbeat_timeout + RECOVERY_MARGIN))
         if outcome is None:
             raise UserError("the processes of the run, which this one was to join, send no heartbeats; start it again")
         if isinstance(outcome, int):
             raise ReportedError("the run has ended while this process waited as a spare", outcome)
-        return self._start_generation_monitor(outcome, Connections(launch.port))
+        return attrs.evolve(self._start_generation_monitor(outcome, Connections(launch.port)), control=store)
 
     def _await_rank_loss(self) -> bool:
         """Return whether a loss that the run survives has broken the groups; wait for it after a collective's error."""
@@ -401,14 +415,14 @@ class TorchProcesses:
         assert self._generation is not None
         if self._generation.shape or self.replica_shape is None:
             return self._generation.shape
-        stages, width = self.replica_shape
-        largest = self.world_size // (stages * width)
+        stages, shards, shard_size = self.replica_shape
+        largest = self.world_size // (stages * shard_size)
         fitting = [
             count
             for count in range(1, largest + 1)
             if count == largest or all(limit.fits_replicas(count) for limit in self.limits.values())
         ]
-        return ReplicaShape(stages, width, fitting)
+        return ReplicaShape(stages, shards, shard_size, fitting)
 
     def _agree_on_generation(self) -> ReopenError | None:
         """Agree with the other live ranks on the next generation; return the error to raise, None to end the run."""
@@ -432,8 +446,7 @@ class TorchProcesses:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
             membership = self._start_generation_monitor(following, Connections(self._launch.port))
-            attempts = 0 if monitor.losses else self._attempts + 1
-            self._next = attrs.evolve(membership, attempts=attempts, hosted=self._hosted)
+            self._next = attrs.evolve(membership, control=self._control, hosted=self._hosted)
         except RuntimeError:  # the store was in a lost process
             return None
         if self._next.monitor.rank == 0:
@@ -457,9 +470,7 @@ class TorchProcesses:
         try:
             with self._record_group_connections("world", range(self.world_size), self._limit) as timeout:
                 if self._generation is not None:
-                    store = connect_to_launch_store(
-                        self._launch.address, self._launch.port, self._generation.name, self.timeout
-                    )
+                    store = PrefixStore("world", self._store)
                     arguments = {"store": store, "rank": self.rank, "world_size": self.world_size}
                 dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **arguments)
             _set_timeout(dist.group.WORLD, self._limit)
@@ -479,8 +490,8 @@ class TorchProcesses:
         """
         Record the connections made in the body, in which `ranks` make a group, and return the body's timeout.
 
-        If the run survives losses, wait for the ranks beforehand: they may be lost or late, and gloo's own wait can't
-        be broken. So the body has a short timeout, and the next generation tries again.
+        If the run survives losses, wait for the ranks beforehand, which may be lost or late. A loss ends this wait, and
+        the body's, with a RuntimeError.
         """
         if not self.survives_rank_losses or self._store is None:
             with self._connections.record_sockets():
@@ -495,14 +506,8 @@ class TorchProcesses:
                 if time.monotonic() > end:
                     raise RuntimeError(f"not all ranks came to make group {name} within {self.timeout:g} s")
                 time.sleep(MEETING_TICK)
-        seconds = timedelta(seconds=CONNECT_SECONDS * 2**self._attempts)
-        try:
-            with self._connections.record_sockets():
-                yield min(limit, seconds) if self.device.backend == "gloo" else limit
-        except RuntimeError:
-            if seconds < timedelta(seconds=self.timeout):
-                self._monitor.declare_connections_broken()
-            raise
+            with self._connections.record_sockets(), self._connections.make_breakable():
+                yield min(limit, CONNECT_LIMIT) if self.device.backend == "gloo" else limit
 
     @property
     def _tensor_device(self) -> torch.device:
@@ -559,7 +564,7 @@ class TorchProcesses:
         """
         store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
         if self.device.backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, 2, timeout)
+            return self._connections.call(lambda: dist.ProcessGroupGloo(store, rank, 2, timeout))
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.global_ranks_in_group = list(ranks)
@@ -581,21 +586,15 @@ class _LifeSigns:
     """Check for heartbeats by the launch's newest generation, at least one in `timeout` seconds."""
 
     store: Any
-    launch: Launch
     timeout: float
     _heard: Any = attrs.field(init=False, default=None)
     _since: float = attrs.field(init=False, factory=time.monotonic)
-    _beats: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     def __call__(self) -> bool:
         generation = Generation.from_json(self.store.get(CURRENT).decode())
-        if generation.name not in self._beats:
-            self._beats = {
-                generation.name: connect_to_launch_store(
-                    self.launch.address, self.launch.port, generation.name, self.timeout
-                )
-            }
-        heard = generation.name, sum(self._beats[generation.name].add(f"beat/{rank}", 0) for rank in (0, 1))
+        beats = PrefixStore(f"drawloom/{generation.name}", self.store.underlying_store)
+        watched = range(min(MAX_WATCHED, len(generation.members)))  # some of them may be lost
+        heard = generation.name, sum(beats.add(f"beat/{rank}", 0) for rank in watched)
         if heard != self._heard:
             self._heard, self._since = heard, time.monotonic()
         return time.monotonic() < self._since + self.timeout

@@ -59,9 +59,8 @@ class RankMonitor:
     by rank, and `where` names the machine if there are several. `location` is the step and phase, for messages.
     `is_lost` is True if the store is gone. With `on_loss`, lost ranks are collected in `losses` with the reason, and do
     not end the others; the monitor's thread calls `on_loss` at every poll from the first loss on. A rank is lost after
-    `heartbeat_timeout` seconds without a heartbeat. `is_broken` is True from the first loss on, or if ranks could not
-    connect. `is_recovering` is True while this rank waits for an agreement on a loss. The constructing thread is the
-    main thread.
+    `heartbeat_timeout` seconds without a heartbeat. `is_broken` is True from the first loss on. `is_recovering` is True
+    while this rank waits for an agreement on a loss. The constructing thread is the main thread.
     """
 
     rank: int = 0
@@ -166,11 +165,7 @@ class RankMonitor:
         """Publish ranks as lost, each with a reason. Raises RuntimeError if the store is gone."""
         for rank, reason in reasons.items():
             self.store.compare_set(f"lost/{rank}", "", reason)
-            self.declare_connections_broken()
-
-    def declare_connections_broken(self) -> None:
-        """Let every rank break its connections and recover. Raises RuntimeError if the store is gone."""
-        self.store.set("broken", b"1")
+            self.store.set("broken", b"1")
 
     def announce_exit(self) -> None:
         """Announce that this process is about to end normally, so its peers don't report its death."""

@@ -238,7 +238,7 @@ def _measure_alternating_seconds(runs: Sequence[Callable[[], object]], seconds: 
 def _measure_host_link(device: torch.device, size: int, seconds: float) -> float:
     """Return bytes/s in each direction, for copies of this size to host memory and back at once."""
     transfers = DeviceTransfers(device)
-    arriving, leaving = (transfers.allocate(size) for _ in range(2))
+    arriving, leaving = (transfers.allocate_in_host_memory(size) for _ in range(2))
     on_device = torch.zeros(2, size, dtype=torch.uint8, device=device)
 
     def copy_in_both_directions() -> None:

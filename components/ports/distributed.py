@@ -231,13 +231,13 @@ class Processes(Protocol):
 @runtime_checkable
 class SurvivingProcesses(Protocol):
     """
-    Processes that may continue without the replicas of lost ranks, and let new processes join.
+    Processes that may continue without lost ranks, and let new processes join.
 
-    `replica_shape` is a replica's number of pipeline stages, and of ranks in each stage; the mesh sets it. None, if
-    replicas can't leave or join.
+    `replica_shape` is a replica's number of pipeline stages, its `data_shard`, and the number of ranks in each shard;
+    the mesh sets it. None, if replicas can't leave or join.
     """
 
-    replica_shape: tuple[int, int] | None
+    replica_shape: tuple[int, int, int] | None
 
     @property
     def survives_rank_losses(self) -> bool:
@@ -247,6 +247,11 @@ class SurvivingProcesses(Protocol):
     @property
     def generation(self) -> int:
         """How often processes have left or joined the run; with the first, the mesh's replica count may differ."""
+        ...
+
+    @property
+    def shards(self) -> int | None:
+        """The number of shards that are left in a replica, in place of the mesh's `data_shard`; None if all are."""
         ...
 
     def has_spares(self) -> bool:
@@ -259,7 +264,7 @@ class ReplicaLimit(Protocol):
     """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
 
     def fits_replicas(self, count: int) -> bool:
-        """Return whether the work can be divided among `count` replicas (DDP); called on an open node."""
+        """Return whether `count` data-parallel ranks (DDP × FSDP) can share the work; called on an open node."""
         ...
 
 

@@ -21,7 +21,7 @@ from drawloom.components.ports.rollouts import Completions, Prompts
 from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.ports.stages import ModelExport
 from drawloom.components.rollouts.completion_server import CompletionServer, Sampled
-from drawloom.components.storage.durable_files import remove_folder_at_once
+from drawloom.components.storage.durable_files import remove_folder_atomically
 from drawloom.graph import UserError, above, at_least, between, component, setting
 
 log = logging.getLogger("drawloom.run")
@@ -108,7 +108,7 @@ class ServerRollouts:
         """Remove the exported weights."""
         if self._served_purpose is not None and self.mesh.world.rank == 0:
             with suppress(OSError):
-                remove_folder_at_once(self._export_folder)
+                remove_folder_atomically(self._export_folder)
 
     def update_weights(self, purpose: str, step: int) -> None:
         """
@@ -153,7 +153,7 @@ class ServerRollouts:
 
     def _prepare_folder(self, target: Path) -> None:
         """Remove an earlier export, and make the folder around it."""
-        remove_folder_at_once(target)
+        remove_folder_atomically(target)
         target.parent.mkdir(exist_ok=True)
 
     def _send_reload(self, target: Path) -> None:

@@ -68,8 +68,7 @@ class GlobalBatch:
         return self.mesh.indices.data_replicate * self.mesh.sizes.data_shard + self.mesh.indices.data_shard
 
     def fits_replicas(self, count: int) -> bool:
-        replicas = count * self.mesh.sizes.data_shard
-        return not any(_explain_uneven_sizes(self.global_size, self.ramp, self.micro_size, replicas))
+        return not any(_explain_uneven_sizes(self.global_size, self.ramp, self.micro_size, count))
 
     def first_position(self, step: int) -> int:
         return self._compute_first_position_and_size(step)[0]

@@ -139,12 +139,16 @@ def _run_recipe(options: argparse.Namespace, project: Project) -> RunResult:
     if options.dry_run:
         return RunResult(options.recipe, preview=recipe.preview())
     handed_over: Mapping[str, Any] = {}
-    while True:
-        try:
-            return _open_and_run_once(recipe, options, project.root, handed_over)
-        except ReopenError as request:
-            handed_over = request.handed_over
-        gc.collect()  # frees the closed graph, whose nodes refer to one another
+    try:
+        while True:
+            gc.freeze()  # imports make a million objects, through which every full collection would walk
+            try:
+                return _open_and_run_once(recipe, options, project.root, handed_over)
+            except ReopenError as request:
+                handed_over = request.handed_over
+            gc.collect()  # frees the closed graph, whose nodes refer to one another
+    finally:
+        gc.unfreeze()
 
 
 def _open_and_run_once(

@@ -79,22 +79,53 @@ def test_rank_0_may_host_the_store(folder: Path) -> None:
     assert "1 of 2 processes continue" in outcomes[0].text
 
 
-def test_without_a_complete_replica_the_run_ends(folder: Path) -> None:
-    """The killed rank is named once, as in a run that stops."""
+def test_lost_shards_are_in_a_neighbours_memory_or_on_disk(folder: Path) -> None:
+    """
+    Of four shards one is lost in step 6, and three ranks go on from the copies after step 4, newer than step 3 on disk.
+
+    Later two neighbours are lost, and with them a shard's only copy: the last rank goes on from the newest checkpoint.
+    """
+    words = "mesh.data_shard=4", "checkpoint.neighbour_every=2", "checkpoint.every=3", "trainer.steps=10"
+    dead = ("forward_backward", 10)  # in step 8: steps 5 and 6 are computed twice
+    failures, outcomes = survive(folder, 4, {1: ("forward_backward", 6), 0: dead, 2: dead}, *words)
+    assert failures == dict.fromkeys((0, 1, 2), "died with exit code -9") and outcomes[3].code == 0, outcomes
+    text = "".join(path.read_text("utf-8") for path in (folder / "runs/tiny/log").iterdir())
+    assert re.findall(r"restored the state after step (\d) from memory", text) == ["4"] * 3
+    assert "3 of 4 processes continue" in text and "1 of 3 processes continue" in text
+    assert re.search("the run continues from the state after step [36] on disk", text)  # 6 may not be committed yet
+    assert re.search(r"copied to another rank's memory: \d+\.\d MB", text)
+    assert_same_trajectory(folder, *words)
+
+
+def test_without_copies_or_checkpoints_the_run_begins_anew(folder: Path) -> None:
+    """The process stays, and the lost rank is named once; a pipeline without all stages ends."""
     failures, outcomes = survive(folder, 2, {1: ("forward_backward", 3)}, "mesh.data_shard=2")
+    assert failures == {1: "died with exit code -9"} and outcomes[0].code == 0, outcomes
+    assert (
+        outcomes[0].text.count("is gone") == 1 and "continues from step 0: there is no checkpoint" in outcomes[0].text
+    )
+    assert_same_trajectory(folder)
+    words = "mesh.pipeline=2", "model.num_hidden_layers=2", "run.name=pipeline"
+    failures, outcomes = survive(folder, 2, {1: ("forward_backward", 3)}, *words)
     assert failures == {1: "died with exit code -9"} and outcomes[0].code == 1
-    assert "rank 1" in outcomes[0].text and outcomes[0].text.count("is gone") == 1
-    assert "continue" not in outcomes[0].text
+    assert outcomes[0].text.count("is gone") == 1 and "continue" not in outcomes[0].text
 
 
-@pytest.mark.parametrize("words", [(), pytest.param(("mesh.data_shard=2",), marks=pytest.mark.soak)])
-def test_the_launcher_replaces_a_lost_worker(folder: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("count", "replica", "words"),
+    [
+        (2, 1, ()),
+        pytest.param(4, 2, ("mesh.data_shard=2",), marks=pytest.mark.soak),
+        pytest.param(2, 1, ("mesh.data_shard=2", "checkpoint.neighbour_every=2"), marks=pytest.mark.soak),
+    ],
+    ids=["replicas", "replicas of shards", "shards"],
+)
+def test_the_launcher_replaces_a_lost_worker(folder: Path, count: int, replica: int, words: tuple[str, ...]) -> None:
     """
     A worker is killed from outside, and its successor joins the run; the first worker is killed, and the others go on.
 
     Every step's numbers are those of an undisturbed run, and the launcher exits with 0.
     """
-    count, replica = 2 * 2 ** len(words), 2 ** len(words)
     words = ("trainer.steps=40", "--import=waiting.py", *words)
     code, errors = replace_worker(folder, count, words)
     assert code == 0 and "Traceback" not in errors, errors

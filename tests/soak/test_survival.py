@@ -41,3 +41,11 @@ def test_replicas_of_shards_survive_faults(tmp_path: Path) -> None:
     """The same with replicas of two ranks, of which both must be there."""
     findings = _survive(tmp_path, 4, ("mesh.data_shard=2",), faults=20, seed=8, seconds=300)
     assert findings.faults.total() >= 20
+
+
+@pytest.mark.soak
+def test_shards_without_replicas_survive_faults(tmp_path: Path) -> None:
+    """The same with three shards, each with a copy in its neighbour's memory; two losses may need the checkpoint."""
+    words = ("mesh.data_shard=3", "checkpoint.neighbour_every=2")
+    findings = _survive(tmp_path, 3, words, faults=20, seed=9, seconds=300)
+    assert findings.faults.total() >= 20

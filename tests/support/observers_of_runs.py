@@ -17,7 +17,7 @@ from unittest import mock
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
@@ -257,7 +257,7 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     """Return the generation and heartbeat timeout of a process that finds a run begun, and is its only member."""
     store, run, own = HashStore(), secrets.token_hex(8), RunProcess.here()
     store.set(CURRENT, Generation(run, 0, []).to_json())
-    store.set("admitted/1", Generation(run, 1, [own]).to_json())
+    PrefixStore(run, store).set("admitted/1", Generation(run, 1, [own]).to_json())
     node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),

@@ -93,8 +93,12 @@ def survive(
 
 
 def assert_same_trajectory(folder: Path, *words: str, rel: float = 1e-5) -> None:
-    """Assert that every step was logged once, as in an undisturbed run of one process; `mesh.` words are ignored."""
-    words = tuple(word for word in words if not word.startswith("mesh."))
+    """
+    Assert that every step was logged once, as in an undisturbed run of one process.
+
+    Words about the mesh and about copies are ignored.
+    """
+    words = tuple(word for word in words if not word.startswith(("mesh.", "checkpoint.neighbour_every")))
     [outcome] = drawloom(folder, "run", "recipe.toml", "run.name=whole", *words)
     assert outcome.code == 0, outcome
     whole, survived = rows(folder / "runs/whole"), rows(folder / "runs/tiny")
@@ -144,12 +148,12 @@ def replace_worker(folder: Path, count: int, words: tuple[str, ...]) -> tuple[in
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file) as launcher:
             path = folder / "runs/tiny/metrics.jsonl"
             _wait(lambda: path.exists() and path.read_bytes().count(b"\n") >= 3, launcher)
-            os.kill(_worker(launcher.pid, 1), signal.SIGKILL)
+            os.kill(find_worker(launcher.pid, 1), signal.SIGKILL)
             _wait(lambda: "join" in (folder / "errors").read_text("utf-8"), launcher)
             (folder / "go").touch()
             lines = path.read_bytes().count(b"\n")
             _wait(lambda: path.read_bytes().count(b"\n") >= lines + 3, launcher)
-            os.kill(_worker(launcher.pid, 0), signal.SIGKILL)
+            os.kill(find_worker(launcher.pid, 0), signal.SIGKILL)
             launcher.wait(60)
     return launcher.returncode, (folder / "errors").read_text("utf-8")
 
@@ -161,7 +165,7 @@ def _wait(is_done: Callable[[], bool], process: "subprocess.Popen[bytes]") -> No
         time.sleep(0.02)
 
 
-def _worker(launcher: int, rank: int) -> int:
+def find_worker(launcher: int, rank: int) -> int:
     """Return the process of a rank, a child of the launcher with RANK in its environment."""
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):

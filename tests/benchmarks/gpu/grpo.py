@@ -165,7 +165,7 @@ def measure_drawloom(folder: Path, values: dict[str, Any]) -> tuple[Seconds, str
         with recipe.open() as run:
             steps: Seconds = []
             began = now()
-            for _ in run.get(Trainer).iterate():
+            for _ in run.get(Trainer).run_and_yield_steps():
                 ended, inside = now(), clock.read()
                 steps.append((inside, ended - began - inside))
                 began = now()

@@ -46,7 +46,7 @@ def test_an_unreadable_template_is_named(tmp_path: Path) -> None:
     for name in ("missing.jinja", "latin.jinja"):
         collator = PromptCollator(tokenizer=tokenizer, template=tmp_path / name)
         with pytest.raises(UserError, match=f"template: .*{name} can't be read .*; name a jinja2 file"):
-            collator.count({"prompt": [{"role": "user", "content": "a"}]})
+            collator.count_tokens({"prompt": [{"role": "user", "content": "a"}]})
 
 
 def test_messages_are_rendered_up_to_the_answer(tmp_path: Path) -> None:

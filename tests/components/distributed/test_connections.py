@@ -64,3 +64,23 @@ def test_connections_being_made_are_broken_and_no_more_are_made() -> None:
     assert connections.shut_down_all() == 0
     with pytest.raises(RuntimeError, match="a rank is lost"), connections.record_sockets():
         pass
+
+
+def _wait_for_absent() -> float:
+    """Return the seconds until the wait for a rank that never connects is broken, half a second after its start."""
+    connections = Connections()
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    timer = threading.Timer(0.5, connections.shut_down_all)
+    start = time.monotonic()
+    with connections.record_sockets(), connections.make_breakable():
+        timer.start()
+        with pytest.raises(RuntimeError, match="a rank is lost"):
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=20))
+    seconds = time.monotonic() - start
+    assert dist.distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo and not dist.is_initialized()
+    return seconds
+
+
+def test_waiting_for_a_rank_that_never_connects_is_broken() -> None:
+    """Gloo itself would wait for a hundred seconds."""
+    assert 0.4 < run_ranks(_wait_for_absent, 1)[0] < 5

@@ -21,11 +21,9 @@ from drawloom.components.distributed.mesh_layout import Layout
 SPARES = [RunProcess("elsewhere", 100), RunProcess("elsewhere", 101)]
 
 
-def _generation(ranks: int, stages: int, width: int, counts: set[int]) -> Generation:
+def _generation(ranks: int, shape: ReplicaShape, shards: int | None = None) -> Generation:
     """Return a generation of processes on another machine, whose ids are their ranks."""
-    return Generation(
-        "run", 0, [RunProcess("elsewhere", rank) for rank in range(ranks)], ReplicaShape(stages, width, [*counts])
-    )
+    return Generation("run", 0, [RunProcess("elsewhere", rank) for rank in range(ranks)], shape, shards)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +35,8 @@ def _generation(ranks: int, stages: int, width: int, counts: set[int]) -> Genera
         ({5, 6}, 0, {1, 2, 3, 4}, [0, 3, 1, 4, 7, 2]),  # the rest of two replicas is a new one
         (set[int](), 2, {1, 2, 3, 4}, [*range(8)]),  # there is no work for a fifth one
         ({0, 1, 2}, 0, {1, 2}, [3, 4, 7, 5]),
-        ({0, 5, 2, 7}, 2, {1, 2, 3, 4}, []),  # no rank has the weights of a whole replica
+        ({0, 5, 2, 7}, 2, {1, 2, 3, 4}, [4, 6, 100, 1, 3, 101]),  # no replica is complete
+        ({0, 1, 2, 3, 4, 5, 6}, 0, {1, 2, 3, 4}, []),  # one rank can't have both stages
         ({5}, 0, set[int](), []),
     ],
 )
@@ -45,19 +44,45 @@ def test_complete_replicas_continue_and_spares_fill_new_ones(
     lost: set[int], spares: int, counts: set[int], members: list[int]
 ) -> None:
     """Replicas are columns of two pipeline stages of four ranks."""
-    chosen = _generation(8, 2, 1, counts).choose_members(lost, SPARES[:spares])
-    assert [member.pid for member in chosen] == members
+    chosen = _generation(8, ReplicaShape(2, 1, 1, [*counts])).choose_following(lost, SPARES[:spares])
+    assert [member.pid for member in chosen.members] == members and chosen.shards is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "lost", "spares", "members", "left"),
+    [
+        (4, None, {1}, 0, [0, 2, 3], 3),
+        (4, None, {1}, 1, [0, 2, 3, 100], None),  # a spare completes the replica
+        (4, None, {1, 2}, 0, [0, 3], 2),
+        (4, None, {0, 1, 2}, 0, [3], 1),
+        (8, None, {0, 1, 4}, 0, [2, 3, 5, 6], None),  # two incomplete replicas form one
+        (8, None, {1}, 0, [4, 5, 6, 7], None),
+        (3, 3, {1}, 0, [0, 2], 2),
+        (3, 3, set[int](), 1, [0, 1, 2, 100], None),
+        (2, 2, set[int](), 0, [0, 1], 2),
+    ],
+)
+def test_without_a_complete_replica_the_run_has_fewer_shards(
+    ranks: int, shards: int | None, lost: set[int], spares: int, members: list[int], left: int | None
+) -> None:
+    """Replicas have four shards in the recipe, and otherwise as many as there are processes that can share the work."""
+    shape = ReplicaShape(1, 4, 1, [1, 2, 3, 4, 6, 8])
+    chosen = _generation(ranks, shape, shards).choose_following(lost, SPARES[:spares])
+    assert ([member.pid for member in chosen.members], chosen.shards) == (members, left)
+    assert chosen.shape == shape
+    uneven = _generation(4, ReplicaShape(1, 4, 1, [1, 2, 4])).choose_following({1}, [])
+    assert len(uneven.members) == uneven.shards == 2
 
 
 def test_replica_shapes_number_ranks_like_the_mesh() -> None:
     """A replica's ranks differ in all dimensions but data_replicate."""
     sizes = {"pipeline": 2, "data_replicate": 3, "data_shard": 2, "context": 1, "tensor": 2}
     ranks = Layout(sizes).list_rank_sets("pipeline", "data_shard", "context", "tensor")
-    assert ReplicaShape(2, 4, [3]).list_ranks_by_replica(3) == ranks
+    assert ReplicaShape(2, 2, 2, [3]).list_ranks_by_replica(3) == ranks
 
 
 def _agree(store: Any, rank: int, lost: list[int], is_over: bool = False) -> list[int]:
-    generation = _generation(4, 1, 1, {1, 2, 3, 4})
+    generation = _generation(4, ReplicaShape(1, 1, 1, [1, 2, 3, 4]))
     following = agree_on_generation(
         generation, rank, store, Spares(store), lambda: dict.fromkeys(lost, "is gone"), lambda: is_over
     )
@@ -103,7 +128,7 @@ def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -
     """The environment describes the new launch, and JSON keeps every field."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "7")
-    generation = _generation(3, 1, 1, {3})
+    generation = _generation(3, ReplicaShape(1, 1, 1, [3]), shards=2)
     generation.set_rank_variables(2)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("2", "3")
     assert Generation.from_json(generation.to_json()) == generation

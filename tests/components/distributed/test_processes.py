@@ -6,9 +6,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.torchrun import Launch
@@ -134,3 +136,18 @@ def test_nccl_is_refused_in_a_run_that_survives_losses(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match=r"on_failure: 'continue' needs device.backend = 'gloo'.*'nccl'"):
         processes.open()
     assert not dist.is_initialized()
+
+
+def test_a_spare_hears_every_rank_and_gives_up_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat of the last rank is enough, also if the first two are lost; without any, the run counts as gone."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    store = HashStore()
+    members = [RunProcess("elsewhere", rank) for rank in range(3)]
+    is_alive = joining._LifeSigns(PrefixStore("any", store), 5.0)
+    PrefixStore("any", store).set(CURRENT, Generation("run", 0, members).to_json())
+    for now[0] in (0.0, 4.0, 8.0, 12.0):
+        store.add("drawloom/run/0/beat/2", 1)
+        assert is_alive()
+    now[0] = 17.5
+    assert not is_alive()

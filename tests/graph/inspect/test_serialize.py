@@ -45,7 +45,7 @@ def test_an_inline_node_referenced_twice_is_written_once(shop: Shop) -> None:
     plain = serialize_nodes(graph.nodes)
     assert plain["page"]["store"]["use"] == "stores.memory"
     assert plain["trainer"]["store"] == "@page.store"
-    assert sorted(flatten(plain)) == sorted(graph.nodes)
+    assert sorted(flatten_inline_nodes(plain)) == sorted(graph.nodes)
 
 
 def test_flattened_names_equal_the_names_in_the_graph(shop: Shop) -> None:
