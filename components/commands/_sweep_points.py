@@ -21,11 +21,12 @@ from drawloom.graph.toml.emit import dump_key, dumps
 
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-INTERVAL = re.compile(rf"({NUMBER})\.\.({NUMBER}):(\w+)")
+INTERVAL = re.compile(rf"({NUMBER})\.\.({NUMBER})(?::(\w+))?")
 SCALES = ("log", "uniform")
 MAX_POINTS = 10_000
 MAX_NAME_LENGTH = 200  # file names have at most 255 bytes
 MAX_DRAWS = 100  # for each random point, if values repeat
+NAMES = ("run.name", "run.folder")
 OPENING, CLOSING, QUOTES = "[{(", "]})", "\"'"
 
 
@@ -82,6 +83,8 @@ def make_sweep_points(
         [axis for axis in given if not axis.has_several_values],
     )
     keys = [axis.key for axis in axes]
+    if named := [key for key in keys if key in NAMES]:
+        raise UserError(f"{named[0]} can't vary: the sweep names its runs by the other values; write --to FOLDER", 2)
     if repeated := [key for key in keys if keys.count(key) > 1]:
         raise UserError(f"{repeated[0]} is given twice; write all of its values in one word", 2)
     common_words = [f"{axis.key}={value}" for axis in common for value in axis.values]
@@ -194,13 +197,16 @@ def _flatten_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 def _parse_axis(word: str) -> Axis:
     """Parse a word: node.key= and values separated by commas, a range, or an interval."""
     key, _, text = word.partition("=")
-    if match := INTERVAL.fullmatch(text.strip()):
+    match = INTERVAL.fullmatch(text.strip())
+    if match and not RANGE.fullmatch(text.strip()):
         return Axis(key, [], _parse_interval(word, float(match[1]), float(match[2]), match[3]))
     return Axis(key, [value for part in _split_values(text) for value in _expand_range(key, part)])
 
 
-def _parse_interval(word: str, low: float, high: float, scale: str) -> AxisInterval:
-    """Return an interval. Raises UserError for an unknown scale, or unless low < high."""
+def _parse_interval(word: str, low: float, high: float, scale: str | None) -> AxisInterval:
+    """Return an interval. Raises UserError without a known scale, or unless low < high."""
+    if scale is None:
+        raise UserError(f"{word} is an interval without a scale; write {word}:log or {word}:uniform", 2)
     if scale not in SCALES:
         raise UserError(f"{word}: the scale is {scale!r}; write {' or '.join(SCALES)}", 2)
     if not low < high or (scale == "log" and low <= 0):

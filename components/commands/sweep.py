@@ -181,6 +181,8 @@ def _load_and_check_runs(options: argparse.Namespace, project: Project) -> list[
     """Return the runs, with checked recipes. Raises RecipeError with all runs' problems, each problem once."""
     points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
     folder = options.to or _default_sweep_folder(options, project, points[0])
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; write another one with --to", 2)
     problems: dict[str, Problem] = {}
     runs = []
     for point in points:

@@ -16,7 +16,6 @@ from drawloom.components.optim.parameter_groups import (
     AdamGroup,
     create_param_groups,
     find_betas_fault,
-    find_parametrization_faults,
     warn_unmatched_patterns,
 )
 from drawloom.components.optim.streamed_states import (
@@ -50,12 +49,13 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @attrs.frozen
 class _Launch:
-    """Parameters in one kernel launch, with their learning-rate multiplier and betas."""
+    """Parameters in one kernel launch, with their learning-rate multiplier, betas and epsilon."""
 
     parameters: Sequence[nn.Parameter]
     stepper: Any
     lr_multiplier: float
     betas: tuple[float, float]
+    eps: float
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
@@ -127,9 +127,8 @@ class StochasticAdamW:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Refuse parametrizations, warn about groups without a parameter, and require a GPU for Triton."""
+        """Warn about groups without a parameter, and require a GPU for Triton."""
         yield from warn_unmatched_patterns(node)
-        yield from find_parametrization_faults(node)
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
@@ -155,7 +154,7 @@ class StochasticAdamW:
             self._transfers = self.open_transfers(self.device.device)
         self.state_slices()  # raises an error for slices that cut blocks
         state = self._allocate_state(dict(named))
-        groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
+        groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
         for name, parameter in named:
             first, width, stride = locate_slice_rows(slices[name])
@@ -168,13 +167,14 @@ class StochasticAdamW:
                 stride=stride,
                 **state[name],
             )
-        kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
+        kinds: dict[tuple[float, tuple[float, float], float], list[nn.Parameter]] = {}
         for group in groups:
-            kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
+            kind = (group["lr_multiplier"], group.get("betas", self.betas), group.get("eps", self.eps))
+            kinds.setdefault(kind, []).extend(group["params"])
         implementation, states = self._make_stepper_factory(), self._states_by_parameter()
-        for (lr_multiplier, betas), parts in kinds.items():
+        for (lr_multiplier, betas, eps), parts in kinds.items():
             stepper = implementation([states[part] for part in parts], self.maximize)
-            self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
+            self._launches.append(_Launch(parts, stepper, lr_multiplier, betas, eps))
 
     def run_phase(self, step: Step) -> None:
         """
@@ -190,7 +190,7 @@ class StochasticAdamW:
 
     def _update_weights(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
-            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
+            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, launch.eps, number)
             launch.stepper.step([gradient_or_zeros(part) for part in launch.parameters], scalars, number, skip, factors)
         if self._streamed_steps:
             self._streamed_steps[0].start_prefetch()

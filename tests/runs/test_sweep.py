@@ -43,9 +43,11 @@ def test_a_sweep_is_resumed_as_a_whole(folder: Path) -> None:
 
 
 def test_all_points_are_checked_before_the_first_run(folder: Path) -> None:
-    """A mistake in the last point is reported with its reason, and no run has started."""
+    """A mistake in the last point, or in the folder, is reported with its reason, and no run has started."""
     outcome = drawloom(folder, "sweep", "tiny.toml", "optimizer.lr=1e-3,high")[0]
     assert outcome.code == 2 and '"high"' in outcome.text, outcome.text
+    file = drawloom(folder, "sweep", "tiny.toml", "optimizer.lr=1e-3,3e-4", "--to", "tiny.toml")[0]
+    assert file.code == 2 and "tiny.toml is not a folder; write another one with --to" in file.text, file.text
     assert not (folder / "runs").exists()
 
 
