@@ -185,7 +185,7 @@ class SweepQueue:
 
     def iterate_commands(self) -> Iterator[list[str]]:
         """
-        Yield the commands of unfinished runs, and then those that a search chooses when they can start.
+        Yield the commands of unfinished runs, and then of runs that a search chooses when they can start.
 
         An error of the search ends the iteration, and is kept in `error`, so that running processes are waited for.
         """
@@ -216,7 +216,8 @@ class SweepQueue:
     def record_exit_code(self, index: int, code: int) -> None:
         """Keep the exit code of the command at this index; with several jobs, print it."""
         number = self.unfinished[index]
-        self.points[number] = point = attrs.evolve(self.points[number], exit_code=code)
+        point = self.points[number]
+        self.points[number] = SweepPoint(point.run, point.words, point.state, code)
         if self.options.jobs > 1:
             print_text(f"{point.run} {'has finished' if code == OK else f'ended with code {code}'}")
 
@@ -247,7 +248,7 @@ def _write_array_script(options: argparse.Namespace, folder: Path, commands: Seq
 
 
 def _load_queue(options: argparse.Namespace, project: Project) -> SweepQueue:
-    """Return the runs, with checked recipes; of a search, those chosen so far, after a check of the axes' ends."""
+    """Return the runs, with checked recipes; of a search, all chosen so far, after a check of the axes' ends."""
     if options.search is None:
         points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
     else:

@@ -18,7 +18,7 @@ class Scaling:
     Factors of a parameter's initial standard deviation and of AdamW's options, by a model's parametrization.
 
     Decoupled weight decay is divided by `lr`, so that a step's decay stays the same. `width` is the factor between the
-    sides of a matrix and those of the base model's matrix.
+    sides of a matrix and of the base model's matrix.
     """
 
     initial_std: float = 1.0

@@ -24,7 +24,7 @@ class ParametrizedBuilder(DecoderBuilder):
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Yield the family's problems, and those of a parametrization with a file's sizes or with a tied head."""
+        """Yield the family's problems, and problems of a parametrization with a file's sizes or with a tied head."""
         yield from super().constraints(node)
         if node.neighbour("parametrization") is None:
             return

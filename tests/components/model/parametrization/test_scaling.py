@@ -134,7 +134,7 @@ def train(model: Any, create_optimizer: Any) -> list[float]:
         tokens = torch.randint(500, (2, 16), generator=generator)
         logits = module(tokens, one_document(2, 16), lambda hidden, head: head.logits(hidden))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.run_phase(Step(index, 4))
         losses.append(loss.item())
     return losses
