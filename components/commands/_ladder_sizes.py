@@ -1,4 +1,4 @@
-"""A ladder's sizes and parametrization as recipe values, for models like `model.granite`."""
+"""A ladder's sizes and parametrization as recipe values, for dense models with an edge `parametrization`."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -55,5 +55,6 @@ def _find_model_node(graph: Graph) -> str:
         if any(field.name == NODE for field in node.spec.edges) and {*WIDTHS, DEPTH} <= node.settings.keys()
     ]
     if len(names) != 1:
-        raise UserError(f"the recipe has {len(names)} models with a parametrization; write model.use=model.granite", 2)
+        remedy = "write use = model.granite, model.llama or model.qwen3.dense"
+        raise UserError(f"the recipe has {len(names)} models that accept a parametrization; {remedy}", 2)
     return names[0]

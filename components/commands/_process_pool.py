@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -25,18 +25,22 @@ class ProcessPool:
     received: int = 0
     _running: dict[int, "subprocess.Popen[bytes]"] = attrs.field(factory=dict)
 
-    def run(self, commands: Sequence[Sequence[str]], on_start: Callable[[int], None]) -> Iterator[tuple[int, int]]:
+    def run(self, commands: Iterable[Sequence[str]], on_start: Callable[[int], None]) -> Iterator[tuple[int, int]]:
         """
-        Run all commands, and yield index and exit code when one ends. `started(index)` is called before a start.
+        Run all commands, and yield index and exit code when one ends. `on_start(index)` is called before a start.
 
-        After a signal nothing more is started; processes that the signal stops have its code.
+        A command is taken from the iterable when it can start. After a signal nothing more is started; processes that
+        the signal stops have its code.
         """
-        waiting = list(enumerate(commands))
-        while self._running or (waiting and not self.received):
-            while waiting and len(self._running) < self.size and not self.received:
-                index, command = waiting.pop(0)
-                on_start(index)
-                self._running[index] = self._start_process(command)
+        waiting, is_exhausted = enumerate(commands), False
+        while self._running or not (is_exhausted or self.received):
+            while len(self._running) < self.size and not (is_exhausted or self.received):
+                if (following := next(waiting, None)) is None:
+                    is_exhausted = True
+                else:
+                    index, command = following
+                    on_start(index)
+                    self._running[index] = self._start_process(command)
             for index, code in [(index, process.poll()) for index, process in self._running.items()]:
                 if code is not None:
                     del self._running[index]

@@ -8,7 +8,7 @@ SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --array=0-{last}{limit}
-#SBATCH --output={folder}/slurm-%A_%a.txt
+#SBATCH --output={output}
 #SBATCH --signal=B:TERM@120
 {options}\
 # Run {count} points of a sweep; submit it again to resume those that have not finished.
@@ -42,7 +42,7 @@ def format_array_script(
         name=name.replace(" ", "_"),
         last=len(commands) - 1,
         limit=f"%{max_parallel_tasks}" if max_parallel_tasks else "",
-        folder=folder.absolute(),
+        output=shlex.quote(str(folder.absolute() / "slurm-%A_%a.txt")),  # sbatch reads quotes as a shell does
         options="".join(f"#SBATCH {option}\n" for option in options),
         count=len(commands),
         commands="\n".join(f"  {shlex.quote(shlex.join(command))}" for command in commands),

@@ -21,11 +21,12 @@ from drawloom.graph.toml.emit import dump_key, dumps
 
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-INTERVAL = re.compile(rf"({NUMBER})\.\.({NUMBER}):(\w+)")
+INTERVAL = re.compile(rf"({NUMBER})\.\.({NUMBER})(?::(\w+))?")
 SCALES = ("log", "uniform")
 MAX_POINTS = 10_000
 MAX_NAME_LENGTH = 200  # file names have at most 255 bytes
 MAX_DRAWS = 100  # for each random point, if values repeat
+NAMES = ("run.name", "run.folder")
 OPENING, CLOSING, QUOTES = "[{(", "]})", "\"'"
 
 
@@ -38,10 +39,15 @@ class AxisInterval:
     scale: str
 
     def sample_value_text(self, generator: random.Random) -> str:
-        """Draw a number, and return it as text with four significant digits."""
+        """Draw a number, and return it as text."""
         if self.scale == "uniform":
-            return f"{generator.uniform(self.low, self.high):.4g}"
-        return f"{math.exp(generator.uniform(math.log(self.low), math.log(self.high))):.4g}"
+            return format_number(generator.uniform(self.low, self.high))
+        return format_number(math.exp(generator.uniform(math.log(self.low), math.log(self.high))))
+
+
+def format_number(number: float) -> str:
+    """Return a number as text with four significant digits."""
+    return f"{number:.4g}"
 
 
 @attrs.frozen
@@ -76,27 +82,48 @@ def make_sweep_points(
     UserError if nothing varies, if a value is repeated, or if there are too many points.
     """
     table = {} if file is None else _read_axes_file(file)
-    given = [*(axis for axis in _read_axes(table.get("axes", {}), str(file))), *map(_parse_axis, words)]
-    axes, common = (
-        [axis for axis in given if axis.has_several_values],
-        [axis for axis in given if not axis.has_several_values],
-    )
-    keys = [axis.key for axis in axes]
-    if repeated := [key for key in keys if keys.count(key) > 1]:
-        raise UserError(f"{repeated[0]} is given twice; write all of its values in one word", 2)
-    common_words = [f"{axis.key}={value}" for axis in common for value in axis.values]
+    axes, common_words = _read_axes_and_common_words(words, table, str(file))
     if listed := table.get("points"):
         points = _read_listed_points(listed, str(file), axes, common_words)
-    elif not axes:
-        raise UserError("there is nothing to vary; write several values, such as optimizer.lr=1e-3,3e-4", 2)
     elif count is not None:
-        return _sample_points(axes, common_words, count, seed)
+        return draw_points(_require_axes(axes), common_words, count, seed)
     else:
-        points = [_make_point(keys, values, common_words) for values in _combine_values(axes)]
+        keys = [axis.key for axis in _require_axes(axes)]
+        points = [make_point(keys, values, common_words) for values in _combine_values(axes)]
     names = [point.name for point in points]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two points of the sweep are named {repeated[0]}; write every value once", 2)
     return points
+
+
+def read_sweep_axes(words: Sequence[str], file: Path | None = None) -> tuple[list[Axis], list[str]]:
+    """Return the axes in words and in a file's [axes], and the words for all points. Raises UserError without axes."""
+    table = {} if file is None else _read_axes_file(file)
+    if "points" in table:
+        raise UserError(f"{file} lists [[points]], and a search chooses them; write [axes]", 2)
+    axes, common_words = _read_axes_and_common_words(words, table, str(file))
+    return _require_axes(axes), common_words
+
+
+def _read_axes_and_common_words(
+    words: Sequence[str], table: Mapping[str, Any], file: str
+) -> tuple[list[Axis], list[str]]:
+    """Return the axes with several values, and words for the others. Raises UserError for a repeated axis."""
+    given = [*_read_axes(table.get("axes", {}), file), *map(_parse_axis, words)]
+    axes = [axis for axis in given if axis.has_several_values]
+    keys = [axis.key for axis in axes]
+    if named := [key for key in keys if key in NAMES]:
+        raise UserError(f"{named[0]} can't vary: the sweep names its runs by the other values; write --to FOLDER", 2)
+    if repeated := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"{repeated[0]} is given twice; write all of its values in one word", 2)
+    return axes, [f"{axis.key}={value}" for axis in given if not axis.has_several_values for value in axis.values]
+
+
+def _require_axes(axes: list[Axis]) -> list[Axis]:
+    """Return the axes. Raises UserError if there are none."""
+    if not axes:
+        raise UserError("there is nothing to vary; write several values, such as optimizer.lr=1e-3,3e-4", 2)
+    return axes
 
 
 def _combine_values(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
@@ -118,7 +145,7 @@ def _check_point_count(count: int) -> None:
         )
 
 
-def _sample_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
+def draw_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
     """Draw `count` different points; `common` are words for all points. Raises UserError if the axes have too few."""
     _check_point_count(count)
     generator, points = random.Random(seed), dict[str, Point]()
@@ -127,11 +154,11 @@ def _sample_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed
             axis.interval.sample_value_text(generator) if axis.interval else generator.choice(axis.values)
             for axis in axes
         ]
-        point = _make_point([axis.key for axis in axes], values, common)
+        point = make_point([axis.key for axis in axes], values, common)
         points.setdefault(point.name, point)
         if len(points) == count:
             return list(points.values())
-    raise UserError(f"--random {count}: the axes have only about {len(points)} points; write fewer, or a grid", 2)
+    raise UserError(f"the axes have only about {len(points)} of {count} points; write fewer, or a grid", 2)
 
 
 def _read_listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Sequence[str]) -> list[Point]:
@@ -145,7 +172,7 @@ def _read_listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Se
     keys = list(dict.fromkeys(key for row in rows for key in row))
     differing = [key for key in keys if len({row.get(key) for row in rows}) > 1]
     return [
-        _make_point(
+        make_point(
             [key for key in differing if key in row],
             [row[key] for key in differing if key in row],
             [*common, *(f"{key}={value}" for key, value in row.items() if key not in differing)],
@@ -194,13 +221,16 @@ def _flatten_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 def _parse_axis(word: str) -> Axis:
     """Parse a word: node.key= and values separated by commas, a range, or an interval."""
     key, _, text = word.partition("=")
-    if match := INTERVAL.fullmatch(text.strip()):
+    match = INTERVAL.fullmatch(text.strip())
+    if match and not RANGE.fullmatch(text.strip()):
         return Axis(key, [], _parse_interval(word, float(match[1]), float(match[2]), match[3]))
     return Axis(key, [value for part in _split_values(text) for value in _expand_range(key, part)])
 
 
-def _parse_interval(word: str, low: float, high: float, scale: str) -> AxisInterval:
-    """Return an interval. Raises UserError for an unknown scale, or unless low < high."""
+def _parse_interval(word: str, low: float, high: float, scale: str | None) -> AxisInterval:
+    """Return an interval. Raises UserError without a known scale, or unless low < high."""
+    if scale is None:
+        raise UserError(f"{word} is an interval without a scale; write {word}:log or {word}:uniform", 2)
     if scale not in SCALES:
         raise UserError(f"{word}: the scale is {scale!r}; write {' or '.join(SCALES)}", 2)
     if not low < high or (scale == "log" and low <= 0):
@@ -239,7 +269,7 @@ def _expand_range(key: str, text: str) -> list[str]:
     return [str(number) for number in range(first, last + 1)]
 
 
-def _make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]) -> Point:
+def make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]) -> Point:
     """Return a point from keys and values, with `common` words. Raises UserError if its name is too long."""
     short = [key.rpartition(".")[2] for key in keys]
     labels = [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]

@@ -39,7 +39,8 @@ FLAT = 0.15
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="the smallest model, of model.granite, with optim.adamw")
+    help = "the smallest model: model.granite, model.llama or model.qwen3.dense"
+    parser.add_argument("recipe", metavar="RECIPE", help=help)
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     help = "sizes as multiples of the recipe's (default 1,2,4,8)"
     parser.add_argument("--multiples", type=parse_positive_integers, default=[1, 2, 4, 8], metavar="N,N", help=help)

@@ -1,5 +1,5 @@
 """
-run a recipe for every combination of some values, or for random ones
+run a recipe for every combination of some values, for random ones, or for values that a search chooses
 
 The runs are in a folder of the sweep, named by their values. Every run is a process of its own, so that a failure ends
 only one run. Started again, the command skips finished runs and resumes the others.
@@ -7,7 +7,7 @@ only one run. Started again, the command skips finished runs and resumes the oth
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -16,7 +16,8 @@ from drawloom.components.commands._options import convert_write_errors, integer_
 from drawloom.components.commands._process_pool import pool_with_signal_forwarding
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.commands._slurm import format_array_script
-from drawloom.components.commands._sweep_points import Point, make_sweep_points
+from drawloom.components.commands._sweep_points import Point, make_sweep_points, read_sweep_axes
+from drawloom.components.commands._sweep_search import SweepSearch, list_boundary_points
 from drawloom.components.commands.runs import format_run_table
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.plan import plan
@@ -96,8 +97,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overlay_option(parser)
     help = "TOML file with a table [axes] of lists, ranges and intervals, or with [[points]]"
     parser.add_argument("--axes", type=Path, metavar="FILE", help=help)
-    parser.add_argument("--random", type=integer_parser(), metavar="N", help="N random points instead of the grid")
-    parser.add_argument("--random-seed", type=int, default=0, metavar="S", help="seed of the random points (default 0)")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--random", type=integer_parser(), metavar="N", help="N random points instead of the grid")
+    help = "N points, chosen by Optuna from the results so far (TPE)"
+    chosen.add_argument("--search", type=integer_parser(), metavar="N", help=help)
+    help = "with --search: the metric to minimize, by its smallest value in a run (default validation_loss)"
+    parser.add_argument("--metric", metavar="NAME", help=help)
+    help = "seed of --random or --search (default 0)"
+    parser.add_argument("--random-seed", type=integer_parser(0), default=0, metavar="S", help=help)
     parser.add_argument("--jobs", type=integer_parser(), default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
     devices = "as in `drawloom plan`: plan all runs for this device first, and refuse those that do not fit"
@@ -108,48 +115,111 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=help)
     parser.add_argument("--dry-run", action="store_true", help="check and list the runs without starting them")
     parser.epilog = (
-        "Write several values as node.key=a,b,c, whole numbers as node.key=0..2, and with --random intervals "
+        "Write several values as node.key=a,b,c, whole numbers as node.key=0..2, and with --random or --search "
     )
-    parser.epilog += "as node.key=1e-4..1e-2:log or node.key=0.1..0.3:uniform."
+    parser.epilog += "intervals as node.key=1e-4..1e-2:log or node.key=0.1..0.3:uniform."
 
 
 def main(options: argparse.Namespace, project: Project) -> SweepResult:
     """Check and plan all runs, and then run or submit them."""
-    if options.sbatch and options.submit is None:
-        raise UserError("--sbatch sets an option in the script that --submit writes; add --submit FILE", 2)
-    runs = _load_and_check_runs(options, project)
-    folder = runs[0].folder.parent
+    _check_options(options)
+    queue = _load_queue(options, project)
+    folder, points = queue.folder, queue.points
     if options.device:
-        _check_runs_fit_device(runs, find_device_model(options.device))
-    print_text(f"{len(runs)} runs in {folder}")
-    points = [SweepPoint(run.point.name, run.words, run.state, None) for run in runs]
-    unfinished = [number for number, point in enumerate(points) if point.state != "finished"]
+        _check_runs_fit_device(queue.runs, find_device_model(options.device))
+    print_text(f"{queue.count} runs in {folder}")
+    if options.submit is not None:
+        commands = [queue.make_train_command(queue.runs[number]) for number in queue.unfinished]
+        _write_array_script(options, folder, commands)
     if options.dry_run or options.submit is not None:
-        if options.submit is not None:
-            _write_array_script(
-                options, folder, [_make_train_command(options, project, runs[number]) for number in unfinished]
-            )
         return SweepResult(folder, points, [], 0)
-    for number in sorted({*range(len(points))} - {*unfinished}):
-        print_text(f"run {number + 1} of {len(runs)}: {points[number].run} is finished")
-
-    def report_start(index: int) -> None:
-        point = points[unfinished[index]]
-        before = "" if point.state == "new" else f" ({point.state} before)"
-        print_text(f"run {unfinished[index] + 1} of {len(runs)}: {point.run}{before}")
-
+    for number in sorted({*range(len(points))} - {*queue.unfinished}):
+        print_text(f"run {number + 1} of {queue.count}: {points[number].run} is finished")
     with pool_with_signal_forwarding(options.jobs) as pool:
-        commands = [_make_train_command(options, project, runs[number]) for number in unfinished]
-        for index, code in pool.run(commands, report_start):
-            point = points[unfinished[index]]
-            points[unfinished[index]] = SweepPoint(point.run, point.words, point.state, code)
-            if options.jobs > 1:
-                print_text(f"{point.run} {'has finished' if code == OK else f'ended with code {code}'}")
+        for index, code in pool.run(queue.iterate_commands(), queue.report_start):
+            queue.record_exit_code(index, code)
+    if queue.error is not None:
+        raise queue.error
     if pool.received:
         print_text("the sweep is stopped; the same command resumes it", "stderr")
     elif failed := [point.run for point in points if point.exit_code]:
         print_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
     return SweepResult(folder, points, sort_run_rows(read_run_rows(folder), "best"), pool.received)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise UserError for options that need others or exclude them."""
+    if options.sbatch and options.submit is None:
+        raise UserError("--sbatch sets an option in the script that --submit writes; add --submit FILE", 2)
+    if options.metric is not None and options.search is None:
+        raise UserError("--metric names the metric that --search minimizes; add --search N", 2)
+    if options.search is not None and options.submit is not None:
+        raise UserError("--submit writes a script of known points, and --search chooses them later; use --random N", 2)
+
+
+@attrs.define(eq=False)
+class SweepQueue:
+    """
+    The runs of a sweep in their order, and their states; a search adds runs until there are `count`.
+
+    `unfinished` has the numbers of the runs to start, in the order of their commands.
+    """
+
+    options: argparse.Namespace
+    project: Project
+    folder: Path
+    search: SweepSearch | None
+    count: int
+    runs: list[SweepRun] = attrs.field(factory=list)
+    points: list[SweepPoint] = attrs.field(factory=list)
+    unfinished: list[int] = attrs.field(factory=list)
+    error: UserError | RecipeError | None = None
+
+    def add_run(self, run: SweepRun) -> None:
+        """Add a run, and its number if it is not finished."""
+        point = SweepPoint(run.point.name, run.words, run.state, None)
+        if point.state != "finished":
+            self.unfinished.append(len(self.runs))
+        self.runs.append(run)
+        self.points.append(point)
+
+    def iterate_commands(self) -> Iterator[list[str]]:
+        """
+        Yield the commands of unfinished runs, and then of runs that a search chooses when they can start.
+
+        An error of the search ends the iteration, and is kept in `error`, so that running processes are waited for.
+        """
+        for number in self.unfinished[:]:
+            yield self.make_train_command(self.runs[number])
+        try:
+            while self.search is not None and len(self.runs) < self.count:
+                [run] = _load_and_check_runs(self.options, self.project, [self.search.choose_point()], self.folder)
+                self.add_run(run)
+                yield self.make_train_command(run)
+        except (UserError, RecipeError) as error:
+            self.error = error
+
+    def make_train_command(self, run: SweepRun) -> list[str]:
+        """Return the command to start a run of the sweep."""
+        package = self.project.registry.package.partition(".")[0]
+        overlays = [word for path in self.options.overlay for word in ("--overlay", path)]
+        imports = [f"--import={path}" for path in self.options.imports]
+        return [sys.executable, "-m", package, "run", self.options.recipe, *overlays, *imports, *run.words]
+
+    def report_start(self, index: int) -> None:
+        """Print the run that the command at this index starts."""
+        number = self.unfinished[index]
+        point = self.points[number]
+        before = "" if point.state == "new" else f" ({point.state} before)"
+        print_text(f"run {number + 1} of {self.count}: {point.run}{before}")
+
+    def record_exit_code(self, index: int, code: int) -> None:
+        """Keep the exit code of the command at this index; with several jobs, print it."""
+        number = self.unfinished[index]
+        point = self.points[number]
+        self.points[number] = SweepPoint(point.run, point.words, point.state, code)
+        if self.options.jobs > 1:
+            print_text(f"{point.run} {'has finished' if code == OK else f'ended with code {code}'}")
 
 
 def _check_runs_fit_device(runs: Sequence[SweepRun], device: DeviceModel) -> None:
@@ -177,10 +247,30 @@ def _write_array_script(options: argparse.Namespace, folder: Path, commands: Seq
     print_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
 
 
-def _load_and_check_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
-    """Return the runs, with checked recipes. Raises RecipeError with all runs' problems, each problem once."""
-    points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
+def _load_queue(options: argparse.Namespace, project: Project) -> SweepQueue:
+    """Return the runs, with checked recipes; of a search, all chosen so far, after a check of the axes' ends."""
+    if options.search is None:
+        points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
+    else:
+        axes, common = read_sweep_axes(options.words, options.axes)
+        points = list_boundary_points(axes, common)
     folder = options.to or _default_sweep_folder(options, project, points[0])
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; write another one with --to", 2)
+    runs, search = _load_and_check_runs(options, project, points, folder), None
+    if options.search is not None:
+        search = SweepSearch(axes, common, folder, options.random_seed, options.metric or "validation_loss")
+        runs = _load_and_check_runs(options, project, search.read_points(), folder)
+    queue = SweepQueue(options, project, folder, search, max(len(runs), options.search or 0))
+    for run in runs:
+        queue.add_run(run)
+    return queue
+
+
+def _load_and_check_runs(
+    options: argparse.Namespace, project: Project, points: Sequence[Point], folder: Path
+) -> list[SweepRun]:
+    """Return the points' runs, with checked recipes. Raises RecipeError with all problems, each problem once."""
     problems: dict[str, Problem] = {}
     runs = []
     for point in points:
@@ -205,11 +295,3 @@ def _default_sweep_folder(options: argparse.Namespace, project: Project, point: 
         recipe.check(elsewhere=True)
         raise UserError("the recipe has no run.name for the folder of the sweep; write one with --to FOLDER", 2)
     return Path("runs") / f"{node.settings['name']}-sweep"
-
-
-def _make_train_command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
-    """Return the command to start a run of the sweep."""
-    package = project.registry.package.partition(".")[0]
-    overlays = [word for path in options.overlay for word in ("--overlay", path)]
-    imports = [f"--import={path}" for path in options.imports]
-    return [sys.executable, "-m", package, "run", options.recipe, *overlays, *imports, *run.words]

@@ -179,7 +179,7 @@ class TorchProcesses:
         if self._next is None:
             self._monitor.announce_exit()
             if self._spares is not None and self.rank == 0:
-                call_store_with_timeout(STORE_TIMEOUT, partial(self._spares.end, self._exit_code))
+                call_store_with_timeout(STORE_TIMEOUT, partial(self._spares.announce_run_end, self._exit_code))
         if self._joined:
             self._joined = False
             self._handles = {}

@@ -1,17 +1,15 @@
 """The component `model.granite`: Granite 3 and later dense models (IBM 2024)."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
 
-from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.parametrized import ParametrizedBuilder
 from drawloom.components.model.llama import LlamaConfig
-from drawloom.components.ports.parametrization import ModelScaling, Parametrization
-from drawloom.graph import Problem, above, component, setting, wired
+from drawloom.graph import above, component, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -47,12 +45,12 @@ GRANITE = Family(
 
 
 @component(impact="incompatible")
-class Granite(DecoderBuilder):
+class Granite(ParametrizedBuilder):
     """A Granite language model, with sizes from this table or a Hugging Face `config.json`."""
 
     family = GRANITE
+    has_multipliers = True
 
-    parametrization: Parametrization | None = wired(default=None)
     attention_bias: bool | None = setting(
         default=None, doc="add biases to the linear layers of attention; default: false"
     )
@@ -75,31 +73,13 @@ class Granite(DecoderBuilder):
         default=None, check=above(0), impact="changes_training", doc="divisor of logits; default: 1"
     )
 
-    @classmethod
-    def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Yield the family's problems, and one for a parametrization with sizes from a file."""
-        yield from super().constraints(node)
-        if node.settings["config"] is not None and node.neighbour("parametrization") is not None:
-            text = "a parametrization scales factors that the file may have scaled already"
-            yield node.problem("config", text, "write the sizes in the recipe, or remove the parametrization")
-
     def build_architecture(self) -> DecoderConfig:
         """Return the config with the parametrization's multipliers."""
         config: Any = super().build_architecture()
-        scaling = self._compute_model_scaling(config)
+        scaling = self.scale(config)
         scaled: DecoderConfig = attrs.evolve(
             config,
             residual_multiplier=config.residual_multiplier * scaling.residual_multiplier,
             logits_scaling=config.logits_scaling / scaling.logit_multiplier,
         )
         return scaled
-
-    @property
-    def scaling(self) -> ModelScaling:
-        return self._compute_model_scaling(self.architecture)
-
-    def _compute_model_scaling(self, config: DecoderConfig) -> ModelScaling:
-        """Return the parametrization's factors for a config's sizes."""
-        if self.parametrization is None:
-            return ModelScaling()
-        return self.parametrization.compute_scaling_for_size(config.hidden_size, config.num_hidden_layers)

@@ -16,6 +16,7 @@ from drawloom.components.ports.model import Head, HeadLayer, Kernels, LinearLaye
 from drawloom.components.ports.parameter_roles import (
     BIAS_ROLE,
     MATRIX_ROLE,
+    RESIDUAL_BIAS_ROLE,
     RESIDUAL_ROLE,
     SCALE_ROLE,
     TABLE_ROLE,
@@ -96,7 +97,9 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return {"weight": split} | ({} if self.bias is None or self.style == "rowwise" else {"bias": split})
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        return {"weight": RESIDUAL_ROLE if self.is_residual else MATRIX_ROLE, "bias": BIAS_ROLE}
+        if self.is_residual:
+            return {"weight": RESIDUAL_ROLE, "bias": RESIDUAL_BIAS_ROLE}
+        return {"weight": MATRIX_ROLE, "bias": BIAS_ROLE}
 
 
 def multiplies_in_float8(layer: nn.Module) -> bool:

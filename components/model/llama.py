@@ -2,9 +2,9 @@
 
 import attrs
 
-from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.parametrized import ParametrizedBuilder
 from drawloom.graph import component, setting
 
 
@@ -34,7 +34,7 @@ LLAMA = Family(
 
 
 @component(impact="incompatible")
-class Llama(DecoderBuilder):
+class Llama(ParametrizedBuilder):
     """A Llama language model, with sizes from this table or a Hugging Face `config.json`."""
 
     family = LLAMA

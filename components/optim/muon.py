@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep, create_fastest_adamw
 from drawloom.components.optim.parameter_groups import (
     AdamGroup,
+    create_param_groups,
     find_betas_fault,
     find_group_indices,
     find_targets_fault,
@@ -32,8 +33,11 @@ class Muon(TorchOptimizer):
 
     A matrix's update is its orthogonalised momentum. If ranks share a matrix, one rank gathers the slices,
     orthogonalises the whole, and scatters the result. Every expert in a stack is a matrix; gate and up projections in
-    one parameter are one matrix.
+    one parameter are one matrix. In a model with a parametrization, a matrix's update is as large as that of the base
+    model's matrix: both have the same spectral norm (Yang et al. 2023, arXiv 2310.17813, condition 1).
     """
+
+    _scales_by_role: ClassVar[bool] = True
 
     parameters: Parameters
     mesh: Mesh
@@ -85,11 +89,15 @@ class Muon(TorchOptimizer):
 
     def open(self) -> None:
         """Create both optimizers, and plan which rank orthogonalises which matrices."""
-        chosen, groups = self._find_muon_matrices(), self._create_torch_param_groups()
+        chosen = self._find_muon_matrices()
+        groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
         muon_groups, adamw_groups = (
             [group | {"params": [part for part in group["params"] if (part in chosen) == wanted]} for group in groups]
             for wanted in (True, False)
         )
+        for group in muon_groups:  # AdamW's rates shrink with the width; Muon's follow from the base model's shapes
+            group["lr_multiplier"] *= group["width"]
+            group["weight_decay"] /= group["width"]
         known = self.parameters.slices()
         matrices = {name: part for name, part in self.parameters.named_parameters() if part in chosen}
         slices = {name: known[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
@@ -142,7 +150,8 @@ class MuonStep(WideGradientStep):
         for group in self.param_groups:
             for part in group["params"]:
                 name = self._names[part]
-                rate = group["lr"] * _compute_lr_multiplier(self._adjust, self._slices[name].shape)
+                shape = self._slices[name].shape
+                rate = group["lr"] * _compute_lr_multiplier(self._adjust, shape, group["width"])
                 updated = part * (1 - group["lr"] * group["weight_decay"])
                 self._copy_unless_inf_found(part, updated.add_(directions[name], alpha=-rate))
 
@@ -159,7 +168,9 @@ class MuonStep(WideGradientStep):
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, tensor, value))
 
 
-def _compute_lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...]) -> float:
-    """Return the learning-rate multiplier for whole matrices (..., rows, columns)."""
+def _compute_lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...], width: float) -> float:
+    """Return the learning-rate multiplier for whole matrices (..., rows, columns), `width` times the base model's."""
     rows, columns = shape[-2:]
-    return math.sqrt(max(1, rows / columns)) if adjustment == "original" else 0.2 * math.sqrt(max(rows, columns))
+    if adjustment == "original":
+        return math.sqrt(max(1, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns) / width)

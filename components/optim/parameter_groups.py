@@ -62,9 +62,10 @@ def create_param_groups(
     parameters: Parameters, groups: Sequence[ParameterGroup], weight_decay: float, mesh: Mesh, eps: float = 1.0
 ) -> list[dict[str, Any]]:
     """
-    Return torch's parameter groups: `params`, `weight_decay`, `lr_multiplier`, and a group's explicit options.
+    Return torch's parameter groups: `params`, `weight_decay`, `lr_multiplier`, `width`, and explicit options.
 
-    Roles' scaling multiplies these options, and `eps`, which then is an option, too.
+    Roles' scaling multiplies these options as AdamW needs it, and `eps`, which then is an option, too. `width` is the
+    scaling's own.
 
     Every trained parameter is in one group. Parameters without a group, and then every group's parameters, form two
     torch groups, or more if roles are scaled: matrices, and parameters of other roles, without weight decay. Groups may
@@ -91,7 +92,8 @@ def _scale_options(options: dict[str, Any], scaling: Scaling, eps: float) -> dic
     return {
         **options,
         "lr_multiplier": options["lr_multiplier"] * scaling.lr,
-        "weight_decay": options["weight_decay"] * scaling.weight_decay,
+        "weight_decay": options["weight_decay"] / scaling.lr,
+        "width": scaling.width,
         **({"eps": eps * scaling.eps} if scaling.eps != 1 else {}),
     }
 
@@ -101,8 +103,9 @@ def find_parametrization_faults(node: NodeView) -> Iterator[Problem]:
     stages = node.neighbour("parameters")
     model = stages and stages.neighbour("model")
     if model and model.neighbours("parametrization"):
-        text = f"{node.use} has no learning rates for [{model.name}], whose parametrization scales those of AdamW"
-        yield node.problem("use", text, 'write use = "optim.adamw", or remove the parametrization')
+        text = f"{node.use} has no learning rates for [{model.name}], which has a parametrization"
+        remedy = "write optim.adamw, optim.stochastic_adamw or optim.muon, or remove the parametrization"
+        yield node.problem("use", text, remedy)
 
 
 def warn_unmatched_patterns(node: NodeView) -> Iterator[Problem]:

@@ -16,7 +16,6 @@ from drawloom.components.optim.parameter_groups import (
     AdamGroup,
     create_param_groups,
     find_betas_fault,
-    find_parametrization_faults,
     warn_unmatched_patterns,
 )
 from drawloom.components.optim.streamed_states import (
@@ -50,12 +49,13 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @attrs.frozen
 class _Launch:
-    """Parameters in one kernel launch, with their learning-rate multiplier and betas."""
+    """Parameters in one kernel launch, with their learning-rate multiplier, betas and epsilon."""
 
     parameters: Sequence[nn.Parameter]
     stepper: Any
     lr_multiplier: float
     betas: tuple[float, float]
+    eps: float
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
@@ -127,9 +127,8 @@ class StochasticAdamW:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Refuse parametrizations, warn about groups without a parameter, and require a GPU for Triton."""
+        """Warn about groups without a parameter, and require a GPU for Triton."""
         yield from warn_unmatched_patterns(node)
-        yield from find_parametrization_faults(node)
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
@@ -156,7 +155,7 @@ class StochasticAdamW:
             self._transfers = self.open_transfers(self.device.device)
         self.state_slices()  # raises an error for slices that cut blocks
         state = self._allocate_state(dict(named), on_host)
-        groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
+        groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
         for name, parameter in named:
             first, width, stride = compute_flat_slice_layout(slices[name])
@@ -170,16 +169,17 @@ class StochasticAdamW:
                 **state[name],
             )
         streamed_parameters = {parameter for name, parameter in named if name in on_host}
-        kinds: dict[tuple[bool, float, tuple[float, float]], list[nn.Parameter]] = {}
+        kinds: dict[tuple[bool, float, tuple[float, float], float], list[nn.Parameter]] = {}
         for group in groups:
+            betas, eps = group.get("betas", self.betas), group.get("eps", self.eps)
             for part in group["params"]:
-                kind = part in streamed_parameters, group["lr_multiplier"], group.get("betas", self.betas)
+                kind = part in streamed_parameters, group["lr_multiplier"], betas, eps
                 kinds.setdefault(kind, []).append(part)
         resident, states = self._choose_stepper(), self._states_by_parameter()
         streamed = self._make_streamed_stepper(resident, on_host)
-        for (is_streamed, lr_multiplier, betas), parts in kinds.items():
+        for (is_streamed, lr_multiplier, betas, eps), parts in kinds.items():
             stepper = (streamed if is_streamed else resident)([states[part] for part in parts], self.maximize)
-            self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
+            self._launches.append(_Launch(parts, stepper, lr_multiplier, betas, eps))
 
     def run_phase(self, step: Step) -> None:
         """
@@ -195,7 +195,7 @@ class StochasticAdamW:
 
     def _update_weights(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
-            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
+            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, launch.eps, number)
             launch.stepper.step(
                 [get_or_create_gradient(part) for part in launch.parameters], scalars, number, skip, factors
             )

@@ -6,21 +6,33 @@ from typing import Literal, Protocol, runtime_checkable
 import attrs
 from torch import Tensor, nn
 
-Initial = Literal["normal", "residual"] | float | Callable[[Tensor], Tensor]
+Initial = Literal["normal"] | float | Callable[[Tensor], Tensor]
 """
-Initial values: "normal" random numbers, "residual" with a standard deviation that shrinks with the number of layers, a
-constant, or a function of uniform random numbers in [0, 1), of any shape.
+Initial values: "normal" random numbers, a constant, or a function of uniform random numbers in [0, 1), of any shape.
 """
 
 
 @attrs.frozen
 class Scaling:
-    """Factors of a parameter's initial standard deviation and of AdamW's options, by a model's parametrization."""
+    """
+    Factors of a parameter's initial standard deviation and of AdamW's options, by a model's parametrization.
+
+    Decoupled weight decay is divided by `lr`, so that a step's decay stays the same. `width` is the factor between the
+    sides of a matrix and of the base model's matrix.
+    """
 
     initial_std: float = 1.0
     lr: float = 1.0
-    weight_decay: float = 1.0
     eps: float = 1.0
+    width: float = 1.0
+
+    def fold_multiplier(self, multiplier: float) -> "Scaling":
+        """
+        Return the factors with which a parameter is `multiplier` times as large, at the start and after every step.
+
+        Its gradient is 1 / `multiplier` times as large (Yang et al. 2022, arXiv 2203.03466, lemma J.1).
+        """
+        return Scaling(self.initial_std * multiplier, self.lr * multiplier, self.eps / multiplier, self.width)
 
 
 UNSCALED = Scaling()
@@ -33,19 +45,23 @@ class Role:
 
     Weight decay and orthogonalization (Muon) apply to matrices only, whatever their number of dimensions. In a forward
     pass, a token is multiplied `products` times by the whole parameter: 0 times by an embedding table, and by stacked
-    experts the share of experts that it visits. `scaling` applies to random initial values and to the optimizer.
+    experts the share of experts that it visits. Outputs of a layer with `is_residual` are added to the residual stream;
+    the standard deviation of its random initial values shrinks with the number of layers. `scaling` applies to random
+    initial values and to the optimizer.
     """
 
     is_matrix: bool
     initial: Initial
     products: float = 0.0
     scaling: Scaling = UNSCALED
+    is_residual: bool = False
 
 
 MATRIX_ROLE = Role(True, "normal", 1.0)
-RESIDUAL_ROLE = Role(True, "residual", 1.0)
+RESIDUAL_ROLE = Role(True, "normal", 1.0, is_residual=True)
 TABLE_ROLE = Role(True, "normal")
 BIAS_ROLE = Role(False, 0.0)
+RESIDUAL_BIAS_ROLE = Role(False, 0.0, is_residual=True)
 SCALE_ROLE = Role(False, 1.0)
 
 

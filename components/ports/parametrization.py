@@ -13,16 +13,30 @@ class ModelScaling:
     """
     Factors for a decoder of one size.
 
-    `outer` scales the embedding, the last norm and the head; `matrix`, `residual` and `vector` scale parameters inside
-    of layers: matrices, matrices whose outputs are added to the residual stream, and all others.
+    `outer` scales the embedding and the last norm, and `head` the head. Inside of layers, `residual` and
+    `residual_vector` scale the matrices and biases whose outputs are added to the residual stream, and `matrix` and
+    `vector` all others. `residual_multiplier` scales these outputs, and `logit_multiplier` the head's.
     """
 
     outer: Scaling = UNSCALED
+    head: Scaling = UNSCALED
     matrix: Scaling = UNSCALED
     residual: Scaling = UNSCALED
     vector: Scaling = UNSCALED
+    residual_vector: Scaling = UNSCALED
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+
+    def fold_multipliers(self) -> "ModelScaling":
+        """Return factors for an equal model without multipliers of outputs: its weights are multiplied instead."""
+        return attrs.evolve(
+            self,
+            head=self.head.fold_multiplier(self.logit_multiplier),
+            residual=self.residual.fold_multiplier(self.residual_multiplier),
+            residual_vector=self.residual_vector.fold_multiplier(self.residual_multiplier),
+            residual_multiplier=1.0,
+            logit_multiplier=1.0,
+        )
 
 
 @port

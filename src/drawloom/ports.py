@@ -147,6 +147,7 @@ from drawloom.components.ports.model import (
 from drawloom.components.ports.parameter_roles import (
     BIAS_ROLE as BIAS_ROLE,
     MATRIX_ROLE as MATRIX_ROLE,
+    RESIDUAL_BIAS_ROLE as RESIDUAL_BIAS_ROLE,
     RESIDUAL_ROLE as RESIDUAL_ROLE,
     SCALE_ROLE as SCALE_ROLE,
     TABLE_ROLE as TABLE_ROLE,

@@ -28,9 +28,9 @@ initializer_range = 0.25
 """
 
 
-def ladder(folder: Path, *words: str, code: int = 0) -> dict[str, Any]:
+def ladder(folder: Path, *words: str, code: int = 0, recipe: str = NARROW) -> dict[str, Any]:
     """Return the JSON of a ladder over four sizes."""
-    (folder / "narrow.toml").write_text(NARROW, "utf-8")
+    (folder / "narrow.toml").write_text(recipe, "utf-8")
     outcome = drawloom(folder, "ladder", "narrow.toml", "--steps", "6", *words, "--format", "json")[0]
     assert outcome.code == code, outcome.text
     answer: dict[str, Any] = json.loads(outcome.text[outcome.text.index("{\n") :])
@@ -52,6 +52,23 @@ def test_activations_keep_their_size_over_widths_in_mup_alone(folder: Path) -> N
     fit = mup["fit"]
     assert fit["exponent_low"] < fit["exponent"] < fit["exponent_high"] and fit["exponent"] < 0
     assert standard["fit"] is None
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [("model.qwen3.dense", "optim.muon"), pytest.param("model.llama", "optim.adamw", marks=pytest.mark.soak)],
+)
+def test_models_without_multipliers_and_muon_keep_the_size_of_activations(
+    folder: Path, model: str, optimizer: str
+) -> None:
+    """Over four widths muP's slopes are flat with folded multipliers and with Muon's own learning rates."""
+    recipe = NARROW.replace("model.granite", model).replace("attention_multiplier = 0.125\n", "")
+    recipe = recipe.replace("optimizer.lr", f'optimizer.use = "{optimizer}"\noptimizer.lr')
+    mup = ladder(folder, recipe=recipe)
+    assert mup["flat"] and [rung["multiple"] for rung in mup["rungs"]] == [1, 2, 4, 8]
+    if optimizer == "optim.muon":
+        standard = ladder(folder, "--parametrization", "standard", "--multiples", "1,4", recipe=recipe)
+        assert all(slope > 0.5 for slope in standard["slopes"].values())
 
 
 def test_activations_keep_their_size_over_depths_in_completep_alone(folder: Path) -> None:

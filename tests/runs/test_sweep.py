@@ -1,10 +1,13 @@
 """Sweeps of small runs."""
 
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from drawloom.components.report.run_table import read_run_rows
 from support.runs import deterministic_rows, drawloom
@@ -43,9 +46,11 @@ def test_a_sweep_is_resumed_as_a_whole(folder: Path) -> None:
 
 
 def test_all_points_are_checked_before_the_first_run(folder: Path) -> None:
-    """A mistake in the last point is reported with its reason, and no run has started."""
+    """A mistake in the last point, or in the folder, is reported with its reason, and no run has started."""
     outcome = drawloom(folder, "sweep", "tiny.toml", "optimizer.lr=1e-3,high")[0]
     assert outcome.code == 2 and '"high"' in outcome.text, outcome.text
+    file = drawloom(folder, "sweep", "tiny.toml", "optimizer.lr=1e-3,3e-4", "--to", "tiny.toml")[0]
+    assert file.code == 2 and "tiny.toml is not a folder; write another one with --to" in file.text, file.text
     assert not (folder / "runs").exists()
 
 
@@ -58,6 +63,28 @@ def test_a_failed_run_does_not_end_the_sweep(folder: Path) -> None:
     assert "lr=2.0 has finished" in outcome.text and "lr=1.0 ended with code" in outcome.text
     assert outcome.code == 1 and "failed: lr=1.0; the same command tries them again" in outcome.text, outcome.text
     assert [(row.run, row.state) for row in read_run_rows(folder / "fails")] == [("lr=2.0", "finished")]
+
+
+def test_a_search_goes_on_from_its_folder(folder: Path) -> None:
+    """
+    The points that a search has chosen run again if they have not finished, and then others follow. A run without the
+    metric ends the search, and points of a search can't be submitted.
+    """
+    pytest.importorskip("optuna", reason="needs the package optuna: pip install 'drawloom[search]'")
+    words = ["sweep", "tiny.toml", "trainer.steps=1", "trainer.on_finish=[]", "optimizer.lr=1e-4..1e-1:log"]
+    runs = folder / "runs/tiny-sweep"
+    first = drawloom(folder, *words, "--search", "1", "--metric", "loss")[0]
+    [row] = read_run_rows(runs)
+    assert first.code == 0 and row.state == "finished", first.text
+    shutil.rmtree(runs / row.run)
+    second = drawloom(folder, *words, "--search", "2", "--metric", "loss")[0]
+    rows = read_run_rows(runs)
+    assert second.code == 0 and f"run 1 of 2: {row.run}" in second.text, second.text
+    assert len(rows) == 2 and row.run in {row.run for row in rows} and {row.state for row in rows} == {"finished"}
+    none = drawloom(folder, *words, "--search", "3", "--metric", "accuracy")[0]
+    assert none.code == 2 and "--metric accuracy: " in none.text and len(read_run_rows(runs)) == 2, none.text
+    refused = drawloom(folder, *words, "--search", "4", "--submit", "sweep.sh")[0]
+    assert refused.code == 2 and "use --random N" in refused.text, refused.text
 
 
 def test_runs_that_do_not_fit_are_refused_before_the_first(folder: Path) -> None:

@@ -80,7 +80,9 @@ def fill_with_initial_weights(
         return
     # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
     std *= role.scaling.initial_std
-    scale = {"normal": std, "residual": std / math.sqrt(2 * layers)}.get(str(role.initial), 1.0)
+    if role.is_residual:
+        std /= math.sqrt(2 * layers)
+    scale = std if role.initial == "normal" else 1.0
     part = tensor_slice or TensorSlice.whole(tuple(parameter.shape))
     fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
     if callable(role.initial):

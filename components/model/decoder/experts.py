@@ -101,7 +101,7 @@ class Experts(ExpertParallel, Float8Layer):
         return {
             "gate_up_proj": Role(True, "normal", visited),
             "gate_up_proj_bias": BIAS_ROLE,
-            "down_proj": Role(True, "residual", visited),
+            "down_proj": Role(True, "normal", visited, is_residual=True),
             "down_proj_bias": BIAS_ROLE,
         }
 

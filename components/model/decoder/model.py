@@ -184,9 +184,9 @@ class CausalLM(nn.Module):
 
     def scale_role(self, name: str, role: Role) -> Role:
         """Return a parameter's role, scaled by its layer and kind."""
+        scaling = self.scaling
         if ".layers." not in name:
-            return attrs.evolve(role, scaling=self.scaling.outer)
-        if not role.is_matrix:
-            return attrs.evolve(role, scaling=self.scaling.vector)
-        is_residual = role.initial == "residual"
-        return attrs.evolve(role, scaling=self.scaling.residual if is_residual else self.scaling.matrix)
+            return attrs.evolve(role, scaling=scaling.head if name.startswith("lm_head.") else scaling.outer)
+        if role.is_residual:
+            return attrs.evolve(role, scaling=scaling.residual if role.is_matrix else scaling.residual_vector)
+        return attrs.evolve(role, scaling=scaling.matrix if role.is_matrix else scaling.vector)

@@ -1,5 +1,5 @@
 """
-muP and CompleteP for AdamW.
+muP and CompleteP.
 
 Yang et al. 2022, "Tensor Programs V" (arXiv 2203.03466), table 8 in the form of section B.1, which scales the head's
 output instead of its weight; Dey et al. 2025, "Don't be lazy: CompleteP enables compute-efficient deep transformers"
@@ -21,11 +21,14 @@ def compute_model_scaling(width: float, depth: float = 1.0) -> ModelScaling:
     """
     inner_eps = 1 / (width * depth)
     std = 1 / math.sqrt(width)
+    outer, vector = Scaling(eps=1 / width), Scaling(eps=inner_eps)
     return ModelScaling(
-        outer=Scaling(eps=1 / width),
-        matrix=Scaling(std, 1 / width, width, inner_eps),
-        residual=Scaling(std * math.sqrt(depth), 1 / width, width, inner_eps),
-        vector=Scaling(eps=inner_eps),
+        outer=outer,
+        head=outer,
+        matrix=Scaling(std, 1 / width, inner_eps, width),
+        residual=Scaling(std * math.sqrt(depth), 1 / width, inner_eps, width),
+        vector=vector,
+        residual_vector=vector,
         residual_multiplier=1 / depth,
         logit_multiplier=1 / width,
     )

@@ -1,8 +1,8 @@
 """The component `model.qwen3.dense`."""
 
-from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import Qwen3Config
 from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.parametrized import ParametrizedBuilder
 from drawloom.graph import component
 
 FIXED = {"attention_bias": False, "use_sliding_window": False}
@@ -19,7 +19,7 @@ DENSE = Family(
 
 
 @component(impact="incompatible")
-class Qwen3Dense(DecoderBuilder):
+class Qwen3Dense(ParametrizedBuilder):
     """A Qwen3 dense language model, of sizes given here or by a Hugging Face `config.json`."""
 
     family = DENSE

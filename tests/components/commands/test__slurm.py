@@ -17,9 +17,10 @@ def test_a_task_runs_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The index chooses the command, words with spaces stay whole, and the exit code is the command's."""
     monkeypatch.chdir(tmp_path)
     commands = [["touch", "a b"], ["bash", "-c", "pwd; exit 3"]]
-    script = format_array_script("my sweep", commands, Path("runs"), max_parallel_tasks=4, options=["--gres=gpu:1"])
+    script = format_array_script("my sweep", commands, Path("my runs"), max_parallel_tasks=4, options=["--gres=gpu:1"])
     lines = script.splitlines()
     assert {"#SBATCH --array=0-1%4", "#SBATCH --gres=gpu:1", "#SBATCH --job-name=my_sweep"} <= set(lines)
+    assert f"#SBATCH --output='{tmp_path}/my runs/slurm-%A_%a.txt'" in lines
     done = [
         subprocess.run(["bash", "-c", script], env={**os.environ, "SLURM_ARRAY_TASK_ID": index}, capture_output=True)
         for index in "01"

@@ -78,6 +78,8 @@ def test_points_are_listed_in_a_table(tmp_path: Path) -> None:
         (["run.seed=0..10000"], "run.seed=0..10000 has 10,001 values"),
         (["a.b=1.0..2.0:log"], "write --random 20"),
         (["a.b=1.0..2.0:linear"], "write log or uniform"),
+        (["a.b=1e-4..1e-2"], "interval without a scale; write a.b=1e-4..1e-2:log or"),
+        (["run.name=x,y"], "run.name can't vary: the sweep names its runs"),
         (["a.b=0..2.0:log"], "a smaller number above 0 first"),
         (["a.b=0..999", "a.c=0..999"], "1,000,000 points"),
         (["a.b=" + "x" * 300 + ",y"], "too long for a folder"),

@@ -8,18 +8,22 @@ import torch
 from torch import nn
 
 from drawloom import Recipe
+from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.model.granite import Granite
+from drawloom.components.model.llama import Llama
 from drawloom.components.model.parametrization.completep import CompleteP
 from drawloom.components.model.parametrization.mup import MuP
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.muon import Muon
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.parameter_roles import parameter_roles
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph.problems import RecipeError
 from drawloom.testing import fake
 from support.checkpoints import SingleRankMesh
-from support.qwen3 import cpu_kernels
+from support.qwen3 import cpu_kernels, one_document
 
 NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -29,6 +33,8 @@ NAMES = {
     "last norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def granite(parametrization: Any = None, width: int = 64, layers: int = 4) -> Granite:
@@ -111,19 +117,109 @@ def test_base_model_is_unscaled() -> None:
     assert granite(base).architecture == granite().architecture
 
 
+def train(model: Any, create_optimizer: Any) -> list[float]:
+    """Train a model with an optimizer for some steps, and return the losses."""
+    module: Any = whole(model)
+    parameters = dict(module.named_parameters())
+    trained: Any = fake(
+        Parameters,
+        named_parameters=[*parameters.items()],
+        roles=dict(parameter_roles(module)),
+        slices=dict.fromkeys(parameters),
+    )
+    optimizer = create_optimizer(trained)
+    optimizer.open()
+    generator, losses = torch.Generator().manual_seed(0), []
+    for index in range(1, 5):
+        tokens = torch.randint(500, (2, 16), generator=generator)
+        logits = module(tokens, one_document(2, 16), lambda hidden, head: head.logits(hidden))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.run_phase(Step(index, 4))
+        losses.append(loss.item())
+    return losses
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: AdamW(parameters=parameters, mesh=SingleRankMesh(), lr=0.01, eps=1e-4),
+    "stochastic_adamw": lambda parameters: StochasticAdamW(
+        parameters=parameters,
+        mesh=SingleRankMesh(),
+        job=fake(RunInfo, seed=0),
+        device=ComputeDevice(kind="cpu", share=True),
+        lr=0.01,
+        eps=1e-4,
+        state_dtype="float32",
+    ),
+    "muon": lambda parameters: Muon(parameters=parameters, mesh=SingleRankMesh(), lr=0.01, eps=1e-4),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_folded_multipliers_train_as_multipliers_do(optimizer: str) -> None:
+    """
+    With multipliers folded into weights, Llama has the losses that an equal Granite with multipliers has, in every
+    step; AdamW's epsilon is large enough to count, and the biases of residual outputs learn.
+    """
+    parametrization = CompleteP(base_hidden_size=16, base_num_hidden_layers=1)
+    sizes: dict[str, Any] = {
+        "kernels": cpu_kernels(),
+        "parametrization": parametrization,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "head_dim": 8,
+        "intermediate_size": 128,
+        "vocab_size": 500,
+        "rope_theta": 1e4,
+        "initializer_range": 0.1,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+    multiplied = train(Granite(**sizes, attention_multiplier=8**-0.5), OPTIMIZERS[optimizer])
+    folded = train(Llama(**sizes), OPTIMIZERS[optimizer])
+    assert folded == pytest.approx(multiplied, rel=1e-5) and folded[3] < folded[0]
+    assert "residual_multiplier" not in Llama(**sizes).hugging_face_config()
+
+
+@pytest.mark.parametrize("adjustment", ["original", "match_rms_adamw"])
+def test_muon_updates_of_wide_matrices_are_as_large_as_those_of_the_base(adjustment: Any) -> None:
+    """A matrix 4 times as wide changes by the base matrix's spectral norm, and decays by the same fraction."""
+    norms = {}
+    for width in (16, 64):
+        module = whole(granite(MuP(base_hidden_size=16), width))
+        parameters = dict(module.named_parameters())
+        trained: Any = fake(
+            Parameters,
+            named_parameters=[*parameters.items()],
+            roles=dict(parameter_roles(module)),
+            slices=dict.fromkeys(parameters),
+        )
+        optimizer = Muon(
+            parameters=trained, mesh=SingleRankMesh(), lr=0.5, adjust_lr_fn=adjustment, weight_decay=0.0, ns_steps=30
+        )
+        optimizer.open()
+        weight = parameters[NAMES["hidden"]]
+        before = weight.detach().clone()
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+        optimizer.run_phase(Step(1, 1))
+        norms[width] = torch.linalg.matrix_norm(weight.detach() - before, 2).item()
+    assert norms[64] == pytest.approx(norms[16], rel=0.3)
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
         ({"optimizer": {"use": "optim.sgd", "lr": 0.1}}, "'?optim.sgd'? has no learning rates"),
-        ({"optimizer": {"use": "optim.stochastic_adamw", "lr": 0.1}}, "'?optim.stochastic_adamw'? has no learning"),
+        ({"optimizer": {"use": "optim.adam", "lr": 0.1}}, "optim.stochastic_adamw or optim.muon, or remove"),
         ({"model": {"use": "model.granite", "config": "config.json"}}, "may have scaled already"),
+        ({"model": {"use": "model.llama", **SIZES, "tie_word_embeddings": True}}, "scales embedding and head differ"),
     ],
 )
 def test_recipes_that_would_lose_or_repeat_factors_are_refused(values: dict[str, Any], reason: str) -> None:
-    """Optimizers without scaling and sizes from a file are problems."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    """Optimizers without scaling, sizes from a file, tied heads without a multiplier, and other models are problems."""
     tables = {
-        "model": {"use": "model.granite", **sizes},
+        "model": {"use": "model.granite", **SIZES},
         "parametrization": {"use": "model.parametrization.mup", "base_hidden_size": 8},
     }
     recipe = Recipe.load("first_run").with_values(tables)
