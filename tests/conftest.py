@@ -26,8 +26,19 @@ settings.load_profile("plain")
 gc.disable()  # until tests are collected: collections would take a quarter of that time, and find nothing
 
 LONG_COMPONENTS = ("components/pipeline", "components/checkpoint", "components/distributed")
-FIRST = ("docs", "meshes", "recipes", "runs", "soak", "plugins", *LONG_COMPONENTS, "kernels", "contracts")
-"""Folders with the slowest files. xdist's workers run files in order, so that short files fill the gaps at the end."""
+FIRST = (
+    "docs",
+    "house/test_settings.py",
+    "meshes",
+    "recipes",
+    "runs",
+    "soak",
+    "plugins",
+    *LONG_COMPONENTS,
+    "kernels",
+    "contracts",
+)
+"""Slowest folders and files. xdist's workers run files in order, so that short files fill the gaps at the end."""
 
 
 @pytest.fixture
@@ -62,7 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     (`device.share`).
     """
     folders = [Path(__file__).parent / folder for folder in FIRST]
-    ranks = {path: [folder not in path.parents for folder in folders] for path in {item.path for item in items}}
+    paths = {item.path for item in items}
+    ranks = {path: [folder not in (path, *path.parents) for folder in folders] for path in paths}
     items.sort(key=lambda item: ranks[item.path])
     if not torch.cuda.is_available():
         for item in items:
