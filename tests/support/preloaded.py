@@ -16,6 +16,8 @@ from drawloom.graph.types.port_match import implements_any
 
 os.environ.pop("PYTHONPATH", None)
 import_module("torch._dynamo")  # takes a second of its own
+with suppress(ImportError):
+    import_module("transformers.modeling_utils")  # a second, too, in every rank that trains or exports such a model
 import_module("numpy.ma")  # torch imports it in the first step
 with suppress(Exception):  # the test of a broken component reports it
     workshop = Project.of("drawloom")
