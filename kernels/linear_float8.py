@@ -18,10 +18,12 @@ A feed-forward network is one operation: its gate and up projections are one pro
 write their results in float8 alone.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -117,16 +119,21 @@ class _Rounded:
     version: int
 
 
+# Adapters save x for their own gradients; its rounded rows must not live as long. Operations that share an input follow
+# each other, but experts round an input of their own before a shared expert reads theirs.
+_latest: deque[_Rounded] = deque(maxlen=2)
+
+
 def _need_gradients(weights: Sequence[Tensor]) -> bool:
     """Return whether a backward pass will compute a gradient for any of the weights."""
     return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
 
 
 def round_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
-    """Round x (..., width) by rows, with or without a transposed copy, and keep the result as long as x lives."""
+    """Round x (..., width) by rows, with or without a transposed copy; the latest tensors are rounded only once."""
     if x.is_inference():  # without a version
         return _quantize(kernels, x, transposed)
-    known: _Rounded | None = getattr(x, "float8", None)
+    known: _Rounded | None = _find_rounded(x)
     if known is None or known.version != x._version:
         return keep_rounded_rows(x, Float8Rows(*call_recomputable(_quantize, kernels, x, transposed)))
     if not transposed or known.rows.transposed.numel():
@@ -136,10 +143,17 @@ def round_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Ro
     return keep_rounded_rows(x, rows)
 
 
+def _find_rounded(x: Tensor) -> _Rounded | None:
+    reference: ref[_Rounded] | None = getattr(x, "float8", None)
+    return reference and reference()
+
+
 def keep_rounded_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
-    """Keep rounded rows for operations in float8, as long as x (..., width) lives, and return them."""
+    """Keep rounded rows for x's next operations in float8, x (..., width), and return them."""
     if not x.is_inference():  # without a version
-        x.float8 = _Rounded(rows, x._version)  # type: ignore[attr-defined]
+        rounded = _Rounded(rows, x._version)
+        _latest.append(rounded)
+        x.float8 = ref(rounded)  # type: ignore[attr-defined]
     return rows
 
 

@@ -20,6 +20,10 @@ EXPERTS = (
     *("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=64"),
 )
 MODELS = {"dense": (), "experts": EXPERTS}
+QLORA = (
+    *("--overlay", "with_nf4", "precision.linear=float8", 'stages.adapters=["@lora"]', "lora.use=adapters.lora"),
+    *("lora.targets=['*_proj']", "lora.rank=4", "lora.alpha=8.0"),
+)
 
 
 def losses_of_run(folder: Path, name: str, *words: str, processes: int = 1) -> list[tuple[Any, ...]]:
@@ -66,3 +70,15 @@ def test_experts_on_two_ranks_have_the_losses_of_one_process(folder: Path) -> No
     two = losses_of_run(folder, "two", *words, processes=2)
     for mine, other in zip(two, one, strict=True):
         assert list(mine) == pytest.approx(list(other), rel=2e-2)
+
+
+def test_products_of_a_base_in_nf4_run_in_float8(folder: Path) -> None:
+    """Adapters on a base in NF4 have close losses with float8 and bfloat16 products, on one rank and with shards."""
+    gathered = "mesh.data_shard=2", "precision.gather=float8"
+    bfloat16 = losses_of_run(folder, "bfloat16", *QLORA, "precision.linear=compute")
+    one = losses_of_run(folder, "float8", *QLORA)
+    two = losses_of_run(folder, "shards", *QLORA, *gathered, processes=2)
+    assert [loss for loss, _ in one] != [loss for loss, _ in bfloat16]
+    for mine, other, sharded in zip(one, bfloat16, two, strict=True):
+        assert mine[0] == pytest.approx(other[0], rel=2e-2)
+        assert list(sharded) == pytest.approx(list(mine), rel=2e-2)

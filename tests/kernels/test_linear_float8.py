@@ -6,6 +6,7 @@ on the meta device.
 import copy
 from collections.abc import Callable
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -182,6 +183,21 @@ def test_norms_hand_on_their_rounded_rows() -> None:
         assert kernels.shapes.count(x.shape) == (not float8)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, norm, weight))))
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
+def test_rounded_rows_do_not_live_as_long_as_their_input() -> None:
+    """Inputs that autograd keeps for adapters keep no rounded copies, except the two inputs that were used last."""
+    kernels, weight = CountedFloat8(), draw(OUTPUTS, INPUTS).detach()
+    inputs = [draw(TOKENS, INPUTS) for _ in range(5)]
+    copies: list[ref[Tensor]] = []
+
+    def multiply(x: Tensor) -> None:
+        linear_float8(kernels, x, weight)
+        copies.append(ref(x.float8().rows.data))  # type: ignore[attr-defined]
+
+    for x in inputs:
+        multiply(x)
+    assert [copy() is not None for copy in copies] == [False, False, False, True, True]
 
 
 def test_frozen_weights_keep_no_input() -> None:
