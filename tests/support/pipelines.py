@@ -370,7 +370,7 @@ def steps_on_meshes(
             mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
             mesh.open()
             precision = DtypePolicy(**dtypes)
-            common = mesh, device, precision, step_count, layers, lengths, experts
+            common: Any = mesh, device, precision, step_count, layers, lengths, experts
             results.append(
                 [
                     _steps(*case, *common, policy, settings, evaluated is None or number < evaluated)
