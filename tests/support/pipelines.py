@@ -371,13 +371,12 @@ def steps_on_meshes(
             mesh.open()
             precision = DtypePolicy(**dtypes)
             common: Any = mesh, device, precision, step_count, layers, lengths, experts
-            results.append(
-                [
-                    _steps(*case, *common, policy, settings, evaluated is None or number < evaluated)
-                    for policy in recompute
-                    for number, case in enumerate(cases)
-                ]
-            )
+            mesh_results = []
+            for policy in recompute:
+                for number, case in enumerate(cases):
+                    rest_of_case: Any = policy, settings, evaluated is None or number < evaluated
+                    mesh_results.append(_steps(*case, *common, *rest_of_case))
+            results.append(mesh_results)
         return results
 
 
