@@ -23,10 +23,22 @@ settings.register_profile("plain", max_examples=30, stateful_step_count=25, dead
 settings.register_profile("thorough", max_examples=400, deadline=None)
 settings.load_profile("plain")
 
+gc.disable()  # until tests are collected: collections would take a quarter of that time, and find nothing
 
 LONG_COMPONENTS = ("components/pipeline", "components/checkpoint", "components/distributed")
-FIRST = ("docs", "meshes", "recipes", "runs", "soak", "plugins", *LONG_COMPONENTS, "kernels", "contracts")
-"""Folders with the slowest files. xdist's workers run files in order, so that short files fill the gaps at the end."""
+FIRST = (
+    "docs",
+    "house/test_settings.py",
+    "meshes",
+    "recipes",
+    "runs",
+    "soak",
+    "plugins",
+    *LONG_COMPONENTS,
+    "kernels",
+    "contracts",
+)
+"""Slowest folders and files. xdist's workers run files in order, so that short files fill the gaps at the end."""
 
 
 @pytest.fixture
@@ -61,7 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     (`device.share`).
     """
     folders = [Path(__file__).parent / folder for folder in FIRST]
-    ranks = {path: [folder not in path.parents for folder in folders] for path in {item.path for item in items}}
+    paths = {item.path for item in items}
+    ranks = {path: [folder not in (path, *path.parents) for folder in folders] for path in paths}
     items.sort(key=lambda item: ranks[item.path])
     if not torch.cuda.is_available():
         for item in items:
@@ -70,9 +83,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the tests and their modules from later garbage collections."""
-    gc.collect()
+    """Exclude the tests and their modules from later garbage collections, and start these."""
     gc.freeze()
+    gc.set_threshold(10_000)  # of 700, every tenth second of a test would pass in them
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -10,7 +10,7 @@ from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
-from drawloom.graph.types.port_match import find_mismatches, join_mismatches
+from drawloom.graph.types.port_match import find_mismatches, implements, join_mismatches
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, NodeView
 from drawloom.graph.wiring.settings import SettingsResolver
@@ -76,12 +76,11 @@ def _check_edges(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
             text = f"{spec.use!r} needs {' or '.join(port.__name__ for port in field.ports)} for {field.name!r}"
             yield Problem("DL315", text, f"pass {field.name}=fake({field.ports[0].__name__})", spec.use)
         for item in _list_edge_objects(field, objects.get(field.name)):
-            if field.is_edge and all(find_mismatches(type(item), port) for port in field.ports):
-                reasons = join_mismatches(
-                    [reason for port in field.ports for reason in find_mismatches(type(item), port)[:2]]
-                )
+            cls: type = type(item)
+            if field.is_edge and not any(implements(cls, port) for port in field.ports):
+                reasons = join_mismatches([reason for port in field.ports for reason in find_mismatches(cls, port)[:2]])
                 ports = " or ".join(port.__name__ for port in field.ports)
-                yield Problem("DL314", f"{field.name} needs {ports}, but {type(item).__name__} {reasons}", "", spec.use)
+                yield Problem("DL314", f"{field.name} needs {ports}, but {cls.__name__} {reasons}", "", spec.use)
 
 
 def _list_edge_objects(field: Field, value: Any) -> Iterable[Any]:

@@ -20,7 +20,7 @@ from support import observers as parts
 from support import observers_of_runs as runs
 from support.chat import CHATML, say
 from support.qwen3 import SIZES, SPARSE_SIZES
-from support.setting_changes import DELTA, GROUPED_SIZES, ROWS, UNOBSERVED, Change, Observer
+from support.setting_changes import DELTA, LATENT_SIZES, ROWS, UNOBSERVED, Change, Observer
 from support.stores import store_of, write_dataset, write_megatron, write_table
 
 REGISTRY = Registry.of("drawloom.components")
@@ -72,8 +72,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
         (folder / f"{name}.csv").write_text(format_program_csv(schedule.program(4, 8)))
-        families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe"), (SPARSE_SIZES, "dots1", "_dots1")]
-        families += [(GROUPED_SIZES, family, f"_{family}") for family in GROUPED_FAMILIES]
+        families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe")]
+        families += [(SPARSE_SIZES, family, f"_{family}") for family in ("dots1", "glm4_moe")]
+        families += [(LATENT_SIZES, family, f"_{family}") for family in LATENT_FAMILIES]
         families += [(SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, "gpt_oss", "_gpt_oss")]
         families += [(SIZES | DELTA, "qwen3_5", "_qwen3_5")]
         families += [(SPARSE_SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5_moe", "qwen3_next")]
@@ -99,7 +100,7 @@ def _write_tokenizer(path: Path, text: str) -> None:
 
 
 DENSE_FAMILIES = ("gemma3", "granite", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "smollm3")
-GROUPED_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 @attrs.frozen

@@ -75,7 +75,8 @@ def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
 def steps_on_meshes() -> list[list[list[dict[str, Any]]]]:
     """Return four ranks' steps on every mesh, in shared processes because starting takes longer than the steps."""
     meshes = [(mesh.cases, mesh.sizes, mesh.lengths) for mesh in MESHES]
-    return run_ranks(pipelines.steps_on_meshes, 4, meshes, "cpu", pipelines.FLOAT64, 3, LAYERS, EXPERTS, timeout=240)
+    common: Any = meshes, "cpu", pipelines.FLOAT64, 3, LAYERS, EXPERTS, ("none",), {}, 1
+    return run_ranks(pipelines.steps_on_meshes, 4, *common, timeout=240)
 
 
 def mesh_id(mesh: MeshCases) -> str:

@@ -126,12 +126,13 @@ def count_elements(rank: Mapping[str, Any]) -> int:
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)
 def test_three_steps_match_one_process(mesh: MeshCases) -> None:
     """
-    Losses, norms, gradients and updated weights equal one process's in float64, to 1e-10.
+    Losses, norms, gradients and updated weights equal one process's in float64, to 1e-10, and the first case's
+    validation loss.
 
     Only replicas duplicate weights and moments. Other ranks together hold at most a tenth more than one process, for
     parameters that tensor ranks or the ends of a pipeline share, such as norms. Small adapters are on every rank.
     """
-    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, 4, mesh.lengths, 0, ("none",), mesh.settings
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, 4, mesh.lengths, 0, ("none",), mesh.settings, 1
     ranks = run_ranks(pipelines.steps, 4, mesh.cases, *common, timeout=120)
     for number, case in enumerate(mesh.cases):
         steps, expected = [rank[number] for rank in ranks], whole(("gpipe", *case[1:]), mesh.lengths)
@@ -156,7 +157,9 @@ def test_layers_outside_the_circular_pipeline_compute_shares_of_the_microbatches
 
     Every rank has the last two layers, and only its own stage's layers before (layer 0 may be frozen).
     """
-    ranks = run_ranks(pipelines.steps_on_meshes, 4, OUTSIDE, "cpu", pipelines.FLOAT64, 3, 6, timeout=120)
+    ranks = run_ranks(
+        pipelines.steps_on_meshes, 4, OUTSIDE, "cpu", pipelines.FLOAT64, 3, 6, 0, ("none",), {}, 1, timeout=120
+    )
     for position, (cases, sizes, lengths) in enumerate(OUTSIDE):
         for number, case in enumerate(cases):
             steps = [rank[position][number] for rank in ranks]

@@ -336,9 +336,11 @@ def steps(
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
+    evaluated: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return the results of each case's steps on this rank of a mesh."""
-    return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, step_count, layers, experts, recompute, settings)[0]
+    common = kind, dtypes, step_count, layers, experts, recompute, settings, evaluated
+    return steps_on_meshes([(cases, sizes, lengths)], *common)[0]
 
 
 def steps_on_meshes(
@@ -350,6 +352,7 @@ def steps_on_meshes(
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
+    evaluated: int | None = None,
 ) -> list[list[dict[str, Any]]]:
     """
     Return the results of each case's steps on this rank, in all processes started together, or in this one.
@@ -358,7 +361,7 @@ def steps_on_meshes(
     the sizes leave. Each data-parallel rank has its part of the microbatches. `step_count` steps are taken with AdamW,
     and all but the last are followed by an update. The model has `layers` layers; with `experts`, every layer but the
     second has this number of experts. All cases run with each `recompute` policy. `settings` are for the stages;
-    `streams` among them is the executor's.
+    `streams` among them is the executor's. Of the cases on a mesh the first `evaluated` have a validation loss.
     """
     with join_processes(kind) as (processes, device):
         results = []
@@ -367,13 +370,13 @@ def steps_on_meshes(
             mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
             mesh.open()
             precision = DtypePolicy(**dtypes)
-            results.append(
-                [
-                    _steps(*case, mesh, device, precision, step_count, layers, lengths, experts, policy, settings)
-                    for policy in recompute
-                    for case in cases
-                ]
-            )
+            common: Any = mesh, device, precision, step_count, layers, lengths, experts
+            mesh_results = []
+            for policy in recompute:
+                for number, case in enumerate(cases):
+                    rest_of_case: Any = policy, settings, evaluated is None or number < evaluated
+                    mesh_results.append(_steps(*case, *common, *rest_of_case))
+            results.append(mesh_results)
         return results
 
 
@@ -403,11 +406,12 @@ def _steps(
     experts: int,
     recompute: Recompute,
     settings: Mapping[str, Any],
+    evaluated: bool,
 ) -> dict[str, Any]:
     """
     Return gradients by name, as the optimizer gets them in the last step, and the weights before it; their slices; the
-    element count of the optimizer's moments; this rank's loss and sums, its validation loss, and gradient norms of all
-    parameters and by layer.
+    element count of the optimizer's moments; this rank's loss and sums, its share of the validation loss if it is
+    evaluated, and gradient norms of all parameters and by layer.
     """
     sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
@@ -466,7 +470,7 @@ def _steps(
             optimizer.run_phase(step)
     total, _ = sum_losses(step.state)
     sums = {name: values.double().sum(0) for name, values in step.state["losses"]["sums"].items()}
-    held_out = sum_losses(evaluate(executor, microbatches_of_all[:3]))
+    held_out = float(sum_losses(evaluate(executor, microbatches_of_all[:3]))[0]) if evaluated else 0.0
     clip = partial(ClipGroupNorm, parameters=stages, reduce=reduce, device=device)
     grads = {
         name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named_parameters()
@@ -483,7 +487,7 @@ def _steps(
         ),
         "loss": float(total) / mesh.sizes.tensor,  # which these ranks have alike
         "sums": {key: float(value) for key, value in sums.items()},
-        "held_out": float(held_out[0]),
+        "held_out": held_out / mesh.sizes.tensor / among,  # which these ranks have alike
         "norm": step.state.number("grad_norm"),
         "norms": [
             float(clip(max_norm=1.0, norm_type=p, targets=[targets])._compute_norm_over_ranks())
@@ -518,6 +522,8 @@ def assemble(parts: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor |
 def assert_same_steps(ranks: Sequence[Mapping[str, Any]], whole: Mapping[str, Any]) -> None:
     """Assert that losses, norms, gradients and weights of all ranks equal one process's in float64, to 1e-10."""
     assert sum(rank["loss"] for rank in ranks) == pytest.approx(whole["loss"], rel=1e-10)
+    held_out = sum(rank["held_out"] for rank in ranks)
+    assert held_out in (0, pytest.approx(whole["held_out"], rel=1e-10))
     for rank in ranks:
         assert [rank["norm"], *rank["norms"]] == pytest.approx([whole["norm"], *whole["norms"]], rel=1e-9)
     for key in ("grads", "weights"):

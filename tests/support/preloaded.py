@@ -9,15 +9,23 @@ import gc
 import os
 from contextlib import suppress
 from importlib import import_module
+from itertools import product
 
 from drawloom.graph.project import Project
+from drawloom.graph.types.port_match import implements_any
 
 os.environ.pop("PYTHONPATH", None)
 import_module("torch._dynamo")  # takes a second of its own
+with suppress(ImportError):
+    import_module("transformers.modeling_utils")  # a second, too, in every rank that trains or exports such a model
 import_module("numpy.ma")  # torch imports it in the first step
 with suppress(Exception):  # the test of a broken component reports it
     workshop = Project.of("drawloom")
-    workshop.graph(workshop.load("first_run", [], [])).require_valid()
+    graph = workshop.graph(workshop.load("first_run", [], []))
+    graph.require_valid()
+    classes = [node.spec.cls for node in graph.nodes.values()]
+    for cls, field in product(classes, (field for node in graph.nodes.values() for field in node.spec.every_fields)):
+        implements_any(cls, field.ports)  # is cached, as for the container of every run
     choosing = import_module("drawloom.components.kernels.choosing")
     for operation in choosing.OPERATIONS:
         choosing.load(operation, "eager")  # as every run does on a CPU

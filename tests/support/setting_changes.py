@@ -191,7 +191,13 @@ HYBRID: dict[str, Any] = MODEL | {
 SPARSE_KEYS = ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 """Expert settings in Qwen3-Next that Qwen3.5 lacks."""
 
-GROUPED_SIZES = SPARSE_SIZES | {"num_key_value_heads": 4}
+LATENT_SIZES = SPARSE_SIZES | {
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 7,
+    "kv_lora_rank": 9,
+    "q_lora_rank": 11,
+}
 GROUPED = {
     key: change
     for key, change in SHARED_EXPERTS.items()
@@ -548,7 +554,7 @@ ROWS: dict[str, Row] = {
     "model.dots1": Row(parts.model_of, SPARSE_SIZES, MODEL | SHARED_EXPERTS),
     "model.deepseek_v2": Row(
         parts.model_of,
-        GROUPED_SIZES,
+        LATENT_SIZES,
         {key: change for key, change in LATENT.items() if key not in ("norm_topk_prob", "rope_interleave")}
         | {
             "config": config("deepseek_v2"),
@@ -570,7 +576,7 @@ ROWS: dict[str, Row] = {
             "sliding_window": 3,
         },
     ),
-    "model.deepseek_v3": Row(parts.model_of, GROUPED_SIZES, LATENT | {"config": config("deepseek_v3")}),
+    "model.deepseek_v3": Row(parts.model_of, LATENT_SIZES, LATENT | {"config": config("deepseek_v3")}),
     "model.glm4_moe": Row(
         parts.model_of,
         SPARSE_SIZES | {"partial_rotary_factor": 1.0},
@@ -583,7 +589,7 @@ ROWS: dict[str, Row] = {
             "attention_bias": True,
         },
     ),
-    "model.glm4_moe_lite": Row(parts.model_of, GROUPED_SIZES, LATENT | {"config": config("glm4_moe_lite")}),
+    "model.glm4_moe_lite": Row(parts.model_of, LATENT_SIZES, LATENT | {"config": config("glm4_moe_lite")}),
     "model.gemma3": Row(
         parts.model_of,
         TYPED_SIZES,
