@@ -129,7 +129,7 @@ class Checkpointer:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report copies for neighbours in a run that ends with the loss of a rank."""
+        """Report copies for neighbours in a run that ends when a rank is lost."""
         processes = node.neighbour("processes")
         copies = node.settings["neighbour_every"] != "never"
         if copies and processes and processes.settings.get("on_failure") == "stop":

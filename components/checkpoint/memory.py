@@ -22,7 +22,7 @@ from drawloom.components.state.trees import map_leaves
 @attrs.define(eq=False)
 class StateMemory:
     """
-    Memory for the states of the last steps, and for a neighbour's.
+    Memory for this rank's states after the last steps, and for a neighbour's.
 
     `copies_each_step` is False if a step that is only in this rank's memory would be useless.
     """
@@ -58,7 +58,7 @@ class StateMemory:
         self._copies = (*self._copies, copy)
 
     def drop_older_copies(self) -> None:
-        """Drop older states of neighbours. All ranks have added newer ones."""
+        """Drop neighbours' older states. All ranks have added newer ones."""
         self._copies = self._copies[-1:]
 
     def parts(self) -> dict[PartKey, HeldState | NeighbourCopy]:

@@ -50,7 +50,7 @@ class PartKey:
 
     @classmethod
     def here(cls, step: int, mesh: Mesh) -> "PartKey":
-        """Return the key of this rank's part."""
+        """Return this rank's key."""
         sizes, indices = mesh.sizes.without_expert_dimensions(), mesh.indices.without_expert_dimensions()
         return cls(step, tuple(sizes[name] for name in REPLICA), tuple(indices[name] for name in REPLICA))
 
@@ -187,7 +187,10 @@ def copy_to_neighbour(group: Group, shift: int, state: HeldState) -> NeighbourCo
     own = [state.key.to_json(), packed.tree, _describe(packed), compute_digest(packed.tensors.values())]
     parts = group.gather_json(own)
     sources = [(rank - shift) % group.size for rank in range(group.size)]
-    requests = [[TensorRequest(source, *spec) for spec in _parse_specs(parts[source][2])] for source in sources]
+    requests = [
+        [TensorRequest(source, name, dtype, shape) for name, dtype, shape in _parse_specs(parts[source][2])]
+        for source in sources
+    ]
     key, tree, specs, digest = parts[sources[group.rank]]
     tensors = exchange_tensors(group, packed.tensors, requests)
     names = [name for name, _, _ in _parse_specs(specs)]
@@ -321,7 +324,7 @@ def _remove_duplicates(trees: Mapping[int, Tree], slices: Mapping[str, Slices | 
 
 
 def _describe(packed: Packed) -> list[list[Any]]:
-    """Return the names, dtypes and shapes of packed tensors as JSON."""
+    """Return packed tensors' names, dtypes and shapes as JSON."""
     return [
         [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in packed.tensors.items()
     ]
@@ -332,7 +335,7 @@ def _parse_specs(specs: Sequence[Sequence[Any]]) -> list[tuple[str, str, tuple[i
 
 
 def _allocate(requests: Sequence[TensorRequest]) -> list[Tensor]:
-    """Return memory for requested tensors, as views of one buffer."""
+    """Return memory for requested tensors, as views into one buffer."""
     starts = [0]
     for request in requests:
         starts.append(starts[-1] + -(-request.bytes // ALIGNMENT) * ALIGNMENT)

@@ -11,7 +11,7 @@ SCRIPT = """\
 #SBATCH --output={output}
 #SBATCH --signal=B:TERM@120
 {options}\
-# Run {count} points of a sweep; submit it again to resume those that have not finished.
+# Run {count} points of a sweep; submit it again to resume unfinished runs.
 commands=(
 {commands}
 )

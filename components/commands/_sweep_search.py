@@ -1,7 +1,7 @@
 """
-Points of a sweep chosen from finished runs, by Optuna's tree-structured Parzen estimator (TPE).
+Points that a sweep chooses from finished runs, by Optuna's tree-structured Parzen estimator (TPE).
 
-Bergstra et al. 2011, "Algorithms for hyper-parameter optimization", section 4. The folder of the sweep is the state: it
+Bergstra et al. 2011, "Algorithms for hyper-parameter optimization", section 4. The sweep's folder is the state: it
 has the points in search.json and the results in their runs, so a search resumes from them.
 """
 
@@ -96,7 +96,7 @@ class SweepSearch:
         return smallest[0]
 
     def _read_values(self) -> list[list[str]]:
-        """Return the values of the points in the file, in the order of the axes."""
+        """Return the points' values in the file, in the axes' order."""
         path, keys = self.folder / FILE, [axis.key for axis in self.axes]
         try:
             content = json.loads(path.read_text("utf-8"))
@@ -115,7 +115,7 @@ class SweepSearch:
 
 
 def _make_distribution(optuna: Any, axis: Axis) -> Any:
-    """Return Optuna's distribution for an axis: numbers of an interval, or the texts of a list."""
+    """Return Optuna's distribution for an axis: numbers in an interval, or a list's texts."""
     if axis.interval is None:
         return optuna.distributions.CategoricalDistribution(axis.values)
     return optuna.distributions.FloatDistribution(
@@ -124,7 +124,7 @@ def _make_distribution(optuna: Any, axis: Axis) -> Any:
 
 
 def _contains_value(axis: Axis, text: str) -> bool:
-    """Return whether an axis has a value, up to the rounding of its text."""
+    """Return whether an axis has a value, up to its text's rounding."""
     if axis.interval is None:
         return text in axis.values
     return abs(_clamp(axis.interval, float(text)) - float(text)) <= 1e-3 * abs(float(text))

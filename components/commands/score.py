@@ -54,7 +54,7 @@ class ScoreResult(Result):
 
 def main(options: argparse.Namespace, project: Project) -> ScoreResult:
     """
-    Write the lines, each with the `score` of its answer.
+    Write the lines, each with its answer's `score`.
 
     An answer is a `completion` after its `prompt`; a line without a prompt has a `text` or `messages`. A classifier's
     lines have the likeliest `label` instead, and all labels' `probabilities`.
@@ -89,7 +89,7 @@ def _encode_line(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -
 
 
 def _name_scores(scores: Tensor, names: Sequence[str]) -> dict[str, Any]:
-    """Return a line's new values, from the scores of its document, float32 (names,)."""
+    """Return a line's new values, from its document's scores, float32 (names,)."""
     if len(names) == 1:
         return {"score": float(scores[0])}
     probabilities = dict(zip(names, scores.softmax(0).tolist(), strict=True))
@@ -97,7 +97,7 @@ def _name_scores(scores: Tensor, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _score_documents(executor: ProgramExecutor, scorer: Scorer, documents: Sequence[Tensor]) -> Tensor:
-    """Return the scores of documents, float32 (documents, names), from their ids, int64 (tokens,)."""
+    """Return documents' scores, float32 (documents, names), from their ids, int64 (tokens,)."""
     lengths = torch.tensor([len(ids) for ids in documents])
     tokens = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random-seed", type=integer_parser(0), default=0, metavar="S", help=help)
     parser.add_argument("--jobs", type=integer_parser(), default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
-    devices = "as in `drawloom plan`: plan all runs for this device first, and refuse those that do not fit"
+    devices = "as in `drawloom plan`: plan all runs for this device first, and refuse runs that do not fit"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
     help = "write a SLURM array script of the unfinished runs instead of running them"
     parser.add_argument("--submit", type=parse_output_path, metavar="FILE", help=help)
@@ -160,9 +160,9 @@ def _check_options(options: argparse.Namespace) -> None:
 @attrs.define(eq=False)
 class SweepQueue:
     """
-    The runs of a sweep in their order, and their states; a search adds runs until there are `count`.
+    A sweep's runs in their order, and their states; a search adds runs until there are `count`.
 
-    `unfinished` has the numbers of the runs to start, in the order of their commands.
+    `unfinished` has the numbers for the runs to start, in their commands' order.
     """
 
     options: argparse.Namespace
@@ -200,7 +200,7 @@ class SweepQueue:
             self.error = error
 
     def make_train_command(self, run: SweepRun) -> list[str]:
-        """Return the command to start a run of the sweep."""
+        """Return the command to start a run."""
         package = self.project.registry.package.partition(".")[0]
         overlays = [word for path in self.options.overlay for word in ("--overlay", path)]
         imports = [f"--import={path}" for path in self.options.imports]
@@ -214,7 +214,7 @@ class SweepQueue:
         print_text(f"run {number + 1} of {self.count}: {point.run}{before}")
 
     def record_exit_code(self, index: int, code: int) -> None:
-        """Keep the exit code of the command at this index; with several jobs, print it."""
+        """Keep the exit code for the command at this index; with several jobs, print it."""
         number = self.unfinished[index]
         point = self.points[number]
         self.points[number] = SweepPoint(point.run, point.words, point.state, code)

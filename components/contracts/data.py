@@ -114,7 +114,7 @@ def _expect_leaves_with_equal_rows_and_tokens(batch: Batch) -> None:
 def sources_partition_the_rows(rows: MeasuredRows) -> None:
     """Sources cover the rows without gaps, and the tokens in a source's rows add up to its token count."""
     for split in SPLITS:
-        tokens, end = rows.row_token_counts(split), 0
+        tokens, end = rows.tokens_per_row(split), 0
         for source in rows.row_sources(split):
             counts = tokens[end : end + source.rows]
             expect(source.first == end, f"{source} begins at {source.first}, and the rows before end at {end}")

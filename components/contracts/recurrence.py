@@ -16,7 +16,7 @@ def _make_recurrence_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def convolution_is_causal_within_documents(kernels: RecurrentKernels) -> None:
-    """The result is SiLU of the weighted sum over a token and those before it in its document."""
+    """The result is SiLU of the weighted sum over a token and earlier tokens in its document."""
     x, weight = _random_tensor(2, 6, 3), _random_tensor(3, 4)
     wanted = x.double() * weight[:, 3].double()
     for lag in (1, 2, 3):
@@ -42,7 +42,7 @@ def states_follow_the_gated_delta_rule(kernels: RecurrentKernels) -> None:
 
 
 def results_for_cached_parts_equal_the_whole_texts(kernels: RecurrentKernels) -> None:
-    """Both operations on parts of a text, with a cache of states, equal those on the whole text."""
+    """Both operations on parts of a text, with a cache of states, equal the results for the whole text."""
     (q, k, v, g, beta), x, weight = _make_recurrence_inputs(), _random_tensor(2, 6, 3), _random_tensor(3, 4)
     documents, cache = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(6)
     mask = kernels.recurrence_mask(documents)

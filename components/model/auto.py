@@ -153,7 +153,7 @@ class AutoModel:
         with suppress(UserError):  # a problem of its own
             return _create_builder_without_kernels(
                 node.settings["path"], node.settings["new_tokens"]
-            ).build_whole_meta_module()
+            ).create_full_model_on_meta()
         return None
 
     @cached_property

@@ -252,7 +252,7 @@ class MeasuredRows(PackedDataset, Protocol):
         """Return a split's sources in row order; every row belongs to a source."""
         ...
 
-    def row_token_counts(self, split: Split) -> np.ndarray:
+    def tokens_per_row(self, split: Split) -> np.ndarray:
         """Return token counts by row, without padding: int64 (rows,)."""
         ...
 

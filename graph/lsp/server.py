@@ -64,7 +64,7 @@ class RecipeServer(LanguageServer):
                 lsp.DiagnosticRelatedInformation(self.to_lsp_location(diagnostic.elsewhere), diagnostic.problem.text)
             ]
         return lsp.Diagnostic(
-            self.to_lsp_range(path, diagnostic.start, diagnostic.end),
+            self.to_lsp_range(path, (diagnostic.start, diagnostic.end)),
             diagnostic.message,
             severity=severity,
             code=diagnostic.problem.code,
@@ -84,10 +84,11 @@ class RecipeServer(LanguageServer):
         """Return a file's URI, as the editor writes it if the file is open."""
         return self.uris.get(path) or from_fs_path(str(path)) or str(path)
 
-    def to_lsp_range(self, path: Path, start: int, end: int) -> lsp.Range:
-        """Convert a range of a file to the units of the editor."""
+    def to_lsp_range(self, path: Path, offsets: tuple[int, int]) -> lsp.Range:
+        """Convert a range of a file, from a start to an end offset, to the editor's units."""
         text = self.recipes.text(path)
-        return lsp.Range(self._to_lsp_position(text, start), self._to_lsp_position(text, end))
+        start, end = (self._to_lsp_position(text, offset) for offset in offsets)
+        return lsp.Range(start, end)
 
     def _to_lsp_position(self, text: str, offset: int) -> lsp.Position:
         # Not by pygls's lines, which also end at U+2028 and other characters that do not end a line in TOML.
@@ -209,7 +210,7 @@ def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | Non
         return None
     # Preformatted, because the columns of the text are aligned.
     content = lsp.MarkupContent(lsp.MarkupKind.Markdown, f"```text\n{text}\n```")
-    return lsp.Hover(content, server.to_lsp_range(path, meaning.cursor.start, meaning.cursor.end))
+    return lsp.Hover(content, server.to_lsp_range(path, (meaning.cursor.start, meaning.cursor.end)))
 
 
 def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.CompletionList:
@@ -218,7 +219,7 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
     meaning = server.find_meaning(path, params.position)
     if meaning is None:
         return lsp.CompletionList(is_incomplete=False, items=[])
-    edit_range = server.to_lsp_range(path, *find_replaced_range(meaning, server.to_offset(path, params.position)))
+    edit_range = server.to_lsp_range(path, find_replaced_range(meaning, server.to_offset(path, params.position)))
     items = [
         lsp.CompletionItem(
             label=completion.text.strip('"'),
@@ -247,7 +248,7 @@ def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[l
     symbol = server.find_symbol_at(path, params.position)
     files = References.of(server.recipes, path, symbol).files if symbol else {}
     return [
-        lsp.Location(server.find_uri(file), server.to_lsp_range(file, *source_range))
+        lsp.Location(server.find_uri(file), server.to_lsp_range(file, source_range))
         for file, ranges in files.items()
         for source_range in ranges
     ]
@@ -261,7 +262,7 @@ def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp
     ranges = [*find_symbol_ranges(server.recipes.text(path), symbol)] if symbol else []
     source_range = next((span for span in ranges if span.start <= offset <= span.end), None)
     return (
-        lsp.PrepareRenamePlaceholder(server.to_lsp_range(path, *source_range), symbol[-1])
+        lsp.PrepareRenamePlaceholder(server.to_lsp_range(path, source_range), symbol[-1])
         if source_range and symbol
         else None
     )
@@ -277,7 +278,7 @@ def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceE
         raise JsonRpcInvalidParams(str(error)) from error
     edits = {
         server.find_uri(file): [
-            lsp.TextEdit(server.to_lsp_range(file, *source_range), params.new_name) for source_range in ranges
+            lsp.TextEdit(server.to_lsp_range(file, source_range), params.new_name) for source_range in ranges
         ]
         for file, ranges in files.items()
     }

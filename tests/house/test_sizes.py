@@ -18,7 +18,7 @@ UNBOUNDED = {
     "a number of steps, tokens or events that is only compared": {
         *("every", "keep", "keep_every", "failures", "until_step", "until_tokens", "steps", "max_skipped_steps"),
         *("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "timescale", "window", "go_back"),
-        *("wait", "warmup", "active", "repeat", "patience", "tokens", "neighbour_every"),
+        *("wait", "warmup", "active", "repeat", "patience", "tokens", "neighbour_every", "update_every"),
     },
     "a limit above which there is nothing to limit": {
         *("rows_used", "max_shard", "top_k", "queue_size", "bucket_bytes", "recompute", "sliding_window"),

@@ -503,7 +503,7 @@ def rows_in_order(use: str, values: Values, _place: Path) -> Any:
     """Return the rows of an epoch, which grow longer."""
     edges: dict[str, Any] = {}
     if use == "data.order.sorted_buffers":
-        edges = {"job": fake(RunInfo, **JOB), "lengths": fake(MeasuredRows, row_token_counts=np.arange(12))}
+        edges = {"job": fake(RunInfo, **JOB), "lengths": fake(MeasuredRows, tokens_per_row=np.arange(12))}
     return build(use, **edges, **values).rows_at(RowSource("", 0, 12, 66, 1.0), 0, np.arange(12)).tolist()
 
 

@@ -24,7 +24,9 @@ with suppress(Exception):  # the test of a broken component reports it
     graph = workshop.graph(workshop.load("first_run", [], []))
     graph.require_valid()
     classes = [node.spec.cls for node in graph.nodes.values()]
-    for cls, field in product(classes, (field for node in graph.nodes.values() for field in node.spec.every_fields)):
+    for cls, field in product(
+        classes, (field for node in graph.nodes.values() for field in node.spec.fields_of_kind_every)
+    ):
         implements_any(cls, field.ports)  # is cached, as for the container of every run
     choosing = import_module("drawloom.components.kernels.choosing")
     for operation in choosing.OPERATIONS:

@@ -44,7 +44,7 @@ class SortedBuffers:
     def _sort_buffer(self, source: RowSource, epoch: int, buffer_number: int) -> np.ndarray:
         """Sort a buffer's shuffled rows by length, divide them into packs, and shuffle the packs."""
         if self._tokens is None:
-            self._tokens = self.lengths.row_token_counts("train")
+            self._tokens = self.lengths.tokens_per_row("train")
         first = buffer_number * self.buffer
         positions = np.arange(first, min(first + self.buffer, source.rows))
         rows = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows).get_items_at(positions)

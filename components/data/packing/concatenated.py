@@ -82,6 +82,6 @@ class Stream:
         )
         return list(map(RowPiece._make, zip(*columns, strict=True)))
 
-    def row_token_counts(self) -> np.ndarray:
+    def tokens_per_row(self) -> np.ndarray:
         """Return the token count per row, int64 (rows,); the last row has the rest."""
         return np.minimum(self.tokens - np.arange(self.rows) * self.length, self.length)

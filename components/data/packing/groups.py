@@ -62,7 +62,7 @@ class Groups:
         sizes = zip(documents.tolist(), self.lengths.numpy()[documents].tolist(), strict=True)
         return [RowPiece(document, size - size % self.length, size) for document, size in sizes]
 
-    def row_token_counts(self) -> np.ndarray:
+    def tokens_per_row(self) -> np.ndarray:
         """Return the token count per row, int64 (rows,)."""
         rests = self.lengths.numpy()[self.members.numpy()] % self.length
         ends = np.concatenate([[0], np.cumsum(rests, dtype=np.int64)])

@@ -156,8 +156,8 @@ class PackedRows:
             RowSource(source.name, start, index.rows, index.tokens, source.weight) for source, index, start in parts
         ]
 
-    def row_token_counts(self, split: Split) -> np.ndarray:
-        return np.concatenate([index.row_token_counts() for index in self._splits[split].index.members])
+    def tokens_per_row(self, split: Split) -> np.ndarray:
+        return np.concatenate([index.tokens_per_row() for index in self._splits[split].index.members])
 
     def identity(self) -> dict[str, Any]:
         """

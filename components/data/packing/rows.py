@@ -39,7 +39,7 @@ class RowIndex(Protocol):
         """Return a row's pieces, in order. Raises IndexError beyond the last row."""
         ...
 
-    def row_token_counts(self) -> np.ndarray:
+    def tokens_per_row(self) -> np.ndarray:
         """Return the token count per row, int64 (rows,)."""
         ...
 

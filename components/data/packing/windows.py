@@ -113,6 +113,6 @@ class WindowIndex:
         columns = (tensor[windows].tolist() for tensor in (self.documents, self.first, self.last))
         return list(map(RowPiece._make, zip(*columns, strict=True)))
 
-    def row_token_counts(self) -> np.ndarray:
+    def tokens_per_row(self) -> np.ndarray:
         ends = np.concatenate([[0], np.cumsum((self.last - self.first).numpy())])
         return np.diff(ends[self.ends.numpy()], prepend=0)

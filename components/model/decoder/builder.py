@@ -215,7 +215,7 @@ class DecoderBuilder:
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
         with suppress(UserError):  # a problem of its own
-            return cls(kernels=kernels, **{**node.settings, **ids}).build_whole_meta_module()
+            return cls(kernels=kernels, **{**node.settings, **ids}).create_full_model_on_meta()
         return None
 
     @classmethod
@@ -285,7 +285,7 @@ class DecoderBuilder:
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
-        return forward_flops(self.build_whole_meta_module(), self.architecture)
+        return forward_flops(self.create_full_model_on_meta(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
@@ -301,7 +301,7 @@ class DecoderBuilder:
         return self.family.nested_types.get(str(read_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self.build_whole_meta_module())]
+        names = [*persistent_tensors(self.create_full_model_on_meta())]
         joined = Mapper(()) if self.vocabulary_split is None else create_join_mapper(names, self.vocabulary_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
@@ -310,9 +310,9 @@ class DecoderBuilder:
 
     @cached_property
     def _roles_by_parameter_name(self) -> dict[str, Role]:
-        return dict(parameter_roles(self.build_whole_meta_module()))
+        return dict(parameter_roles(self.create_full_model_on_meta()))
 
-    def build_whole_meta_module(self) -> nn.Module:
+    def create_full_model_on_meta(self) -> nn.Module:
         """Build the whole model on the meta device, where nothing is allocated."""
         with torch.device("meta"):
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))

@@ -42,7 +42,7 @@ def test_rows_are_of_one_source_each(job: Any) -> None:
         (source.name, source.first, source.rows, source.tokens, source.weight) for source in rows.row_sources("train")
     ]
     assert row_sources == [("web", 0, 4, 16, 1), ("code", 4, 4, 16, 2)]
-    assert rows.row_token_counts("train").tolist() == [6, 6, 2, 2, 4, 4, 4, 4]
+    assert rows.tokens_per_row("train").tolist() == [6, 6, 2, 2, 4, 4, 4, 4]
     batch = rows.batch("train", range(8))
     assert batch.tokens[:, 0].tolist() == [1] * 4 + [2] * 4
     assert rows.describe_row_origins("train", 7)[0].startswith("code: document ")

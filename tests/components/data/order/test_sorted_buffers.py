@@ -15,7 +15,7 @@ SOURCE = RowSource("b", 20, 50, 0, 1.0)
 
 def test_packs_are_of_nearly_one_length_and_their_order_is_random(job: Any) -> None:
     """A buffer has the rows of the shuffled epoch, cut by length into packs; the packs themselves are shuffled."""
-    order = SortedBuffers(lengths=fake(MeasuredRows, row_token_counts=TOKENS), job=job, buffer=16, pack=4)
+    order = SortedBuffers(lengths=fake(MeasuredRows, tokens_per_row=TOKENS), job=job, buffer=16, pack=4)
     for epoch in (0, 1):
         rows = order.rows_at(SOURCE, epoch, np.arange(50))
         shuffled = Permutation(job.seed, "rows b", epoch, 50).permute_all()

@@ -20,7 +20,7 @@ def test_pieces_equal_a_cut_stream(sizes: list[int], length: int, shuffling: ran
     index = Stream(torch.tensor(order, dtype=torch.int64), ends, length)
     stream = [(number, token) for number in order for token in range(sizes[number])]
     rows = [stream[start : start + length] for start in range(0, max(len(stream) - 1, 0), length)]
-    assert index.row_token_counts().tolist() == [*map(len, rows)]
+    assert index.tokens_per_row().tolist() == [*map(len, rows)]
     assert index.tokens == sum(map(len, rows)) and index.rows == len(rows)
     for number, row in enumerate(rows):
         pieces = index.pieces(number)

@@ -31,7 +31,7 @@ def test_each_token_is_in_one_row(group: Group, sizes: list[int], length: int, s
     chosen = np.random.default_rng(seed).permutation(len(sizes))[: len(sizes) * 3 // 4]
     index = build_rows_from_documents(np.array(sizes, np.int64), [chosen], length, group)
     rows = [index.pieces(row) for row in range(index.rows)]
-    assert index.row_token_counts().tolist() == [sum(piece.last - piece.first for piece in row) for row in rows]
+    assert index.tokens_per_row().tolist() == [sum(piece.last - piece.first for piece in row) for row in rows]
     filled = [sum(piece.last - piece.first for piece in row) for row in rows]
     assert all(0 < size <= length for size in filled) and sum(filled) == index.tokens
     token_counts = Counter(
@@ -82,7 +82,7 @@ def test_powers_of_two_lose_no_token(group: Group, most: int) -> None:
     """No token is lost if the row length or a document just exceeds a signed integer of one or two bytes."""
     for sizes, length in (([3, 9, 2], most), ([most, 9, 5], most // 4)):
         index = build_rows_from_documents(np.array(sizes, np.int64), [np.arange(3)], length, group)
-        assert index.tokens == index.row_token_counts().sum() == sum(sizes)
+        assert index.tokens == index.tokens_per_row().sum() == sum(sizes)
 
 
 def test_no_documents_make_no_rows() -> None:

@@ -61,7 +61,7 @@ def test_each_target_counts_once_with_the_context_of_its_window(
     seen = torch.nonzero(batch.weights).tolist()
     context_lengths = {int(batch.targets[row, column]): int(batch.positions[row, column]) + 1 for row, column in seen}
     assert context_lengths == contexts(lengths, length, stride) and len(context_lengths) == len(seen)
-    assert rows.row_token_counts("train").sum() == batch.token_count
+    assert rows.tokens_per_row("train").sum() == batch.token_count
     assert rows.fill_rate("train") == (batch.token_count / batch.tokens.numel() if batch.tokens.numel() else 1)
 
 
