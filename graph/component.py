@@ -223,7 +223,7 @@ def component(
     The container calls `open()`, `close()` and `on_failure(error)` of objects with these methods. It opens and closes
     other objects in the contexts that their `lifecycle_context(stage, node)` returns, also before their own `open()`.
     `run --dry-run` opens objects with `preview()`, which returns a description of the run before its first step. Before
-    the container opens the first node, it calls every `check_files_and_device()`, and so does `check`: the method
+    the container opens the first node, it calls every `check_before_open()`, and so does `check`: the method
     raises a UserError if this machine lacks a file or device named in the settings. It reads little, leaves nothing
     open, and uses other nodes only in their state before `open`.
     """

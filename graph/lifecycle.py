@@ -64,7 +64,7 @@ class StageWatcher(Protocol):
 class MachineUser(Protocol):
     """A user of a file or device that this machine may lack."""
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """
         Raise UserError if this machine lacks a file or device of the settings.
 

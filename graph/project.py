@@ -196,7 +196,7 @@ class Recipe:
         valid = self.graph.valid_nodes([root]) if root in self.graph.nodes else []
         container = Container(self.graph, valid, ResolvedRecipe("", ""))
         container.build()
-        return container.check_files_and_device()
+        return container.check_before_open()
 
     def explain(self, target: str = "") -> str:
         """

@@ -66,7 +66,7 @@ class Lora:
         for name, layer in list(module.named_modules()):
             targets_by_name = {
                 target_name: list_matching_patterns(target_name, self.targets)
-                for target_name in _list_target_names(name, layer)
+                for target_name in _list_matchable_names(name, layer)
             }
             if adapted := [target_name for target_name, targets in targets_by_name.items() if targets]:
                 matched.update(*targets_by_name.values())
@@ -112,7 +112,7 @@ class Lora:
         return LoraExperts(layer, self.form, FUSED if name in adapted else sorted(leaves))
 
 
-def _list_target_names(name: str, layer: nn.Module) -> list[str]:
+def _list_matchable_names(name: str, layer: nn.Module) -> list[str]:
     """Return names for patterns to match: the layer's, its joined layer's, its parameters'; [] if unsupported."""
     if isinstance(layer, Experts):
         return [name, *(f"{name}.{leaf}" for leaf in FUSED)]

@@ -30,7 +30,7 @@ class HuggingFaceDataset:
         default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
     )
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Read every dataset's first document. Raises UserError if a folder or the column is missing."""
         for name in filter(None, (self.train, self.validation)):
             next(iterate_texts(self._list_arrow_files(name)[:1]), None)

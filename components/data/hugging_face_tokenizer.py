@@ -44,10 +44,10 @@ class HuggingFaceTokenizer:
 
         Logs a warning if the file is in a model folder, and transformers returns other ids for this folder.
         """
-        self.check_files_and_device()
+        self.check_before_open()
         warn_if_transformers_ids_differ(self._tokenizer_file.parent, self)
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Read the file. Raises UserError if the package, the file or the end token is missing."""
         _ = self.eos_id
 

@@ -26,7 +26,7 @@ class JsonExamples:
     )
     _splits: dict[Split, list[Example]] = attrs.field(init=False, factory=dict)
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Read the first line. Raises UserError for a glob without a file, or a line without an object."""
         next(read_object_lines(self.paths), None)
 

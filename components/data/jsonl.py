@@ -27,7 +27,7 @@ class JsonLines:
         default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
     )
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Read the first document. Raises UserError for a glob without a file, or for a malformed line."""
         next(iterate_texts(split_json_lines_files(find_files(self.paths)[:1], self.field)), None)
 

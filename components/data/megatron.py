@@ -33,7 +33,7 @@ class Megatron:
     )
     _documents: Any = attrs.field(init=False, default=None)
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Open the index, and check both files' sizes. Raises UserError for other files, and for truncated ones."""
         self._documents = MegatronDocuments.open(self.path)
 

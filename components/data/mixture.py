@@ -88,7 +88,7 @@ class Mixture:
     )
     _mixed: dict[Split, MixedDocuments] = attrs.field(init=False, factory=dict)
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Raise UserError if two sources have different vocabularies."""
         first, *others = self.sources
         for other in others:

@@ -27,7 +27,7 @@ class TeacherLogps:
     _manifest: Mapping[str, Any] = attrs.field(init=False, factory=dict)
     _files: dict[Split, tuple[np.ndarray, np.ndarray]] = attrs.field(init=False, factory=dict)
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Read the manifest. Raises UserError if there is none."""
         self.manifest()
 

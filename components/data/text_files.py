@@ -30,7 +30,7 @@ class TextFiles:
         default="refuse", doc="invalid UTF-8 in a file: refuse the file, or replace invalid bytes by U+FFFD"
     )
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Raise UserError for a glob without a file."""
         find_files(self.paths)
 

@@ -29,11 +29,11 @@ class Tokenized:
     _validation: Store | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Open the stores, unless `check_files_and_device` has."""
+        """Open the stores, unless `check_before_open` has."""
         if self._train is None:
-            self.check_files_and_device()
+            self.check_before_open()
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Open the stores. Raises UserError if one is damaged, or if their tokenizers differ."""
         self._train = _open_store("path", self.path)
         if self.validation_path is not None:

@@ -87,7 +87,7 @@ class ComputeDevice:
             return self._backend
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Raise UserError if the settings require a GPU for this process, and there is none."""
         if self.kind == "cuda" and not torch.cuda.is_available():
             raise UserError("kind: the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'")

@@ -197,7 +197,7 @@ class RankMonitor:
             return self.report_failure(self._format_error(error), error.exit_code)
         return self.report_failure(self._format_error(error), trace="".join(traceback.format_exception(error)))
 
-    def check_for_failures(self) -> None:
+    def poll_peers_for_failures(self) -> None:
         """Check whether a rank has failed or died. Raises RuntimeError if the store is gone."""
         if self.failure is None and self.store.check(["failure"]):
             failure = Failure(**json.loads(self.store.get("failure")))
@@ -228,7 +228,7 @@ class RankMonitor:
                 if not self.is_lost and self.store.check(["requested"]):
                     self._publish_status()
                 if not self.is_lost:
-                    self.check_for_failures()
+                    self.poll_peers_for_failures()
             except RuntimeError:
                 self.is_lost = True
 

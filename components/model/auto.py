@@ -98,7 +98,7 @@ class AutoModel:
         default=True, impact="changes_training", doc="load the folder's weights; false for random weights"
     )
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Raise UserError for an invalid config, a folder without weights, or a tokenizer with too many ids."""
         try:
             self._check_path()

@@ -73,7 +73,7 @@ class Transformers:
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         yield "model.transformers can't split rows over ranks"
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Raise UserError for an invalid folder, a model that fails a check, or a tokenizer with too many ids."""
         try:
             self._check_path()

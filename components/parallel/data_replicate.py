@@ -62,7 +62,7 @@ class ReplicatedModule:
     _trained: list[nn.Parameter] = attrs.field(factory=list)
     _reduces: bool = False
 
-    def sum_gradients_by_block(
+    def register_blocks_for_gradient_sums(
         self, trained: Iterable[nn.Parameter], module: nn.Module, blocks: Sequence[nn.Module]
     ) -> None:
         """Register a module's trained parameters, whose gradients are summed block by block."""
@@ -164,7 +164,7 @@ class ReplicatedStore(ParameterStore):
             trained = ((name, param) for name, param in module.named_parameters() if param.requires_grad)
             own = {name: param for name, param in trained if stage_counts[name] == 1 and name not in excluded}
             store.modules[module] = ReplicatedModule(BucketedSums(group, precision.reduce, bucket_bytes))
-            store.modules[module].sum_gradients_by_block(own.values(), module, blocks(module))
+            store.modules[module].register_blocks_for_gradient_sums(own.values(), module, blocks(module))
             store.parameters_summed_in_backward |= own.keys()
         return store
 

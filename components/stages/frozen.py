@@ -59,7 +59,7 @@ class FrozenStages:
                 if dimension.splits_work:
                     yield from dimension.check(nodes)
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Raise UserError if `weights` is not a folder of readable safetensors files."""
         if self.weights is not None:
             try:

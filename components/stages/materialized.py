@@ -199,7 +199,7 @@ class MaterializedStages:
             if schedule and nodes.model:
                 yield from describe_layers(schedule, nodes.mesh, nodes.model)
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Raise UserError if `weights` is not a folder of readable safetensors files, or the GPU lacks float8."""
         if self.precision.linear == "float8":
             check_gpu_supports_float8(self.device.device)

@@ -190,7 +190,7 @@ class Container(Mapping[str, Any]):
         """Return facts about an ended run, by node."""
         return {name: item.outcome() for name, item in self._built_objects.items() if hasattr(item, "outcome")}
 
-    def check_files_and_device(self) -> list[Problem]:
+    def check_before_open(self) -> list[Problem]:
         """
         Return problems with files and devices that this machine lacks, each at the setting that names the file or
         device.
@@ -198,12 +198,10 @@ class Container(Mapping[str, Any]):
         Every problem is reported once, by the faulty node, and not by nodes reading from it.
         """
         problems: dict[str, Problem] = {}
-        checkable = {
-            name: item for name, item in self._built_objects.items() if hasattr(item, "check_files_and_device")
-        }
+        checkable = {name: item for name, item in self._built_objects.items() if hasattr(item, "check_before_open")}
         for name, item in checkable.items():
             try:
-                item.check_files_and_device()
+                item.check_before_open()
             except UserError as error:
                 if find_raising_node(error, checkable, name) == name:
                     position = locate_setting(self.graph.nodes[name], str(error), self.graph.recipe.vars)
@@ -277,7 +275,7 @@ class Container(Mapping[str, Any]):
     def __enter__(self) -> "Container":
         try:
             self.build()
-            if problems := self.check_files_and_device():
+            if problems := self.check_before_open():
                 raise RecipeError(problems)
             for name, values in self.handed_over.items():
                 if hasattr(self._objects[name], "take_over"):

@@ -137,7 +137,7 @@ class Reader:
     def yaml(self, block: Block) -> None:
         """Parse a configuration of another program."""
         assert block.kind == "not run", f"{block}: say why it is not run"
-        yaml.safe_load(block.text)
+        list(yaml.safe_load_all(block.text))
 
     def lua(self, block: Block) -> None:
         """Accept an editor's configuration without running it."""

@@ -407,7 +407,7 @@ def tokens_of(use: str, values: Values, _place: Path) -> Any:
 def first_tokens(use: str, values: Values, _place: Path) -> Any:
     """Return the tokens of the first document of each split; stores are in the current directory."""
     corpus = build(use, **values)
-    corpus.check_files_and_device()
+    corpus.check_before_open()
     splits = [corpus.documents(split) for split in ("train", "validation")]
     tokens_by_split = [split.read(0, 0, 99).ids.tolist() if len(split.lengths) else [] for split in splits]
     return tokens_by_split, corpus.vocab_size, corpus.eos_id

@@ -305,7 +305,7 @@ def model_of_transformers(kernels: Any, tie_word_embeddings: bool, **config: Any
         values = config | plain | {"tie_word_embeddings": tie_word_embeddings}
         (Path(folder) / "config.json").write_text(json.dumps(values))
         model = Transformers(kernels=kernels, path=Path(folder), weights=False)
-        model.check_files_and_device()  # reads the config
+        model.check_before_open()  # reads the config
     return model
 
 

@@ -14,7 +14,7 @@ from drawloom.components.ports.memory import Copies, Ticket
 
 @attrs.define(eq=False)
 class _Copy:
-    """Copies made together, at two times: when they begin, and when they end."""
+    """Copies that are queued together: at their begin a target on the device becomes NaN, at their end data arrives."""
 
     copies: Copies
     after: Sequence[Ticket]

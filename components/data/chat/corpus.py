@@ -61,7 +61,7 @@ class ChatCorpus:
         """Return a split's documents, given its lines' documents: unchanged here, while subclasses may add some."""
         return documents
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """
         Encode the first line. Raises UserError for a glob without a file, a malformed line, or a missing
         template.

@@ -115,7 +115,7 @@ class PackedRows:
         self._splits.clear()
         self._fingerprints.clear()
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Raise UserError if the tokenizer has more ids than every model's vocabulary."""
         sizes = [model.vocab_size for model in self.models.values()]
         if sizes and max(sizes) < self.tokens.vocab_size:

@@ -224,7 +224,7 @@ class DecoderBuilder:
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None
 
-    def check_files_and_device(self) -> None:
+    def check_before_open(self) -> None:
         """Raise UserError if the config can't be read or built, or the tokenizer has more ids than the vocabulary."""
         _ = self.architecture
 

@@ -15,7 +15,7 @@ DOCUMENTS = [[number, 2, 65_535, 0][: 1 + number % 4] for number in range(40)]
 
 def corpus(folder: Path, **settings: Any) -> Megatron:
     made = Megatron(path=folder / "data_text_document", vocab_size=65_536, eos_id=0, **settings)
-    made.check_files_and_device()
+    made.check_before_open()
     return made
 
 

@@ -79,7 +79,7 @@ def test_sources_of_two_tokenizers_are_refused() -> None:
     """Their numbers of ids, and their ends, are named."""
     mixture = Mixture(sources={**SOURCES, "other": TokensInMemory([], [], vocab_size=50, eos_id=1)})
     with pytest.raises(UserError, match="web has 100000 token ids and the end token 0, but other has 50 and 1"):
-        mixture.check_files_and_device()
+        mixture.check_before_open()
 
 
 def problems(**settings: Any) -> Counter[str]:

@@ -42,4 +42,4 @@ def test_predictions_of_other_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="seed is 5 there, and 6 here"):
         teacher.check_rows(ROWS | {"seed": 6})
     with pytest.raises(UserError, match="write them with `drawloom teacher-logps`"):
-        TeacherLogps(path=tmp_path / "none").check_files_and_device()
+        TeacherLogps(path=tmp_path / "none").check_before_open()

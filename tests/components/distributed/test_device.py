@@ -72,7 +72,7 @@ def test_auto_is_the_gpu_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> N
 def test_cuda_without_a_gpu_is_an_error() -> None:
     """The message says to use the CPU."""
     with pytest.raises(UserError, match="write kind = 'cpu' or 'auto'"):
-        ComputeDevice(kind="cuda").check_files_and_device()
+        ComputeDevice(kind="cuda").check_before_open()
 
 
 def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UserError, match=r"process 0 of this machine has no GPU, there are only 0; .* share = true"):
-        ComputeDevice(kind="cuda").check_files_and_device()
+        ComputeDevice(kind="cuda").check_before_open()
 
 
 @pytest.mark.parametrize(("gpus", "index", "host"), [(2, 1, "drawloom process"), (4, 3, "mine")])
@@ -102,7 +102,7 @@ def test_nccl_on_a_cpu_is_refused() -> None:
     assert refused_settings(kind="cpu", backend="nccl") == ["backend"]
     assert not refused_settings(kind="auto", backend="nccl")
     with pytest.raises(UserError, match="write backend = 'gloo'"):
-        ComputeDevice(kind="auto", backend="nccl").check_files_and_device()
+        ComputeDevice(kind="auto", backend="nccl").check_before_open()
 
 
 def test_tf32_on_a_cpu_is_refused() -> None:

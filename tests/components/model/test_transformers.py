@@ -66,7 +66,7 @@ def loaded(model: Transformers) -> Any:
 def test_losses_and_gradients_equal_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     """Packed documents' losses, and the gradient of every parameter, equal those of each document alone."""
     model, reference = saved(tmp_path, model_type)
-    model.check_files_and_device()
+    model.check_before_open()
     module = loaded(model)
     tokens, targets = torch.randint(model.vocab_size, (2, 2, 19))
     losses = losses_of(module, tokens, pack_documents(LENGTHS), targets)
@@ -124,7 +124,7 @@ def test_a_refusal_names_folder_type_and_check(tmp_path: Path) -> None:
     small_config("stablelm").save_pretrained(tmp_path)
     model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
     with pytest.raises(UserError, match=f"path: {tmp_path} has model_type = stablelm, .* check 'keyword' "):
-        model.check_files_and_device()
+        model.check_before_open()
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "glm4_moe"])
@@ -147,7 +147,7 @@ def test_a_model_with_work_outside_of_layers_has_one_stage_only(tmp_path: Path) 
     """Every stage would apply the factor of embeddings."""
     small_config("granite", embedding_multiplier=3.0).save_pretrained(tmp_path)
     model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
-    model.check_files_and_device()
+    model.check_before_open()
     with pytest.raises(UserError, match=r"check 'stages' .* only one pipeline stage"):
         model.build(LayerRange(0, 1, embedding=True, head=False))
 

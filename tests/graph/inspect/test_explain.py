@@ -140,7 +140,7 @@ def test_without_a_target_the_layers_and_nodes_are_listed(explain_lines: Explain
     """Without a target, layers are listed from the lowest up, and nodes with their component docs."""
     lines = explain_lines("")
     assert lines[0] == "SMALL, then top.toml, then over.toml, then command line"
-    assert "[cut] pages.parse: Cuts a request into words." in lines
+    assert "[cut] pages.parse: Strips a request." in lines
 
 
 @pytest.mark.parametrize("target", ["pag", "page.titel", "page.title.deep[", "vars.title"])

@@ -24,11 +24,9 @@ def raise_lack(reason: str) -> NoReturn:
 def needy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the store lack a disk and the trainer a network, and record opened stores."""
     opened_stores.clear()
-    monkeypatch.setattr(
-        Memory, "check_files_and_device", lambda self: raise_lack("name: there is no disk"), raising=False
-    )
+    monkeypatch.setattr(Memory, "check_before_open", lambda self: raise_lack("name: there is no disk"), raising=False)
     monkeypatch.setattr(Memory, "open", lambda self: opened_stores.append(self.name), raising=False)
-    monkeypatch.setattr(Loop, "check_files_and_device", lambda self: raise_lack("there is no network"), raising=False)
+    monkeypatch.setattr(Loop, "check_before_open", lambda self: raise_lack("there is no network"), raising=False)
 
 
 def problems(recipe: Recipe, *, elsewhere: bool = False) -> list[str]:
@@ -69,12 +67,12 @@ def test_a_run_is_refused_before_anything_is_opened(project: Project) -> None:
 
 def test_a_problem_is_reported_by_the_node_that_has_it(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that reads from a faulty store adds no problem, and its own bug is raised."""
-    monkeypatch.setattr(Memory, "check_files_and_device", lambda self: raise_lack("there is no disk"), raising=False)
+    monkeypatch.setattr(Memory, "check_before_open", lambda self: raise_lack("there is no disk"), raising=False)
     recipe = Recipe.load("small", project=project)
-    for reads in (lambda self: self.store.check_files_and_device(), lambda self: self.store.get("what was not read")):
-        monkeypatch.setattr(Plain, "check_files_and_device", reads, raising=False)
+    for reads in (lambda self: self.store.check_before_open(), lambda self: self.store.get("what was not read")):
+        monkeypatch.setattr(Plain, "check_before_open", reads, raising=False)
         assert problems(recipe) == ["[store] there is no disk (DL403)"]
-    monkeypatch.setattr(Memory, "check_files_and_device", lambda _: None)
+    monkeypatch.setattr(Memory, "check_before_open", lambda _: None)
     with pytest.raises(KeyError):
         recipe.check()
 

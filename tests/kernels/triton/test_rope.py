@@ -64,7 +64,7 @@ def test_in_place_rotation_changes_the_tensor(
 
 
 def test_autograd_detects_changes_in_place() -> None:
-    """Changing a tensor in place that an earlier operation saved is an error, not a wrong gradient."""
+    """Rotating a tensor in place that an earlier operation saved is an error, and gives no wrong gradient."""
     x, (cos, sin) = draw_tensor("contiguous", 1, 2, 1, 4), angles_of(1, 2, 2)
     needed = x.exp()
     rotated = rope_triton(needed, cos, sin, in_place=True)

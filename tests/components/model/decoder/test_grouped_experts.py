@@ -146,10 +146,10 @@ def test_tensors_of_multi_token_prediction_are_not_loaded(tmp_path: Path) -> Non
     write_hugging_face_folder(tmp_path / "base", model, OneStage(whole(model)))
     path = tmp_path / "base" / "model.safetensors"
     save_file(load_file(path) | {"model.layers.2.enorm.weight": torch.ones(24)}, path)
-    AutoModel(kernels=cpu_kernels(), path=tmp_path / "base").check_files_and_device()
+    AutoModel(kernels=cpu_kernels(), path=tmp_path / "base").check_before_open()
     save_file(load_file(path) | {"model.layers.3.enorm.weight": torch.ones(24)}, path)
     with pytest.raises(UserError, match="unexpected"):
-        AutoModel(kernels=cpu_kernels(), path=tmp_path / "base").check_files_and_device()
+        AutoModel(kernels=cpu_kernels(), path=tmp_path / "base").check_before_open()
 
 
 def write(folder: Path, kind: str, **changes: Any) -> Path:

@@ -231,9 +231,9 @@ def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:
     assert architecture == attrs.evolve(other.architecture, rope_theta=5e3, rope_scaling=None)
     assert faults_of(config=path, **over) == faults_of(config=tmp_path / "no.json") == []  # no file is read
     with pytest.raises(UserError, match=r"^num_key_value_heads: "):
-        Qwen3Dense(kernels=cpu_kernels(), config=path, num_key_value_heads=3).check_files_and_device()
+        Qwen3Dense(kernels=cpu_kernels(), config=path, num_key_value_heads=3).check_before_open()
     with pytest.raises(UserError, match=r"^config: .*no.json can't be read"):
-        Qwen3Dense(kernels=cpu_kernels(), config=tmp_path / "no.json").check_files_and_device()
+        Qwen3Dense(kernels=cpu_kernels(), config=tmp_path / "no.json").check_before_open()
 
 
 def test_errors_at_run_time_equal_problems_of_check() -> None:
@@ -347,9 +347,9 @@ def test_balance_loss_can_be_set_beside_a_config(tmp_path: Path) -> None:
         0.0,
         other.architecture,
     )
-    Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=5).check_files_and_device()
+    Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=5).check_before_open()
     with pytest.raises(UserError, match=r"^num_experts_per_tok: "):
-        Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=1).check_files_and_device()
+        Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=1).check_before_open()
 
 
 def test_the_only_tokenizer_of_a_recipe_belongs_to_the_model() -> None:
@@ -396,7 +396,7 @@ def test_impossible_sizes_in_a_config_are_refused_before_allocation(key: str, va
     config = Qwen3Dense(kernels=cpu_kernels(), **SIZES).hugging_face_config()
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(UserError, match=f"says {key} = {value}, which is more than"):
-        Qwen3Dense(kernels=cpu_kernels(), config=tmp_path).check_files_and_device()
+        Qwen3Dense(kernels=cpu_kernels(), config=tmp_path).check_before_open()
 
 
 def test_too_many_experts_over_all_layers_are_refused() -> None:

@@ -5,7 +5,7 @@ from drawloom.graph import component
 
 @component(writes=("words",))
 class Parse:
-    """Cuts a request into words."""
+    """Strips a request."""
 
     def apply(self, request: str) -> str:
         return request.strip()
