@@ -191,8 +191,8 @@ def test_the_slurm_script_saves_a_checkpoint_at_sigterm(folder: Path) -> None:
 
 def _pod_command() -> list[str]:
     """Return the documented command of a container, with a run folder of the test."""
-    pod = next(yaml.safe_load(block.text) for block in blocks(CLUSTERS) if "restartPolicy" in block.text)
-    [container] = pod["spec"]["containers"]
+    job = next(yaml.safe_load(block.text) for block in blocks(CLUSTERS) if "terminationGracePeriod" in block.text)
+    [container] = job["spec"]["template"]["spec"]["containers"]
     return [word.replace("/runs/one", "runs/tiny") for word in [*container["command"], *container["args"]]]
 
 

@@ -169,7 +169,7 @@ def test_a_component_that_no_thread_can_end_is_named_and_killed(
 
 def _run_and_stop_while_sampling(folder: Path, arguments: Sequence[str]) -> Outcome:
     """Run, and send Ctrl-C's signal while the run samples."""
-    _delay(Sample, "finish", 0, lambda *_: True, partial(_schedule_signals, (0.3,)))
+    _delay(Sample, "run_after_training", 0, lambda *_: True, partial(_schedule_signals, (0.3,)))
     return command(folder, arguments, None)
 
 

@@ -43,7 +43,7 @@ def test_width_grows_by_heads_and_depth_by_layers() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"model": {"use": "model.qwen3.dense"}}, "write model.use=model.granite"),
+        ({"model": {"use": "model.qwen3.moe"}}, "write use = model.granite, model.llama or model.qwen3.dense"),
         ({"model": SIZES, "unset": ["model.head_dim"]}, "has no head_dim"),
         ({"model": SIZES, "parametrization": BASE}, "ladder adds itself"),
     ],

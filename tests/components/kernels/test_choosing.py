@@ -33,7 +33,7 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
             "read_and_add_token_sums",
         ),
         "experts_float8": (
-            "take",
+            "copy_tokens_to_expert_rows",
             "quantize_experts",
             "quantize_expert_swiglu",
             "prepare_outer_product_factors",

@@ -37,7 +37,7 @@ def test_each_token_is_on_one_rank_and_all_have_as_many_to_attend_to(length: int
 
 def test_a_row_that_does_not_divide_is_refused() -> None:
     """The message has the length and a remedy."""
-    with pytest.raises(UserError, match=r"rows of 9 tokens .* mesh\.context = 2 .* multiple of 4"):
+    with pytest.raises(UserError, match=r"rows of 9 tokens .* mesh\.context = 2 .* multiple of 2, or better of 4"):
         ContextPart.for_rank(9, Rank(0, 2))
 
 
