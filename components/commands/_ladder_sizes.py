@@ -14,7 +14,7 @@ Dimension = Literal["width", "depth"]
 WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 DEPTH = "num_hidden_layers"
 SCALED = {"width": WIDTHS, "depth": (DEPTH,)}
-NODE = "parametrization"
+EDGE = "parametrization"
 
 
 def make_scaled_model_overlay(graph: Graph, multiple: int, dimension: Dimension, parametrization: str) -> Values:
@@ -30,13 +30,13 @@ def make_scaled_model_overlay(graph: Graph, multiple: int, dimension: Dimension,
         raise UserError(f"[{model}] has no {missing[0]}; write all sizes of the smallest model in the recipe", 2)
     if existing := graph.implementers(Parametrization):
         raise UserError(f"the recipe has [{existing[0]}], which ladder adds itself; remove it", 2)
-    sizes = {model: {name: settings[name] * multiple for name in SCALED[dimension]}}
+    sizes = {name: settings[name] * multiple for name in SCALED[dimension]}
     if parametrization == "standard":
-        return sizes
+        return {model: sizes}
     base = {"use": f"model.parametrization.{parametrization}", "base_hidden_size": settings["hidden_size"]}
     if parametrization == "completep":
         base["base_num_hidden_layers"] = settings[DEPTH]
-    return {**sizes, NODE: base}
+    return {model: {**sizes, EDGE: base}}
 
 
 def format_overlay(values: Mapping[str, Mapping[str, Any]], comment: str) -> str:
@@ -52,7 +52,7 @@ def _find_model_node(graph: Graph) -> str:
     names = [
         name
         for name, node in graph.nodes.items()
-        if any(field.name == NODE for field in node.spec.edges) and {*WIDTHS, DEPTH} <= node.settings.keys()
+        if any(field.name == EDGE for field in node.spec.edges) and {*WIDTHS, DEPTH} <= node.settings.keys()
     ]
     if len(names) != 1:
         remedy = "write use = model.granite, model.llama or model.qwen3.dense"

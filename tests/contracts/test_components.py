@@ -88,8 +88,8 @@ def with_experts(use: str) -> Mapping[str, Any]:
 
 def with_parametrization(name: str, **base: int) -> Mapping[str, Any]:
     """Return a small model with a parametrization."""
-    model = {**TINY["model"], "use": "model.granite", "vocab_size": 257}
-    return {"model": model, "parametrization": {"use": f"model.parametrization.{name}", **base}}
+    scaled = {"use": f"model.parametrization.{name}", **base}
+    return {"model": {**TINY["model"], "use": "model.granite", "vocab_size": 257, "parametrization": scaled}}
 
 
 def with_delta_nets(use: str, **changes: Any) -> Mapping[str, Any]:

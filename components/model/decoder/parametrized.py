@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.ports.parametrization import ModelScaling, Parametrization
-from drawloom.graph import Problem, inheritable, wired
+from drawloom.graph import Problem, inheritable
 
 
 @inheritable
@@ -20,7 +20,7 @@ class ParametrizedBuilder(DecoderBuilder):
     has_multipliers: ClassVar[bool] = False
     """Whether the family's config has multipliers of residual outputs and logits, which a tied head requires."""
 
-    parametrization: Parametrization | None = wired(default=None)
+    parametrization: Parametrization | None = None
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:

@@ -31,9 +31,9 @@ def test_width_grows_by_heads_and_depth_by_layers() -> None:
         make_scaled_model_overlay(recipe().graph, 3, "depth", "completep"),
     )
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 128}
-    assert wide == {"model": sizes, "parametrization": BASE}
+    assert wide == {"model": {**sizes, "parametrization": BASE}}
     completep = {"use": "model.parametrization.completep", "base_hidden_size": 16, "base_num_hidden_layers": 1}
-    assert deep == {"model": {"num_hidden_layers": 3}, "parametrization": completep}
+    assert deep == {"model": {"num_hidden_layers": 3, "parametrization": completep}}
     assert make_scaled_model_overlay(recipe().graph, 4, "width", "standard") == {"model": sizes}
     for values in (wide, deep):
         assert tomli.loads(format_overlay(values, "a size")) == values
@@ -45,7 +45,7 @@ def test_width_grows_by_heads_and_depth_by_layers() -> None:
     [
         ({"model": {"use": "model.qwen3.moe"}}, "write use = model.granite, model.llama or model.qwen3.dense"),
         ({"model": SIZES, "unset": ["model.head_dim"]}, "has no head_dim"),
-        ({"model": SIZES, "parametrization": BASE}, "ladder adds itself"),
+        ({"model": {**SIZES, "parametrization": BASE}}, "ladder adds itself"),
     ],
 )
 def test_other_recipes_are_refused(changed: dict[str, object], reason: str) -> None:

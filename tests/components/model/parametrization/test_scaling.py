@@ -207,22 +207,28 @@ def test_muon_updates_of_wide_matrices_are_as_large_as_those_of_the_base(adjustm
     assert norms[64] == pytest.approx(norms[16], rel=0.3)
 
 
+MUP = {"use": "model.parametrization.mup", "base_hidden_size": 8}
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
         ({"optimizer": {"use": "optim.sgd", "lr": 0.1}}, "'?optim.sgd'? has no learning rates"),
         ({"optimizer": {"use": "optim.adam", "lr": 0.1}}, "optim.stochastic_adamw or optim.muon, or remove"),
-        ({"model": {"use": "model.granite", "config": "config.json"}}, "may have scaled already"),
-        ({"model": {"use": "model.llama", **SIZES, "tie_word_embeddings": True}}, "scales embedding and head differ"),
+        (
+            {"model": {"use": "model.granite", "config": "config.json", "parametrization": MUP}},
+            "may have scaled already",
+        ),
+        (
+            {"model": {"use": "model.llama", **SIZES, "tie_word_embeddings": True, "parametrization": MUP}},
+            "scales embedding and head differ",
+        ),
+        ({"model": {"use": "model.qwen2", **SIZES, "parametrization": MUP}}, "no setting or edge 'parametrization'"),
     ],
 )
 def test_recipes_that_would_lose_or_repeat_factors_are_refused(values: dict[str, Any], reason: str) -> None:
     """Optimizers without scaling, sizes from a file, tied heads without a multiplier, and other models are problems."""
-    tables = {
-        "model": {"use": "model.granite", **SIZES},
-        "parametrization": {"use": "model.parametrization.mup", "base_hidden_size": 8},
-    }
-    recipe = Recipe.load("first_run").with_values(tables)
+    recipe = Recipe.load("first_run").with_values({"model": {"use": "model.granite", **SIZES, "parametrization": MUP}})
     recipe.check(elsewhere=True)
     with pytest.raises(RecipeError, match=reason):
         recipe.with_values(values).check(elsewhere=True)
