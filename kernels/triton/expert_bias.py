@@ -178,13 +178,13 @@ def _bias_products_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, is_used = _find_expert_of_row(row, offsets, num_experts, EXPERTS)
     is_used = is_used & (row < count)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float64)  # products of a row cancel each other
     for begin in range(0, width, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         inside = is_used[:, None] & (column < width)[None, :]
         values = tl.load(grad + row.to(tl.int64)[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
         at = bias + expert.to(tl.int64)[:, None] * bias_stride + column[None, :]
-        total += values.to(tl.float32) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        total += values.to(tl.float64) * tl.load(at, mask=inside, other=0.0).to(tl.float64)
     tl.store(result + row, tl.sum(total, 1).to(result.dtype.element_ty), mask=row < count)
 
 
