@@ -281,7 +281,7 @@ class Checkpointer:
 
     def _restore_from_memory(self) -> int:
         """
-        Load the newest state of which remaining ranks have every part in memory, and return its step.
+        Load the newest state whose parts are all in the remaining ranks' memory, and return its step.
 
         Ranks without their part receive it from others. Return 0 and load nothing if there is no such state, or if a
         checkpoint on disk is newer.

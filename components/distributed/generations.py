@@ -75,7 +75,7 @@ class ReplicaShape:
         return max((count for count in range(1, largest + 1) if count * self.shards in self.counts), default=0)
 
     def shrink(self, processes: int) -> "ReplicaShape | None":
-        """Return the shape with the most shards of which `processes` are a replica; None if they are too few."""
+        """Return the shape of one replica with the most shards for `processes` ranks; None if they are too few."""
         shapes = (attrs.evolve(self, shards=shards) for shards in range(self.shards, 0, -1))
         return next((shape for shape in shapes if shape.count_replicas(processes)), None)
 

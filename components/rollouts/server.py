@@ -34,7 +34,7 @@ SEED_BITS = 53
 
 
 def _find_url_fault(url: str) -> str | None:
-    """Return why an address is no server's, or None."""
+    """Return the fault of a server's address, or None."""
     parts = urlsplit(url)
     is_valid = parts.scheme in ("http", "https") and parts.hostname
     return None if is_valid else "is not an address such as http://localhost:8000"
