@@ -20,6 +20,7 @@ from drawloom.kernels.deferred_grads import (
     get_weight_gradient_function,
     supports_deferred_weight_gradient,
 )
+from drawloom.kernels.logsumexp import logsumexp_by_halves
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable, upcast
 from drawloom.kernels.vocab_parallel import (
     SplitVocabulary,
@@ -217,7 +218,7 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> 
     target_logit = torch.zeros_like(lse)
     for chunk in split_token_chunks(len(hidden), len(weight), cut):
         logits = _compute_logits(hidden[chunk], weight)
-        lse[chunk] = logits.logsumexp(-1)
+        lse[chunk] = logsumexp_by_halves(logits)
         is_local = targets[chunk] >= 0
         picked = logits.gather(-1, targets[chunk].where(is_local, 0).unsqueeze(-1)).squeeze(-1)
         target_logit[chunk] = picked.where(is_local, 0)

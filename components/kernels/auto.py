@@ -1,9 +1,12 @@
 """Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +20,7 @@ from drawloom.components.kernels.choosing import (
     load_implementation,
 )
 from drawloom.components.kernels.recurrence import PieceMask, WholeMask
+from drawloom.components.kernels.split_k import forbid_split_k
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
@@ -25,7 +29,7 @@ from drawloom.components.ports.model import RowPart, VocabularyPart
 from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.attention import attention_eager, create_causal_mask
+from drawloom.kernels.attention import AttentionImplementation, attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.batch_invariant import BLOCKS, MIN_ROWS, apply_with_padded_rows, attend_in_blocks
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
@@ -34,10 +38,14 @@ from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8, linears_float8, mlp_float8
 from drawloom.kernels.moe import Routes as RoutingTables
+from drawloom.kernels.operation import why_no_triton
 from drawloom.kernels.recompute import call_recomputable, record_recomputable_call
 from drawloom.kernels.weight_formats import WeightFormat
 
-NOT_ON_GPU = "batch_invariant has been shown on CPUs only"
+WIDE_PRODUCTS = (
+    "a row of cuBLAS's products in float32 depends on the number of rows; write precision.compute = 'bfloat16', or "
+    "batch_invariant = false"
+)
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
 
@@ -98,8 +106,8 @@ class AutoKernels:
     )
     batch_invariant: bool = setting(
         default=False,
-        doc="whether a token's results have the same bits in every batch, at every length and with a cache; CPU only, "
-        "without experts and recurrent layers",
+        doc="whether a token's results have the same bits in every batch, at every length and with a cache; without "
+        "experts and recurrent layers, and on a GPU in 16 bits only",
     )
     _moe_routes: Choice = _declare_operation_setting("moe_routes", "the routes from tokens to experts")
     _moe_permute: Choice = _declare_operation_setting("moe_permute", "copies of tokens for their experts")
@@ -111,13 +119,12 @@ class AutoKernels:
         "grouped_gemm", "the matrix products of experts"
     )
     _add_expert_bias: Choice = _declare_operation_setting("add_expert_bias", "the addition of experts' biases")
+    _settings_before: ExitStack = attrs.field(init=False, factory=ExitStack)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Refuse implementations for GPUs if the device is the CPU, and another attention beside `batch_invariant`."""
         invariant, kind = node.settings["batch_invariant"], _read_device_kind(node)
-        if invariant and kind == "cuda":
-            yield node.problem("batch_invariant", NOT_ON_GPU, "write batch_invariant = false")
         for operation in ("attention", "linear_cross_entropy"):
             if invariant and node.settings[operation] != "auto":
                 text = f"batch_invariant has its own {operation}"
@@ -143,9 +150,13 @@ class AutoKernels:
 
     def open(self) -> None:
         """Load the implementations. Raises UserError if the device can't run one."""
-        if self.batch_invariant and self.device.device.type != "cpu":
-            raise UserError(f"kernels.auto: {NOT_ON_GPU}; write batch_invariant = false", 2)
+        if self.batch_invariant and self.device.device.type == "cuda":
+            self._settings_before.enter_context(forbid_split_k())
         _ = self._functions_by_operation
+
+    def close(self) -> None:
+        """Restore cuBLAS's settings."""
+        self._settings_before.close()
 
     def choose_implementation_of(self, operation: str) -> ImplementationChoice:
         """Return an operation's implementation and the reason for the choice."""
@@ -160,7 +171,7 @@ class AutoKernels:
     @cached_property
     def _functions_by_operation(self) -> dict[str, Any]:
         names = {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
-        fixed = {"attention": BLOCKS} if self.batch_invariant else {}
+        fixed = {"attention": self._block_attention} if self.batch_invariant else {}
         functions = fixed | {
             name: load_implementation(name, implementation)
             for name, implementation in names.items()
@@ -170,6 +181,23 @@ class AutoKernels:
         return functions | {
             "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
         }
+
+    @cached_property
+    def _block_attention(self) -> AttentionImplementation:
+        """Return batch-invariant attention: in Triton on a GPU, with the gradients of the implementation for it."""
+        if self._triton_blocks is None:
+            return BLOCKS
+        name = choose_implementation("attention", "auto", self.device.device).name
+        return self._triton_blocks.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
+
+    @cached_property
+    def _triton_blocks(self) -> Any:
+        """Return the module for attention in blocks in Triton; None if the recipe or the device has another one."""
+        device = self.device.device
+        is_eager = self.choose_implementation_of("attention").name == "eager"
+        if is_eager or device.type == "cpu" or why_no_triton(device):
+            return None
+        return import_module("drawloom.kernels.triton.attention_blocks")
 
     @cached_property
     def _vocab_parallel_loss(self) -> Any:
@@ -184,6 +212,8 @@ class AutoKernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.batch_invariant:
+            if x.is_cuda and x.dtype.itemsize > 2:
+                raise UserError(f"kernels.auto: {WIDE_PRODUCTS}", 2)
             return apply_with_padded_rows(lambda rows: linear_eager(rows, weight, bias), x)
         return linear_eager(x, weight, bias)
 
@@ -284,6 +314,8 @@ class AutoKernels:
         """
         if cache is not None:
             return Cached(cache, window)
+        if part is not None and self.batch_invariant and self._triton_blocks is not None:
+            raise UserError("kernels.auto: batch_invariant has no attention to a part of a row; write context = 1", 2)
         chosen = self._functions_by_operation["attention"]
         if part is None:
             if whole_rows and window is None and chosen.whole_rows is not None:
@@ -306,6 +338,9 @@ class AutoKernels:
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
             k, v = mask.cache.extend(k, v)
+            if self._triton_blocks is not None and q.dtype != torch.float64:
+                blocks = self._triton_blocks.BlockMask(None, mask.window)
+                return self._triton_blocks.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
             visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
             if self.batch_invariant:
                 return attend_in_blocks(q, k, v, visible, options, sinks)

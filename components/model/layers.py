@@ -22,6 +22,7 @@ from drawloom.components.ports.parameter_roles import (
     TABLE_ROLE,
     Role,
 )
+from drawloom.kernels.logsumexp import logsumexp_by_halves
 
 VOCABULARY = SplitDim(0, uneven=True)
 """Split of a table's rows among ranks; cross entropy and lookups accept parts of any size."""
@@ -283,7 +284,7 @@ class ChunkedHead(_Chunked):
 def _gather_target_logit_and_lse(logits: Tensor, targets: Tensor) -> Tensor:
     """Return by token the target's logit (arbitrary if ignored) and the log-sum-exp: (tokens, 2), at least float32."""
     wide = logits.to(_at_least_float32(logits))
-    return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], wide.logsumexp(-1)], -1)
+    return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], logsumexp_by_halves(wide)], -1)
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

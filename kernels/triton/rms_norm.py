@@ -145,7 +145,7 @@ def _forward(
     rows, added = view_as_rows(x), None if residual is None else view_as_rows(residual)
     count, width = rows.shape
     block = next_power_of_2(width)
-    tile_rows = max(1, min(FORWARD_TILE // block, next_power_of_2(count)))
+    tile_rows = max(1, FORWARD_TILE // block)  # whatever the number of rows, so that a row keeps its bits
     _forward_kernel[(cdiv(count, tile_rows),)](
         rows,
         added,

@@ -4,8 +4,8 @@ A step of GRPO compared with TRL, in one run: `make bench-grpo-gpu`.
 Both sample the same number of completions for the same prompts, learn from them once, and take an AdamW step, with the
 shapes of Qwen3-0.6B, random weights in bfloat16, and no recomputation. TRL generates with transformers. The random
 model hardly ever draws the end token, so that nearly all completions have the maximum length. Sampling is the time
-inside the sampler, learning is the rest of the step. Exact rollouts by whole rows take a pass for every token, and are
-measured by name: ONLY="'drawloom, exact by whole rows' drawloom tokens=48".
+inside the sampler, learning is the rest of the step. Every step is printed as soon as it ends. Exact rollouts by whole
+rows take a pass for every token, and are measured by name: ONLY="'drawloom, exact by whole rows' drawloom tokens=48".
 """
 
 import json
@@ -33,10 +33,13 @@ PROMPT_LENGTH = 8 if TINY else 64
 NUMBERS = dict(word.split("=") for word in sys.argv if "=" in word)
 MICROBATCHES = int(NUMBERS.get("microbatches", 2 if TINY else 4))
 NEW = int(NUMBERS.get("tokens", 4 if TINY else 256))
-STEPS = 2 if TINY else 3
+STEPS = 2
 """Measured steps, after one."""
 
 PHASES = ("rollout", "advantages", "policy_gradient", "sync_gradients", "clip", "lr", "optimizer", "report")
+
+INVARIANT = {"rollouts": {"exact": True}, "kernels": {"batch_invariant": True}}
+"""Settings for ratios of exactly 1."""
 
 Seconds = list[tuple[float, float]]
 """Sampling and all else, by step."""
@@ -50,11 +53,12 @@ def main() -> None:
     head = ("sampling s", "tokens/s", "learning s", "tokens/s", "step s", "GiB", "largest difference")
     print(f"{'':36}" + "".join(f"{name:>20}" for name in head), flush=True)
     contenders: dict[str, Callable[[Path], tuple[Seconds, str]]] = {
-        "drawloom": lambda folder: measure_drawloom(folder, {}),
         "TRL, transformers' generation": measure_trl,
+        "drawloom": lambda folder: measure_drawloom(folder, {}),
+        "drawloom, batch-invariant": lambda folder: measure_drawloom(folder, INVARIANT),
         "drawloom, exact by whole rows": lambda folder: measure_drawloom(folder, {"rollouts": {"exact": True}}),
     }
-    wanted = [word for word in sys.argv[1:] if "=" not in word and word[:2] != "--"] or [*contenders][:2]
+    wanted = [word for word in sys.argv[1:] if "=" not in word and word[:2] != "--"] or [*contenders][:3]
     with tempfile.TemporaryDirectory(prefix="grpo-") as name:
         folder = Path(name)
         write_model(folder / "model")
@@ -129,6 +133,12 @@ class Clock:
         return seconds
 
 
+def add_step(steps: Seconds, sampling: float, learning: float) -> None:
+    """Add and print a step's seconds, so that a run that is cut has results."""
+    steps.append((sampling, learning))
+    print(f"    step {len(steps)}: sampling {sampling:.3f} s, learning {learning:.3f} s", flush=True)
+
+
 def now() -> float:
     """Return the time when the device has done all work so far."""
     if DEVICE == "cuda":
@@ -152,7 +162,7 @@ def measure_drawloom(folder: Path, values: dict[str, Any]) -> tuple[Seconds, str
         "batch": {"global_size": PROMPTS, "micro_size": PROMPTS // MICROBATCHES},
         "rollouts": {"max_tokens": NEW},
         "rollout": {"group_size": GROUP},
-        "rewards": {"exact_match": {"use": "rewards.regex", "pattern": "[02468] "}},
+        "rewards": {"exact_match": {"use": "rewards.regex", "pattern": r"^\S*[02468] "}},
         "evaluate": {"every": "never"},
         "checkpoint": {"every": "never", "best": "loss", "best_is": "lowest"},
         "lr": {"warmup_steps": 0},
@@ -167,7 +177,7 @@ def measure_drawloom(folder: Path, values: dict[str, Any]) -> tuple[Seconds, str
             began = now()
             for _ in run.get(Trainer).run_and_yield_steps():
                 ended, inside = now(), clock.read()
-                steps.append((inside, ended - began - inside))
+                add_step(steps, inside, ended - began - inside)
                 began = now()
     finally:
         StageRollouts.sample = sample  # type: ignore[method-assign]
@@ -237,7 +247,7 @@ def _make_callback(steps: Seconds, clock: Clock) -> Any:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             inside = clock.read()
-            steps.append((inside, now() - self.began - inside))
+            add_step(steps, inside, now() - self.began - inside)
 
     return Marks()
 
