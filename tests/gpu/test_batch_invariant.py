@@ -1,0 +1,131 @@
+"""Batch-invariant kernels on a GPU, in bfloat16: every operation, and whole GRPO steps with a cache."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.kernels.split_k import WORKSPACES
+from drawloom.components.model.layers import LinearHead
+from drawloom.components.ports.rollouts import policy_logps
+from drawloom.graph import UserError
+from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.logsumexp import logsumexp_by_halves
+from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.triton.attention_blocks import BlockMask, attend_in_blocks_triton
+from runs.test_rollouts import RECIPE
+from support.gpu import drawloom_run
+from support.runs import series
+
+pytestmark = pytest.mark.gpu
+
+os.environ.update(WORKSPACES)  # before this process's first product
+GPU: Any = {"device": "cuda", "dtype": torch.bfloat16}
+SIZES = (
+    *("model.hidden_size=256", "model.head_dim=64", "model.num_attention_heads=4", "model.intermediate_size=512"),
+    *("precision.parameter=bfloat16", "kernels.batch_invariant=true", "rollouts.max_tokens=150", "trainer.steps=3"),
+    *("batch.global_size=8", "batch.micro_size=2", "evaluate.every=9", "optimizer.lr=1e-3", "device.share=false"),
+)
+
+
+@pytest.fixture
+def kernels() -> Iterator[AutoKernels]:
+    kernels = AutoKernels(device=ComputeDevice(kind="cuda"), batch_invariant=True)
+    kernels.open()
+    yield kernels
+    kernels.close()
+
+
+def make_operations(kernels: AutoKernels) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+    """Return functions of rows, by name, each with its rows."""
+    x, wide, heads = (torch.randn(1500, *shape, **GPU) for shape in ((1024,), (3072,), (24, 128)))
+    table, up = torch.randn(50_001, 1024, **GPU) / 8, torch.randn(3072, 1024, **GPU) / 32
+    ids, scale = torch.randint(50_001, (1500,), device="cuda"), torch.tensor(0.7, device="cuda")
+    head, one, small = LinearHead(table, len(table), kernels), torch.ones(1024, **GPU), torch.ones(128, **GPU)
+    cos, sin = rope_angles(torch.arange(1500, device="cuda"), 128, 1e6)
+
+    def rotate(h: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        q, k = h[:, None, :16], h[:, None, 16:]
+        return torch.cat(kernels.qk_norm_rope(q, k, small, small, 1e-6, c[:, None], s[:, None]), 2)[:, 0]
+
+    return {
+        "log-sum-exp": (logsumexp_by_halves, ((x[:300] @ table.T).float(),)),
+        "logps": (lambda x, t: policy_logps(x[None], head, t[None], t[None] >= 0, None)[0], (x, ids)),
+        "scaled logps": (lambda x, t: policy_logps(x[None], head, t[None], t[None] >= 0, scale)[0], (x, ids)),
+        "up": (lambda x: kernels.linear(x, up), (x,)),
+        "down": (lambda x: kernels.linear(x, up.T.contiguous()), (wide,)),
+        "embedding": (lambda ids: kernels.embedding(ids, table), (ids,)),
+        "rms_norm": (lambda x: kernels.rms_norm(x, one, 1e-6), (x,)),
+        "narrow rms_norm": (lambda x: kernels.rms_norm(x, small, 1e-6), (heads[:, 0],)),
+        "add_rms_norm": (lambda x: torch.cat(kernels.add_rms_norm(x, x * 2, one, 1e-6), -1), (x,)),
+        "swiglu": (lambda x: kernels.swiglu(x, x * 2), (wide,)),
+        "qk_norm_rope": (rotate, (heads, cos, sin)),
+    }
+
+
+def test_rows_have_the_same_bits_in_every_batch(kernels: AutoKernels) -> None:
+    """For each operation, some rows alone have the bits that they have among all rows."""
+    torch.manual_seed(0)
+    wrong = []
+    for name, (function, tensors) in make_operations(kernels).items():
+        whole = function(*tensors)
+        for first, count in ((0, 1), (0, 3), (7, 15), (0, 16), (5, 33), (64, 100), (0, 128), (1, 129), (2, 257)):
+            part = slice(first, first + count)
+            if not function(*(x[part].contiguous() for x in tensors)).equal(whole[part]):
+                wrong.append((name, first, count))
+    assert not wrong
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_has_the_same_bits_with_a_cache(head_dim: int, window: int | None) -> None:
+    """Each token alone after its cache, each prefix, and fewer rows have the whole pass's bits."""
+    torch.manual_seed(0)
+    options, sinks = AttentionOptions(softcap=None if window is None else 20.0), torch.randn(8, **GPU)
+    q, (k, v) = torch.randn(20, 300, 8, head_dim, **GPU), torch.randn(2, 20, 300, 4, head_dim, **GPU)
+    whole, wrong = attend_in_blocks_triton(q, k, v, BlockMask(None, window), options, sinks), []
+    for end in range(1, 300, 7):
+        for first, rows in ((end - 1, slice(20)), (end - 1, slice(4, 5)), (0, slice(3)), (end // 2, slice(2, 9))):
+            part = q[rows, first:end], k[rows, :end], v[rows, :end]
+            if not attend_in_blocks_triton(*part, BlockMask(None, window), options, sinks).equal(
+                whole[rows, first:end]
+            ):
+                wrong.append((first, end, rows))
+    assert not wrong
+
+
+def test_gradients_are_those_of_the_default_attention(kernels: AutoKernels) -> None:
+    """The backward pass of attention in blocks has the bits of the default implementation's."""
+    plain, grads = AutoKernels(device=kernels.device), []
+    q, k = torch.randn(2, 200, 8, 64, **GPU), torch.randn(2, 200, 4, 64, **GPU)
+    for one in (kernels, plain):
+        inputs = [x.clone().requires_grad_() for x in (q, k, k)]
+        mask = one.attention_mask(torch.zeros(2, 200, dtype=torch.int64, device="cuda"), whole_rows=True)
+        mixed = one.attention(*inputs, mask)
+        grads.append((mixed, *torch.autograd.grad(mixed, inputs, q)))
+    torch.testing.assert_close(grads[0][0], grads[1][0], rtol=2e-2, atol=2e-2)
+    assert all(ours.equal(theirs) for ours, theirs in zip(grads[0][1:], grads[1][1:], strict=True))
+
+
+def test_float32_products_are_refused(kernels: AutoKernels) -> None:
+    """cuBLAS's products in float32 depend on the number of rows, so a float32 model is an error with a remedy."""
+    with pytest.raises(UserError, match="precision.compute = 'bfloat16'"):
+        kernels.linear(torch.ones(2, 8, device="cuda"), torch.ones(4, 8, device="cuda"))
+
+
+@pytest.mark.parametrize("words", [(), ("rollouts.temperature=0.8",), ("mesh.data_shard=2",)], ids=str)
+def test_ratios_are_exactly_1_in_bfloat16(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """GRPO samples 32 rows with a cache, learns from 8 at a time, and its largest difference is 0 at every step."""
+    (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
+    processes = 2 if "mesh.data_shard=2" in words else 1
+    outcome = drawloom_run(tmp_path, "tiny.toml", "run.name=tiny", *SIZES, *words, processes=processes)
+    assert outcome.code == 0, outcome.text
+    measured = series(tmp_path / "runs/tiny", "sampler_difference", "ratio", "clip_fraction")
+    assert measured == [(0.0, 1.0, 0.0)] * 3
+    assert min(norm for (norm,) in series(tmp_path / "runs/tiny", "grad_norm")) > 0
