@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import attrs
 import torch
+from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.rng import derive_seed
@@ -28,6 +29,9 @@ log = logging.getLogger("drawloom.run")
 
 FOLDER = "{folder}"
 """Text in a request's body that stands for the exported folder's absolute path."""
+
+TRAIN = "train"
+"""Purpose of the rollouts that the policy learns from."""
 
 SEED_BITS = 53
 """Bits of a seed in JSON, whose numbers are float64 in some servers."""
@@ -71,7 +75,8 @@ class ServerRollouts:
     from the training pass as `sampler_difference`. Entropies are estimated by the sampled tokens: minus their
     log-probabilities.
 
-    One rank of each model replica sends requests.
+    With `update_every` above 1, checkpoints contain the export that the server has, so a resumed run samples from the
+    same weights as a run without interruption. One rank of each model replica sends requests.
     """
 
     model: LanguageModel
@@ -106,7 +111,7 @@ class ServerRollouts:
 
     def close(self) -> None:
         """Remove the exported weights."""
-        if self._served_purpose is not None and self.mesh.world.rank == 0:
+        if (self._served_purpose or self._updated_step is not None) and self.mesh.world.rank == 0:
             with suppress(OSError):
                 remove_folder_atomically(self._export_folder)
 
@@ -120,15 +125,38 @@ class ServerRollouts:
         if self._name is None:
             self._name = str(run_on_rank0(world, lambda: self._server.find_model(self.served_model)))
         last, target = self._updated_step, self._export_folder / purpose
-        is_due = purpose != "train" or last is None or step - last >= self.update_every
+        is_due = purpose != TRAIN or last is None or step - last >= self.update_every
         if is_due:
             run_on_rank0(world, lambda: self._prepare_folder(target))
             self.export.export_to(target)
         if is_due or self._served_purpose != purpose:
             run_on_rank0(world, lambda: self._send_reload(target))
         self._served_purpose = purpose
-        if is_due and purpose == "train":
+        if is_due and purpose == TRAIN:
             self._updated_step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """
+        Return the step of the server's weights, and the files of their export; empty if every rollout updates them.
+
+        The tensors map the files: a checkpoint reads them, and nothing is copied before.
+        """
+        if self.update_every == 1 or self._updated_step is None:
+            return {}
+        files = {path.name: _map_file(path) for path in sorted((self._export_folder / TRAIN).iterdir())}
+        return {"step": self._updated_step, "files": files}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Write the export again, for the next rollout. Raises KeyError for another node's state."""
+        if state and state.keys() != {"step", "files"}:
+            raise KeyError(f"the state of a server's rollouts has step and files, and this one has {sorted(state)}")
+        self._updated_step, self._served_purpose = (int(state["step"]), None) if state else (None, None)
+        target = self._export_folder / TRAIN
+        if state and self.mesh.world.rank == 0:
+            self._prepare_folder(target)
+            target.mkdir()
+            for name, content in state["files"].items():
+                (target / name).write_bytes(content.numpy())
 
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """Complete the prompts. Raises UserError on all ranks of the replica if the server fails."""
@@ -194,6 +222,12 @@ class ServerRollouts:
         ends = prompts.lengths + torch.tensor([len(completion.ids) for completion in sampled])
         is_ended = torch.tensor([completion.ids[-1] == end for completion in sampled])
         return Completions(tokens, prompts.lengths, ends, logps, -logps, is_ended)
+
+
+def _map_file(path: Path) -> Tensor:
+    """Return a file's bytes, uint8 (size,), which stay readable after the file is removed."""
+    size = path.stat().st_size
+    return torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
 def _fill_in_folder(value: Any, folder: str) -> Any:

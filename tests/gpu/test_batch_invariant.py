@@ -107,7 +107,7 @@ def test_gradients_are_those_of_the_default_attention(kernels: AutoKernels) -> N
     for one in (kernels, plain):
         inputs = [x.clone().requires_grad_() for x in (q, k, k)]
         mask = one.attention_mask(torch.zeros(2, 200, dtype=torch.int64, device="cuda"), whole_rows=True)
-        mixed = one.attention(*inputs, mask)
+        mixed = one.attention(inputs[0], inputs[1], inputs[2], mask)
         grads.append((mixed, *torch.autograd.grad(mixed, inputs, q)))
     torch.testing.assert_close(grads[0][0], grads[1][0], rtol=2e-2, atol=2e-2)
     assert all(ours.equal(theirs) for ours, theirs in zip(grads[0][1:], grads[1][1:], strict=True))
@@ -115,7 +115,7 @@ def test_gradients_are_those_of_the_default_attention(kernels: AutoKernels) -> N
 
 def test_float32_products_are_refused(kernels: AutoKernels) -> None:
     """cuBLAS's products in float32 depend on the number of rows, so a float32 model is an error with a remedy."""
-    with pytest.raises(UserError, match="precision.compute = 'bfloat16'"):
+    with pytest.raises(UserError, match=r"precision\.compute = 'bfloat16'"):
         kernels.linear(torch.ones(2, 8, device="cuda"), torch.ones(4, 8, device="cuda"))
 
 

@@ -31,9 +31,10 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components": (set(), set()),
     # Values of a step know nothing of training.
     "components.state": (set(), {"attrs", "torch"}),
-    # Options of an operation and formats of weights are classes of the kernels, which ports name.
+    # Options of an operation and formats of weights are classes of the kernels, which ports name. Samplers and losses
+    # have the same bits by one formula of a log-sum-exp.
     "components.ports": (
-        {"graph", "components.state", "kernels.attention_options", "kernels.weight_formats"},
+        {"graph", "components.state", "kernels.attention_options", "kernels.logsumexp", "kernels.weight_formats"},
         {"attrs", "numpy", "torch"},
     ),
     "components.contracts": (
@@ -74,12 +75,13 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
-    # Angles of rotary positions come from one formula, of which there is no choice to make. Without a dispatcher,
-    # experts are on the rank of their tokens.
+    # Angles of rotary positions and log-sum-exps come from one formula, of which there is no choice to make. Without a
+    # dispatcher, experts are on the rank of their tokens.
     "components.model": (
         BELOW
         | {
             "kernels.attention_options",
+            "kernels.logsumexp",
             "kernels.recompute",
             "kernels.rope_frequencies",
             "components.experts.local",

@@ -53,10 +53,21 @@ def test_a_server_samples_from_the_newest_weights_on_every_mesh(lab: Path, serve
 
 
 def test_a_lag_shows_in_the_ratio(lab: Path, server: ServedModel) -> None:
-    """With `update_every = 2` every second step learns from the policy before: its ratio differs from 1."""
-    folder = run(lab, "lagging", f"rollouts.url={server.url}", "rollouts.update_every=2")
+    """
+    With `update_every = 2` every second step learns from the policy before: its ratio differs from 1.
+
+    A run resumed after step 3, between two updates, has the same bits.
+    """
+    words = (f"rollouts.url={server.url}", "rollouts.update_every=2", "checkpoint.every=1")
+    folder = run(lab, "lagging", *words)
     differences = [difference for (difference,) in series(folder, "sampler_difference")]
     assert max(differences[::2]) < 1e-4 < 1e-3 < min(differences[1::2])
+    whole, last = deterministic_rows(folder), folder / "checkpoints/step-4"
+    before = {path.name: path.read_bytes() for path in last.glob("rank-*")}
+    take_back(folder, 3)
+    run(lab, "lagging", *words)
+    assert deterministic_rows(folder) == whole
+    assert {path.name: path.read_bytes() for path in last.glob("rank-*")} == before != {}
 
 
 def test_a_server_that_fails_ends_all_ranks_with_one_message(lab: Path, server: ServedModel) -> None:

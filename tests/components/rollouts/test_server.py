@@ -99,7 +99,8 @@ def test_the_servers_weights_follow_the_policy_at_the_lag(sampler: Any, server: 
     """
     With `update_every = 2` the server has the weights of steps 1 and 3, also after an evaluation in between.
 
-    The evaluation has the current weights. A sampler that starts again, as in a resumed run, exports at once.
+    The evaluation has the current weights. A sampler with the state from after step 3, as in a resumed run, has the
+    weights of step 3 at step 4 and the current ones at step 5.
     """
     lagging: ServerRollouts = attrs.evolve(sampler, update_every=2)
     lagging.open()
@@ -114,11 +115,22 @@ def test_the_servers_weights_follow_the_policy_at_the_lag(sampler: Any, server: 
     assert seen == [0.0, 1.0, 0.0, 3.0, 3.0]
     routes = [path for path, _ in server.requests]
     assert routes == ["/v1/models", *["/collective_rpc", "/reset_prefix_cache"] * 4]
+    state = {**(whole := lagging.state_dict()), "files": {name: x.clone() for name, x in whole["files"].items()}}
+    lagging.close()
+    assert not (sampler.folder.folder / "policy").exists()
+    assert all(x.equal(state["files"][name]) for name, x in whole["files"].items())  # still mapped
     again: ServerRollouts = attrs.evolve(sampler, update_every=2)
     again.open()
-    again.update_weights("train", 4)
-    assert read_norm(server) == 4.0
-    lagging.close()
+    again.load_state_dict(state)
+    for step, expected in ((4, 3.0), (5, 9.0)):
+        with torch.no_grad():
+            bias.fill_(9.0)
+        again.update_weights("train", step)
+        assert read_norm(server) == expected
+    again.load_state_dict({})
+    again.update_weights("train", 6)
+    assert again.state_dict()["step"] == 6 and attrs.evolve(sampler, update_every=1).state_dict() == {}
+    again.close()
     assert not (sampler.folder.folder / "policy").exists()
     with torch.no_grad():
         bias.copy_(before)
