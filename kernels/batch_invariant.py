@@ -8,6 +8,7 @@ the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,14 @@ from torch import Tensor
 from drawloom.kernels.attention import AttentionImplementation, create_causal_document_mask
 from drawloom.kernels.attention_meta import attention_on_meta
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.costs import register_costs, return_zero_scratch_bytes
+from drawloom.kernels.grouped_gemm import (
+    EAGER,
+    GroupedGemmImplementation,
+    apply_grouped_gemm,
+    count_row_product_flops,
+    list_expert_slices,
+)
 from drawloom.kernels.operation import upcast
 
 MIN_ROWS = 16
@@ -110,4 +119,31 @@ def _mask_scores(scores: Tensor, is_hidden: Tensor, kv_heads: int) -> Tensor:
     return by_head.masked_fill(is_hidden, MASKED).view(scores.shape)
 
 
+def grouped_gemm_with_padded_rows(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+    """
+    Compute `grouped_gemm_eager`, as if every expert had at least `MIN_ROWS` rows.
+
+    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
+    """
+    return apply_grouped_gemm(PADDED_ROWS, x, weight, offsets, transposed)
+
+
+@torch.library.custom_op("drawloom::grouped_gemm_padded_rows", mutates_args=())
+def _multiply_padded_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    # A custom op for the same reason as the eager one.
+    result = x.new_zeros(len(x), weight.shape[2])
+    for matrix, rows in zip(weight, list_expert_slices(offsets), strict=True):
+        result[rows] = apply_with_padded_rows(partial(torch.matmul, other=matrix), x[rows])
+    return result
+
+
+@_multiply_padded_rows_by_expert.register_fake
+def _fake_multiply_padded_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[2])
+
+
+register_costs(
+    torch.ops.drawloom.grouped_gemm_padded_rows, flops=count_row_product_flops, scratch=return_zero_scratch_bytes
+)
+PADDED_ROWS = GroupedGemmImplementation(_multiply_padded_rows_by_expert, EAGER.matrices)
 BLOCKS = AttentionImplementation(create_causal_document_mask, attend_in_blocks)

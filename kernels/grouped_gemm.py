@@ -132,7 +132,7 @@ def _count_torch_flops(self: Tensor, mat2: Tensor) -> float:
 def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     # A custom op, because neither torch.compile nor the meta device can slice by values of `offsets`.
     result = x.new_zeros(len(x), weight.shape[2])
-    for matrix, rows in zip(weight, _expert_slices(offsets), strict=True):
+    for matrix, rows in zip(weight, list_expert_slices(offsets), strict=True):
         result[rows] = x[rows] @ matrix
     return result
 
@@ -144,7 +144,7 @@ def _fake_multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) ->
 
 @torch.library.custom_op("drawloom::grouped_gemm_matrices_eager", mutates_args=())
 def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return torch.stack([a[rows].T @ b[rows] for rows in _expert_slices(offsets)])
+    return torch.stack([a[rows].T @ b[rows] for rows in list_expert_slices(offsets)])
 
 
 @_sum_outer_products_by_expert.register_fake
@@ -152,7 +152,7 @@ def _fake_sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) ->
     return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 
-def _expert_slices(offsets: Tensor) -> list[slice]:
+def list_expert_slices(offsets: Tensor) -> list[slice]:
     """Return every expert's row range, after waiting for the device."""
     bounds: list[int] = [0, *offsets.tolist()]
     return [slice(first, last) for first, last in pairwise(bounds)]

@@ -31,7 +31,13 @@ from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import AttentionImplementation, attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.batch_invariant import BLOCKS, MIN_ROWS, apply_with_padded_rows, attend_in_blocks
+from drawloom.kernels.batch_invariant import (
+    BLOCKS,
+    MIN_ROWS,
+    apply_with_padded_rows,
+    attend_in_blocks,
+    grouped_gemm_with_padded_rows,
+)
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
@@ -46,6 +52,9 @@ WIDE_PRODUCTS = (
     "a row of cuBLAS's products in float32 depends on the number of rows; write precision.compute = 'bfloat16', or "
     "batch_invariant = false"
 )
+BATCH_INVARIANT = {"attention": "blocks", "grouped_gemm": "fixed tiles"}
+"""Implementations by operation that `batch_invariant` chooses."""
+
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
 
@@ -107,7 +116,7 @@ class AutoKernels:
     batch_invariant: bool = setting(
         default=False,
         doc="whether a token's results have the same bits in every batch, at every length and with a cache; without "
-        "experts and recurrent layers, and on a GPU in 16 bits only",
+        "float8 and recurrent layers, and on a GPU in 16 bits only",
     )
     _moe_routes: Choice = _declare_operation_setting("moe_routes", "the routes from tokens to experts")
     _moe_permute: Choice = _declare_operation_setting("moe_permute", "copies of tokens for their experts")
@@ -125,7 +134,7 @@ class AutoKernels:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Refuse implementations for GPUs if the device is the CPU, and another attention beside `batch_invariant`."""
         invariant, kind = node.settings["batch_invariant"], _read_device_kind(node)
-        for operation in ("attention", "linear_cross_entropy"):
+        for operation in (*BATCH_INVARIANT, "linear_cross_entropy"):
             if invariant and node.settings[operation] != "auto":
                 text = f"batch_invariant has its own {operation}"
                 yield node.problem(operation, text, "leave it out, or write batch_invariant = false")
@@ -160,8 +169,8 @@ class AutoKernels:
 
     def choose_implementation_of(self, operation: str) -> ImplementationChoice:
         """Return an operation's implementation and the reason for the choice."""
-        if self.batch_invariant and operation == "attention":
-            return ImplementationChoice("blocks", "kernels are batch-invariant")
+        if self.batch_invariant and operation in BATCH_INVARIANT:
+            return ImplementationChoice(BATCH_INVARIANT[operation], "kernels are batch-invariant")
         return choose_implementation(operation, getattr(self, f"_{operation}"), self.device.device)
 
     def list_automatic_choices(self) -> dict[str, str]:
@@ -171,7 +180,7 @@ class AutoKernels:
     @cached_property
     def _functions_by_operation(self) -> dict[str, Any]:
         names = {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
-        fixed = {"attention": self._block_attention} if self.batch_invariant else {}
+        fixed = self._batch_invariant_functions if self.batch_invariant else {}
         functions = fixed | {
             name: load_implementation(name, implementation)
             for name, implementation in names.items()
@@ -182,11 +191,17 @@ class AutoKernels:
             "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
         }
 
-    @cached_property
-    def _block_attention(self) -> AttentionImplementation:
-        """Return batch-invariant attention: in Triton on a GPU, with the gradients of the implementation for it."""
+    @property
+    def _batch_invariant_functions(self) -> dict[str, Any]:
+        """Return the operations that have an implementation of their own if batch-invariant."""
         if self._triton_blocks is None:
-            return BLOCKS
+            return {"attention": BLOCKS, "grouped_gemm": grouped_gemm_with_padded_rows}
+        grouped_gemm = import_module("drawloom.kernels.triton.grouped_gemm")
+        return {"attention": self._block_attention, "grouped_gemm": grouped_gemm.grouped_gemm_with_fixed_tiles}
+
+    @property
+    def _block_attention(self) -> AttentionImplementation:
+        """Return batch-invariant attention in Triton, with the gradients of the implementation for the GPU."""
         name = choose_implementation("attention", "auto", self.device.device).name
         return self._triton_blocks.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
 
@@ -219,14 +234,21 @@ class AutoKernels:
 
     embedding = staticmethod(embedding_eager)
 
+    def _get_float8(self, operation: str) -> Any:
+        """Return an operation's implementation. Raises UserError if it must be batch-invariant."""
+        if self.batch_invariant:
+            text = "batch_invariant has no products in float8; leave out [precision] float8, or write"
+            raise UserError(f"kernels.auto: {text} batch_invariant = false", 2)
+        return self._functions_by_operation[operation]
+
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_float8(self._functions_by_operation["linear_float8"], x, weight, bias)
+        return linear_float8(self._get_float8("linear_float8"), x, weight, bias)
 
     def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return linears_float8(self._functions_by_operation["linear_float8"], x, weights)
+        return linears_float8(self._get_float8("linear_float8"), x, weights)
 
     def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return mlp_float8(self._functions_by_operation["linear_float8"], x, gate, up, down)
+        return mlp_float8(self._get_float8("linear_float8"), x, gate, up, down)
 
     def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
         return self._functions_by_operation["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
@@ -241,7 +263,7 @@ class AutoKernels:
     ) -> Tensor:
         if float8:
             unpack = partial(self.dequantize, weight_format=weight_format)
-            return linear_quantized_float8(self._functions_by_operation["linear_float8"], unpack, x, stored, bias)
+            return linear_quantized_float8(self._get_float8("linear_float8"), unpack, x, stored, bias)
         dequantize = self._functions_by_operation["dequantize"]
         if self.batch_invariant:
             return apply_with_padded_rows(
@@ -413,15 +435,13 @@ class AutoKernels:
         return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
 
     def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-        kernels = self._functions_by_operation["experts_float8"]
+        kernels = self._get_float8("experts_float8")
         return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
 
     def expert_rows_float8(
         self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
     ) -> Tensor:
-        return expert_rows_float8(
-            self._functions_by_operation["experts_float8"], rows, probabilities, gate_up, down, offsets
-        )
+        return expert_rows_float8(self._get_float8("experts_float8"), rows, probabilities, gate_up, down, offsets)
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor

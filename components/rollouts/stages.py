@@ -18,7 +18,7 @@ from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.model import ExpertModel, Head, Kernels, TokenContext, is_batch_invariant
+from drawloom.components.ports.model import Head, Kernels, TokenContext, is_batch_invariant
 from drawloom.components.ports.pipeline import ForwardPasses
 from drawloom.components.ports.rollouts import Completions, Prompts, policy_logps
 from drawloom.components.ports.run import RunInfo
@@ -64,13 +64,6 @@ class StageRollouts:
         if mesh and mesh.settings.get("context", 1) != 1:
             text = f"[{node.name}] samples whole rows, but ranks along 'context' divide rows"
             yield mesh.problem("context", text, "write context = 1")
-        kernels, executor = node.neighbour("kernels"), node.neighbour("model")
-        stages = executor and executor.neighbour("stages")
-        model = stages and stages.neighbour("model")
-        has_experts = model and issubclass(model.component, ExpertModel) and model.component.expert_count(model)
-        if model and has_experts and node.settings["exact"] and kernels and kernels.settings.get("batch_invariant"):
-            text = f"exact rollouts with a cache need products by token, and [{model.name}] has experts"
-            yield kernels.problem("batch_invariant", text, "write batch_invariant = false")
 
     def open(self) -> None:
         """Connect the ranks that sample the same rows."""

@@ -26,6 +26,9 @@ from drawloom.kernels.triton.primitives import cdiv, check_floats, get_dot_preci
 ROWS = (16, 128)
 """Minimum and maximum rows of a tile, which has as many rows as the average expert, within tensor-core limits."""
 
+FIXED_ROWS = 64
+"""Rows of a tile if a row must have the same bits among any number of rows."""
+
 COLUMNS, STEP = 128, 64
 """Columns of a tile, and elements of the inner dimension that one step multiplies."""
 
@@ -38,12 +41,27 @@ def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: 
 
     x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
-    check_floats("grouped_gemm_triton", x, weight)
+    _check_inputs("grouped_gemm_triton", x, weight)
+    return apply_grouped_gemm(TRITON, x, weight, offsets, transposed)
+
+
+def grouped_gemm_with_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+    """
+    Compute `grouped_gemm_triton`; a row of the result has the same bits among any number of rows.
+
+    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
+    """
+    _check_inputs("grouped_gemm_with_fixed_tiles", x, weight)
+    return apply_grouped_gemm(FIXED_TILES, x, weight, offsets, transposed)
+
+
+def _check_inputs(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raise an error for dtypes or a number of rows that the kernels do not accept."""
+    check_floats(name, x, weight)
     if len(x) > MAX_ROWS:
         raise ValueError(
             f"{len(x)} rows are more than 32-bit row indices can number, {MAX_ROWS}; use a smaller microbatch"
         )
-    return apply_grouped_gemm(TRITON, x, weight, offsets, transposed)
 
 
 def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -60,11 +78,31 @@ def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
     result = _allocate_rows(x, weight, offsets)
     if not result.numel() or not weight.numel():
         return result.zero_()
-    num_experts, inputs, outputs = weight.shape
+    num_experts = len(weight)
     if blocks.is_faster_by_tma(num_experts, x, weight):
         blocks.multiply_rows_by_tma(x, weight, offsets, result)
         return result
-    rows = _choose_tile_rows(len(x), num_experts)
+    _launch_rows_kernel(x, weight, offsets, result, _choose_tile_rows(len(x), num_experts))
+    return result
+
+
+@register_kernel(
+    "grouped_gemm_fixed_tiles(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
+    fake=_allocate_rows,
+    flops=count_row_product_flops,
+    scratch=return_zero_scratch_bytes,
+)
+def _multiply_rows_in_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    result = _allocate_rows(x, weight, offsets)
+    if not result.numel() or not weight.numel():
+        return result.zero_()
+    _launch_rows_kernel(x, weight, offsets, result, FIXED_ROWS)
+    return result
+
+
+def _launch_rows_kernel(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor, rows: int) -> None:
+    """Fill result (rows, outputs) by tiles with so many rows."""
+    num_experts, inputs, outputs = weight.shape
     tiles = len(x) // rows + num_experts
     _multiply_rows_kernel[(tiles * cdiv(outputs, COLUMNS),)](
         x,
@@ -84,7 +122,6 @@ def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
         num_warps=WARPS if rows >= 64 else 4,
         enable_fp_fusion=True,
     )
-    return result
 
 
 def _allocate_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -191,3 +228,4 @@ def _outer_products_kernel(
 
 
 TRITON = GroupedGemmImplementation(_multiply_rows_by_expert, _sum_outer_products_by_expert)
+FIXED_TILES = GroupedGemmImplementation(_multiply_rows_in_fixed_tiles, _sum_outer_products_by_expert)

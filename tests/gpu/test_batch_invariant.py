@@ -54,7 +54,17 @@ def make_operations(kernels: AutoKernels) -> dict[str, tuple[Callable[..., Tenso
         q, k = h[:, None, :16], h[:, None, 16:]
         return torch.cat(kernels.qk_norm_rope(q, k, small, small, 1e-6, c[:, None], s[:, None]), 2)[:, 0]
 
+    both, back, chosen = torch.randn(9, 512, 1024, **GPU) / 32, torch.randn(9, 1024, 256, **GPU) / 16, ids[:, None] % 8
+
+    def apply_experts(x: Tensor, first: Tensor) -> Tensor:
+        choices = torch.cat([first, first + 1], 1)
+        routes = kernels.moe_routes(choices, len(both))
+        rows, factors = kernels.moe_permute(x, torch.ones_like(choices) / 3, routes)
+        gated = kernels.swiglu_halves(kernels.grouped_gemm(rows, both, routes[2], transposed=True), factors)
+        return kernels.moe_unpermute(kernels.grouped_gemm(gated, back, routes[2], transposed=True), routes)
+
     return {
+        "experts": (apply_experts, (x, chosen)),
         "log-sum-exp": (logsumexp_by_halves, ((x[:300] @ table.T).float(),)),
         "logps": (lambda x, t: policy_logps(x[None], head, t[None], t[None] >= 0, None)[0], (x, ids)),
         "scaled logps": (lambda x, t: policy_logps(x[None], head, t[None], t[None] >= 0, scale)[0], (x, ids)),
@@ -119,7 +129,15 @@ def test_float32_products_are_refused(kernels: AutoKernels) -> None:
         kernels.linear(torch.ones(2, 8, device="cuda"), torch.ones(4, 8, device="cuda"))
 
 
-@pytest.mark.parametrize("words", [(), ("rollouts.temperature=0.8",), ("mesh.data_shard=2",)], ids=str)
+EXPERTS = (
+    "model.use=model.qwen3.moe",
+    "model.num_experts=8",
+    "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=256",
+)
+
+
+@pytest.mark.parametrize("words", [(), ("rollouts.temperature=0.8",), ("mesh.data_shard=2",), EXPERTS], ids=str)
 def test_ratios_are_exactly_1_in_bfloat16(tmp_path: Path, words: tuple[str, ...]) -> None:
     """GRPO samples 32 rows with a cache, learns from 8 at a time, and its largest difference is 0 at every step."""
     (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")

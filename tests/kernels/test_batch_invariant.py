@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.kernels.attention import attention_eager, create_causal_document_mask, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
@@ -90,3 +91,27 @@ def test_padding_of_few_rows_has_no_effect() -> None:
         x = torch.randn(shape)
         assert apply_with_padded_rows(double, x).equal(2 * x)
     assert seen == [16, 16, 20]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_experts_do_not_depend_on_their_number(dtype: torch.dtype) -> None:
+    """A token's experts have the same bits among few and many tokens, whatever experts these have."""
+    generator = torch.Generator().manual_seed(1)
+    kernels, count, width, inner = cpu_kernels(batch_invariant=True), 5, 48, 40
+    x = torch.randn(300, width, generator=generator).to(dtype)
+    up = torch.randn(count, 2 * inner, width, generator=generator).to(dtype)
+    down = torch.randn(count, width, inner, generator=generator).to(dtype)
+    chosen = torch.rand(300, count, generator=generator).topk(2).indices
+    weights = torch.rand(300, 2, generator=generator)
+
+    def apply(kernels: AutoKernels, part: slice) -> Tensor:
+        routes = kernels.moe_routes(chosen[part], count)
+        rows, scale = kernels.moe_permute(x[part], weights[part], routes)
+        gated = kernels.swiglu_halves(kernels.grouped_gemm(rows, up, routes[2], transposed=True), scale)
+        return kernels.moe_unpermute(kernels.grouped_gemm(gated, down, routes[2], transposed=True), routes)
+
+    whole = apply(kernels, slice(None))
+    for first, rows in ((0, 1), (7, 2), (0, 3), (50, 7), (3, 16), (100, 31), (0, 150)):
+        part = slice(first, first + rows)
+        assert apply(kernels, part).equal(whole[part]), (first, rows)
+    torch.testing.assert_close(whole, apply(cpu_kernels(), slice(None)), rtol=1e-2, atol=2e-2)

@@ -83,6 +83,22 @@ def test_a_cache_keeps_the_bits_of_batch_invariant_kernels(lab: Path) -> None:
         assert series(folder, *SAMPLED[:4]) == series(one, *SAMPLED[:4]), folder
 
 
+def test_experts_keep_the_bits_of_batch_invariant_kernels(lab: Path) -> None:
+    """A model with experts has ratios of exactly 1 with a cache, also if ranks partition the experts."""
+    recipe = (lab / "tiny.toml").read_text("utf-8").replace("qwen3.dense", "qwen3.moe")
+    experts = "num_experts = 6\nnum_experts_per_tok = 2\nmoe_intermediate_size = 16\n"
+    (lab / "tiny.toml").write_text(recipe.replace("intermediate_size = 32\n", experts), "utf-8")
+    words = ("kernels.batch_invariant=true", "trainer.steps=2", "rollouts.max_tokens=12", "evaluate.every=9")
+    exchange = ("mesh.expert=2", "dispatcher.use=experts.all_to_all", "stages.dispatcher=@dispatcher")
+    one = run(lab, "one", *words)
+    ranks = [
+        run(lab, name, *words, *LAYOUTS["shards"], *more, ranks=2) for name, more in {"a": (), "b": exchange}.items()
+    ]
+    for folder in (one, *ranks):
+        assert series(folder, "sampler_difference", "ratio", "clip_fraction") == [(0.0, 1.0, 0.0)] * 2, folder
+        assert series(folder, *SAMPLED[:4]) == series(one, *SAMPLED[:4]), folder
+
+
 def test_a_resumed_run_draws_the_same_completions(lab: Path) -> None:
     """A run killed after step 2 repeats steps 3 and 4 with the same bits."""
     folder = run(lab, "straight", "rollouts.exact=false")
