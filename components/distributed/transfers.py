@@ -1,7 +1,11 @@
 """Copies between a device and host memory, on streams of their own, ordered by events."""
 
+import ctypes
+import mmap
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -36,17 +40,17 @@ class DeviceTransfers:
                 f"{size / 1e9:.1f} GB of state do not fit into the host's memory, {total / 1e9:.1f} GB; take a "
                 "narrower state_dtype, more ranks along data_shard, or keep the state on the device"
             )
-        is_slab = size >= MIN_SLAB_BYTES
         pins = self.device.type == "cuda" and size > 0
-        memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pins and not is_slab)
-        if pins and is_slab:
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if code := int(cudart.cudaHostRegister(memory.data_ptr(), size, 0)):
-                raise UserError(
-                    f"{size / 1e9:.1f} GB of host memory can't be pinned (CUDA error {code}); free memory of this "
-                    "host, raise `ulimit -l`, or keep the optimizer's state on the device"
-                )
-            self._registered.append(memory)
+        if not pins or size < MIN_SLAB_BYTES:
+            return torch.zeros(size, dtype=torch.uint8, pin_memory=pins)
+        memory = _allocate_zeros_in_huge_pages(size)
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if code := int(cudart.cudaHostRegister(memory.data_ptr(), size, 0)):
+            raise UserError(
+                f"{size / 1e9:.1f} GB of host memory can't be pinned (CUDA error {code}); free memory of this "
+                "host, raise `ulimit -l`, or keep the optimizer's state on the device"
+            )
+        self._registered.append(memory)
         return memory
 
     def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
@@ -90,3 +94,19 @@ class DeviceTransfers:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
         return stream.record_event()
+
+
+def _allocate_zeros_in_huge_pages(size: int) -> Tensor:
+    """
+    Return zeros, uint8 (size,), in memory that exists already, on Linux in pages of 2 MiB.
+
+    Otherwise CUDA's call that pins it would make pages of 4 KiB, one after another: a minute for 60 GB.
+    """
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pages") as threads:
+        parts = memory.split(MIN_SLAB_BYTES)
+        list(threads.map(lambda part: ctypes.memset(part.data_ptr(), 0, part.numel()), parts))
+    return memory

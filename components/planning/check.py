@@ -12,6 +12,7 @@ import torch
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import describe_excess
+from drawloom.components.planning.text import format_time_parts
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
 from drawloom.components.storage.byte_size import format_byte_size
@@ -102,10 +103,11 @@ class PlanCheck:
 
 
 def compare_with_plan(planned: Plan, measured_bytes: int | None, measured_seconds: float) -> str:
-    """Return planned and measured values, and the plan's relative error, as one line."""
+    """Return planned and measured values, the plan's relative error, and the planned time by part, as one line."""
     parts = [
         _format_planned_and_measured("memory", planned.peak_memory_bytes[0], measured_bytes, format_byte_size),
         _format_planned_and_measured("step", planned.time.seconds, measured_seconds, lambda value: f"{value:.3g} s"),
+        f"planned time: {format_time_parts(planned)}",
     ]
     return f"plan    {'; '.join(parts)}"
 

@@ -92,7 +92,7 @@ def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "choice", describe_choice(plan)
     if host := max(memory.host for memory in plan.memory):
         yield "host", f"{format_byte_size(host)} of each rank in host memory, at most"
-    yield "time", f"{plan.time.seconds:.3g} s a step: {_format_time_parts(plan)}"
+    yield "time", f"{plan.time.seconds:.3g} s a step: {format_time_parts(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     per_rank = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
     yield "speed", f"{plan.tokens_per_second:,.0f} tokens/s{per_rank}{mfu}"
@@ -120,7 +120,7 @@ def describe_host_states(fractions: Sequence[float]) -> str:
     return f"{amount}optimizer state in host memory"
 
 
-def _format_time_parts(plan: Plan) -> str:
+def format_time_parts(plan: Plan) -> str:
     """Return the step time's parts in %, without parts near 0."""
     parts = plan.time.as_data()
     parts["passes"] = parts.pop("compute") - parts["sending"]

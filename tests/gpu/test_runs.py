@@ -4,6 +4,7 @@ and a failing rank ends the other.
 """
 
 import re
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,17 @@ def test_verify_resume_finds_no_difference(folder: Path, processes: int) -> None
 def test_offloaded_run_has_the_bits_of_a_resident_run(folder: Path) -> None:
     """Activations and optimizer state in host memory change no loss, weight or moment, with 16 and with 8 bits."""
     stages = ("schedule.use=pipeline.schedules.looped_bfs", "schedule.stages_per_rank=4", "model.num_hidden_layers=4")
-    for dtype in ("bfloat16", "uint8"):
-        words = (*KERNELS, *OPTIMIZERS["stochastic_adamw"], *stages, f"optimizer.state_dtype={dtype}")
-        offloaded = ("optimizer.states=host", "optimizer.slot_bytes=32768", "stages.offload=true")
-        resident = run_to_end(folder, f"resident-{dtype}", *words)
-        assert_same(run_to_end(folder, f"offloaded-{dtype}", *words, *offloaded), resident)
+    runs: dict[str, list[Future[Path]]] = {}
+    with ThreadPoolExecutor() as threads:  # the runs take most of their time to start
+        for dtype in ("bfloat16", "uint8"):
+            words = (*KERNELS, *OPTIMIZERS["stochastic_adamw"], *stages, f"optimizer.state_dtype={dtype}")
+            offloaded = ("optimizer.states=host", "optimizer.slot_bytes=32768", "stages.offload=true")
+            runs[dtype] = [
+                threads.submit(run_to_end, folder, f"resident-{dtype}", *words),
+                threads.submit(run_to_end, folder, f"offloaded-{dtype}", *words, *offloaded),
+            ]
+    for pair in runs.values():
+        assert_same(*(run.result() for run in pair))
 
 
 @pytest.mark.parametrize("mesh", ["mesh.data_replicate=2", "mesh.pipeline=2"])

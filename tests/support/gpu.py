@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import attrs
 
@@ -38,7 +39,7 @@ def drawloom_run(
     paths = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
-    with open(folder / "printed", "w+b") as printed:
+    with TemporaryFile(dir=folder) as printed:
         with subprocess.Popen(
             arguments, cwd=folder, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
         ) as process:

@@ -82,7 +82,7 @@ class OffloadedTensors:
         copies = [(memory, storage.bytes) for memory, storage in zip(self._host, storages, strict=True)]
         self._left = transfers.copy_to_host(copies, [transfers.mark_computation(), *(ticket for _, ticket in taken)])
         self._arrived: Ticket = None
-        self._is_on_host = False
+        self._is_freed = False
 
     @property
     def byte_count(self) -> int:
@@ -90,17 +90,18 @@ class OffloadedTensors:
         return sum(memory.numel() for memory in self._host)
 
     def free_device_memory(self) -> None:
-        """Free the device memory, after the copies to the host."""
+        """Free the device memory, after the copies to the host; do nothing if it is freed, or already reloaded."""
+        if self._is_freed:
+            return
         self._offloads.transfers.make_computation_wait(self._left)
         for storage, memory in zip(self._storages, self._host, strict=True):
             storage.point_views_to(memory)
             storage.bytes = storage.bytes.new_empty(0)
-        self._is_on_host = True
+        self._is_freed = True
 
     def reload(self) -> None:
         """Allocate device memory, and start to copy the activations back."""
-        if not self._is_on_host:
-            self.free_device_memory()
+        self.free_device_memory()
         transfers = self._offloads.transfers
         for storage, memory in zip(self._storages, self._host, strict=True):
             storage.bytes = torch.empty(memory.numel(), dtype=torch.uint8, device=storage.bytes.device)

@@ -107,9 +107,9 @@ def traced_operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]
 def describe_operations(operations: list[tuple[str, Interval]]) -> Iterator[str]:
     kinds, names = Counter[str](), Counter[str]()
     for name, (start, end) in operations:
-        kinds[_kind(name)] += (end - start) / TRACED  # type: ignore[assignment]
+        kinds[kind_of(name)] += (end - start) / TRACED  # type: ignore[assignment]
         names[name[:70]] += (end - start) / TRACED  # type: ignore[assignment]
-    busy = list(union([span for name, span in operations if _kind(name) != "NCCL"]))
+    busy = list(union([span for name, span in operations if kind_of(name) != "NCCL"]))
     computing, whole = sum(end - start for start, end in busy) / TRACED, (busy[-1][1] - busy[0][0]) / TRACED
     yield f"computing {computing:.1f}, idle {whole - computing:.1f}; " + _format(kinds.most_common())
     yield "longest: " + _format(names.most_common(LONGEST))
@@ -117,7 +117,7 @@ def describe_operations(operations: list[tuple[str, Interval]]) -> Iterator[str]
     yield "gaps: " + ", ".join(f"{gap:.2f} at {at:.0f}" for gap, at in sorted(gaps, reverse=True)[:4])
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in name.lower() for part in parts)), "other")
 
 

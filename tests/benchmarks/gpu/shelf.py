@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def main() -> None:
         prepare_data(work_folder)
         for name, (ranks, words) in MODELS.items():
             if ranks <= GPUS and (not wanted or name in wanted):
-                print(f"{name:16}{train_recipe(work_folder, name, words, STEPS, ranks)}", flush=True)
+                print(f"{name:16}{train_recipe(work_folder, name, words, STEPS, ranks, name)}", flush=True)
 
 
 def prepare_data(folder: Path) -> None:
@@ -70,25 +71,38 @@ def _train_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _run_drawloom(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def _run_drawloom(folder: Path, *words: str, ranks: int = 1) -> str:
+    """Run a command, print its output as it comes, with the seconds since its start, and return the output."""
     starter = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *starter, "-m", "drawloom", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    begin, lines = time.perf_counter(), []
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            print(f"    {time.perf_counter() - begin:5.1f} s  {line.rstrip()}", flush=True)
+    return "".join(lines)
 
 
-def train_recipe(folder: Path, name: str, words: Sequence[str], steps: int, ranks: int = 1) -> str:
+def train_recipe(
+    folder: Path, name: str, words: Sequence[str], steps: int, ranks: int = 1, run_name: str = "run"
+) -> str:
     """Train a recipe on a prepared folder's data, and return loss, speed, and planned and measured figures."""
-    run_folder = folder / f"run_{len(list(folder.glob('run_*')))}"
+    run_folder = folder / run_name
     data = ("vars.data=store", "vars.tokenizer=tokenizer", 'tokenizer.end_token="<end>"')
     run = ("--overlay", "steps_only.toml", f"run.folder={run_folder}", f"trainer.steps={steps}")
-    done = _run_drawloom(folder, "run", name, *run, *data, *words, ranks=ranks)
+    output = _run_drawloom(folder, "run", name, *run, *data, *words, ranks=ranks)
     try:
-        rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-        last = next(row for row in reversed(rows) if "loss" in row)
+        last = next(row for row in reversed(read_metrics(run_folder)) if "loss" in row)
         speed = f"{last['tokens_per_second'] / ranks:,.0f} tokens/s a GPU, MFU {last.get('mfu', 0):.1%}"
         return f"loss {last['loss']:.3f}, {speed}; {(run_folder / 'plan.txt').read_text().strip()}"
     except (OSError, StopIteration, KeyError) as error:
-        return f"{type(error).__name__} {error}: {(done.stderr or done.stdout).strip()[-600:]}"
+        return f"{type(error).__name__} {error}: {output.strip()[-600:]}"
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, float]]:
+    """Return a run's rows of metrics."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
 
 
 if __name__ == "__main__":

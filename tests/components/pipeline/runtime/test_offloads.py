@@ -105,6 +105,11 @@ def test_memory_is_freed_and_views_stay_views() -> None:
     tensors.free_device_memory()
     assert tensors.byte_count > 0 and all(storage.expired() for storage in storages)
     tensors.reload()
+    wrappers = [wrapper for weak in collecting.kept if (wrapper := weak()) is not None]
+    on_device = [wrapper.value().data_ptr() for wrapper in wrappers]
+    tensors.free_device_memory()  # a program that reloads soon frees late
+    assert [wrapper.value().data_ptr() for wrapper in wrappers] == on_device
+    del wrappers
     tensors.wait_for_reload()
     assert all(map(torch.equal, torch.autograd.grad(output, [x, weight]), expected))
 
