@@ -4,20 +4,23 @@ run a command in several processes on one or more machines
 torchrun's agent starts the processes. Unlike torchrun, this command prints nothing if a process has already reported
 its error, exits with that process's code, and waits until a stopped run has saved its checkpoint. If the run survives
 losses (`processes.on_failure`), the other processes continue, and `--max-restarts` is the number of lost processes that
-are started again, one by one.
+are started again, one by one. Hot spares (`--spares`) wait beside them, and take a lost process's place at once.
 """
 
 import argparse
+import copy
 import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -32,7 +35,7 @@ from drawloom.components.distributed.launch_store import (
     connect_to_launch_store,
     shorten_name_lookups,
 )
-from drawloom.components.distributed.torchrun import CONTINUES
+from drawloom.components.distributed.torchrun import CONTINUES, SPARES
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
@@ -41,6 +44,8 @@ from drawloom.graph.project import Project
 
 # These loggers print several lines per failure and signal, and report a rendezvous that another machine has ended.
 AGENT_LOGS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
+
+SPARES_INTERVAL = 0.5  # seconds between two questions whether the run has begun, which spares can join
 
 STORE_SECONDS = 3.0  # for the launch's store to answer
 
@@ -61,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="restarts after failures, of all processes, or of lost ones if the run survives losses (default: 0)",
+    )
+    parser.add_argument(
+        "--spares",
+        type=integer_parser(0),
+        default=0,
+        metavar="N",
+        help="hot spares per machine: processes that wait to replace lost ones (processes.on_failure; default: 0)",
     )
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, such as: run first_run"
@@ -90,10 +102,26 @@ class _Agent(LocalElasticAgent):
 
     _surviving = ""  # the attempt whose workers survive losses
     _replaced = 0  # lost workers that were started again
+    _spares_missing = 0  # spares that this attempt has still to start
+    _next_query = 0.0  # time of the next question whether spares may start
+
+    def __init__(self, spares: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._spares = spares
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers; spares follow as soon as there is a run that they can join."""
+        self._spares_missing = self._spares
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the workers' state; a loss that they survive counts as healthy while one of them runs."""
         workers: Any = self._pcontext  # torch's SubprocessContext, because the entry point is a command
+        if self._spares_missing and time.monotonic() > self._next_query:
+            self._next_query = time.monotonic() + SPARES_INTERVAL
+            if self._workers_survive_loss(worker_group):
+                self._start_spares(worker_group)
         codes = [handler.proc.poll() for handler in workers.subprocess_handlers.values()]
         if any(codes) and self._workers_survive_loss(worker_group):
             if None in codes:
@@ -105,16 +133,35 @@ class _Agent(LocalElasticAgent):
         outcome: RunResult = super()._monitor_workers(worker_group)
         return outcome
 
-    def _restart_lost_workers(self, worker_group: WorkerGroup) -> None:
-        """Start lost workers again, as often as restarts are allowed. The run admits them at the end of a step."""
+    def _start_spares(self, worker_group: WorkerGroup) -> None:
+        """Start the spares: more workers for torch's agent, with the variables of the first ones."""
         workers: Any = self._pcontext
-        for local_rank, handler in workers.subprocess_handlers.items():
+        count = worker_group.spec.local_world_size
+        for slot in range(count, count + self._spares_missing):
+            model = slot % count
+            workers.envs[slot], workers.error_files[slot] = workers.envs[model], workers.error_files[model]
+            workers.subprocess_handlers[slot] = copy.copy(workers.subprocess_handlers[model])
+            workers._running_local_ranks.add(slot)
+            worker_group.workers.append(Worker(slot, worker_group.workers[model].global_rank))
+            self._start_process(worker_group, slot)
+        self._spares_missing = 0
+
+    def _restart_lost_workers(self, worker_group: WorkerGroup) -> None:
+        """Start lost workers again, as often as restarts are allowed. They wait as spares, or join at a step's end."""
+        workers: Any = self._pcontext
+        for slot, handler in workers.subprocess_handlers.items():
             allowed = self._replaced < worker_group.spec.max_restarts
             if handler.proc.poll() and allowed and not self._has_failed(worker_group):
                 self._replaced += 1
-                environment = {**os.environ, **workers.envs[local_rank]}
-                handler.proc = subprocess.Popen(handler.proc.args, env=environment, start_new_session=True)
-                worker_group.workers[local_rank].id = handler.proc.pid
+                self._start_process(worker_group, slot)
+
+    def _start_process(self, worker_group: WorkerGroup, slot: int) -> None:
+        """Start the process of a worker, which joins the run."""
+        workers: Any = self._pcontext
+        handler = workers.subprocess_handlers[slot]
+        environment = {**os.environ, **workers.envs[slot]}
+        handler.proc = subprocess.Popen(handler.proc.args, env=environment, start_new_session=True)
+        worker_group.workers[slot].id = handler.proc.pid
 
     def _has_failed(self, worker_group: WorkerGroup) -> bool:
         """Return whether the run ends because of a failure, or its store does not answer."""
@@ -150,14 +197,17 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
         raise UserError("there is no command to launch; write it last, such as: run first_run", 2)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         raise UserError("--nnodes: several machines need --rdzv-endpoint HOST:PORT, the same on each of them", 2)
+    if options.spares and options.nnodes * options.nproc_per_node == 1:
+        raise UserError("--spares: a run needs two processes or more to survive a loss; write --nproc-per-node 2", 2)
     shorten_name_lookups()
     os.environ.setdefault(THREADS, str(count_threads_per_process(options.nproc_per_node)))
+    os.environ[SPARES] = str(options.spares)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     for name in AGENT_LOGS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     command = [*options.arguments, *options.words, *(f"--import={path}" for path in options.imports)]
     launcher: Any = api
-    launcher.LocalElasticAgent = _Agent  # elastic_launch has no argument for the agent's class
+    launcher.LocalElasticAgent = partial(_Agent, options.spares)  # elastic_launch has no argument for the agent's class
     package = project.registry.package.partition(".")[0]
     try:
         start = elastic_launch(_make_launch_config(options), sys.executable)

@@ -155,6 +155,12 @@ class TorchProcesses:
             self._check_backend_survives_losses()
             shorten_name_lookups()
             os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
+        elif self._launch.spares:
+            raise UserError(
+                f"the launcher has {self._launch.spares} spare(s) for lost processes (--spares), and on_failure = "
+                "'stop' ends the run with a loss; write on_failure = 'continue'",
+                exit_code=2,
+            )
         if self._launch.address:
             exit_after_parent(os.getppid())
         self._limit = self._get_torch_timeout(self.timeout)

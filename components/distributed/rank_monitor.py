@@ -12,8 +12,8 @@ from another thread, and with NCCL no host thread waits where it could be interr
 the other processes on its machine notice its death by a pidfd, which then becomes readable.
 
 If the run survives losses, such a death is no failure: it is published as a loss, and every rank calls `on_loss`. A
-rank is lost, too, if it sends no heartbeats, or if the others wait for it beyond their timeout. A lost rank never comes
-back: its machine's other processes kill it, and its own monitor ends it.
+rank is lost, too, if its process is stopped (SIGSTOP), if it sends no heartbeats, or if the others wait for it beyond
+their timeout. A lost rank never comes back: its machine's other processes kill it, and its own monitor ends it.
 """
 
 import json
@@ -25,8 +25,10 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -44,6 +46,8 @@ TICK = 0.25  # seconds between two polls
 STORE_LOST = "the rendezvous store, which is in rank 0 or in torchrun, does not answer"
 ANSWER_TIMEOUT = 0.8  # seconds; several ticks, so that a live process answers in time
 KILLED = "is gone: it was killed, or it crashed"
+STOPPED = "is stopped (SIGSTOP)"
+STOPPED_POLLS = 3  # polls in a row that find a process stopped: others may be resumed a moment later than this one
 GRACE = 3.0  # seconds in which a process may close its resources after a rank has failed
 BEAT = 1.0  # seconds between two heartbeats
 MAX_WATCHED = 16  # ranks whose heartbeats a rank reads: more than a machine's processes, which may be lost together
@@ -85,6 +89,7 @@ class RankMonitor:
     _deadline: float = attrs.field(init=False, default=math.inf)
     _watched: dict[int, int] = attrs.field(init=False, factory=dict)  # from pidfd to rank
     _gone: set[int] = attrs.field(init=False, factory=set)  # peers that ended before they were watched
+    _stopped: Counter[int] = attrs.field(init=False, factory=Counter)  # polls in a row, by rank
     _heard: dict[int, tuple[int, float]] = attrs.field(init=False, factory=dict)  # heartbeats, and seconds since
     _beaten: float = attrs.field(init=False, default=-math.inf)
     _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
@@ -207,7 +212,11 @@ class RankMonitor:
         dead = [] if self.failure else self._find_dead_peers()
         if self.on_loss is not None:
             silent = [] if self.failure else self._exchange_heartbeats()
-            self._publish_and_end_lost_ranks(dead, silent)
+            stopped = [] if self.failure else self._find_stopped_peers()
+            silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
+            self._publish_and_end_lost_ranks(
+                dict.fromkeys(silent, silence) | dict.fromkeys(stopped, STOPPED) | dict.fromkeys(dead, KILLED)
+            )
         elif dead:
             self.report_failure(self._describe_lost_rank(dead[0], KILLED))
 
@@ -282,6 +291,12 @@ class RankMonitor:
         ranks = [self._watched[descriptor] for descriptor, _ in poll.poll(0)]
         return [rank for rank in (*self._gone, *ranks) if not self.store.check([f"exiting/{rank}"])]
 
+    def _find_stopped_peers(self) -> list[int]:
+        """Return this machine's ranks whose processes were stopped at several polls in a row."""
+        stopped = {rank for rank in self._watched.values() if is_stopped(self.peers[rank])}
+        self._stopped = Counter({rank: self._stopped[rank] + 1 for rank in stopped})
+        return [rank for rank, polls in self._stopped.items() if polls >= STOPPED_POLLS]
+
     def _exchange_heartbeats(self) -> list[int]:
         """Send a heartbeat, and return the watched ranks without one for too long, unless they have ended normally."""
         now = time.monotonic()
@@ -303,10 +318,8 @@ class RankMonitor:
         process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
         return f"rank {rank}{process} {reason}"
 
-    def _publish_and_end_lost_ranks(self, dead: Iterable[int], silent: Iterable[int]) -> None:
+    def _publish_and_end_lost_ranks(self, reasons: Mapping[int, str]) -> None:
         """Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`."""
-        silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
-        reasons = dict.fromkeys(silent, silence) | dict.fromkeys(dead, KILLED)
         self.declare_lost({rank: reason for rank, reason in reasons.items() if rank not in self.losses})
         if self.store.check(["broken"]):
             lost = [rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])]
@@ -337,3 +350,12 @@ class RankMonitor:
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         prefix = ", ".join(filter(None, [rank, self.location]))
         return f"{prefix}: {text}" if prefix else text
+
+
+def is_stopped(process: int) -> bool:
+    """Return whether a process on this machine is stopped by a signal, such as SIGSTOP; False if it is gone."""
+    try:
+        # the name in parentheses may contain anything, even parentheses; the state follows
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False

@@ -23,6 +23,9 @@ from drawloom.graph.cli.exit_codes import Console
 CONTINUES = "continues"
 """Key in the launcher's store: the workers go on if one of them is lost, so the launcher must not end them."""
 
+SPARES = "DRAWLOOM_SPARES"
+"""Variable with the number of hot spares on each machine, from `drawloom launch`."""
+
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,7 +36,7 @@ class Launch:
 
     `node_rank` is this machine's index among the `node_count` machines (torchrun's nodes). `agent_store` is True if the
     store is in torchrun instead of rank 0; `attempt` is unique to every restart of the workers; a worker writes its
-    failure to `error_file`.
+    failure to `error_file`. The launcher starts `spares` more processes on each machine once the run has begun.
     """
 
     rank: int = 0
@@ -47,6 +50,7 @@ class Launch:
     error_file: str = ""
     node_rank: int = 0
     node_count: int = 1
+    spares: int = 0
 
     @property
     def is_single_process(self) -> bool:
@@ -90,6 +94,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
         node_rank=node_rank,
         node_count=node_count,
+        spares=_parse_number(SPARES, environment.get(SPARES, "0")),
     )
 
 

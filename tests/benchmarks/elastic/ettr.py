@@ -1,11 +1,11 @@
 """
-Effective training time ratio (ETTR) under kills: `make bench-ettr`, or with arguments RANKS SECONDS MODES...
+Effective training time ratio (ETTR) under faults: `make bench-ettr`, or with arguments RANKS SECONDS MODES...
 
-A small run on the CPU loses a random process by SIGKILL every 30 s, also rank 0, and the launcher starts it again. With
-`continue`, processes.on_failure is "continue"; with `restart`, all processes start again from the newest checkpoint.
+A run on the CPU, with steps of about half a second, loses a random process every 30 s: by SIGKILL, or by SIGSTOP. The
+mode `spare` has `processes.on_failure = "continue"` and a hot spare (`drawloom launch --spares 1`), the mode `continue`
+has no spare, and with `restart` all processes start again from the newest checkpoint. Figures are printed every minute.
 """
 
-import json
 import os
 import random
 import signal
@@ -13,62 +13,151 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from support.survival import find_worker, write_recipe
+import attrs
 
-INTERVAL = 30.0  # seconds between two kills
+from drawloom.components.distributed.generations import CURRENT, Generation
+from drawloom.components.distributed.launch_store import connect_to_launch_store
+from drawloom.components.distributed.torchrun import read_launch
+from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
+from drawloom.components.report.events import read_log
+from drawloom.components.report.metrics import read_metrics
+from support.runs import write_corpus
+
+INTERVAL = 30.0  # seconds between two faults
+PRINT_INTERVAL = 60.0
 STOP_LIMIT = 60.0  # seconds for the run to end after SIGTERM
-WORDS = ("trainer.steps=1000000", "checkpoint.every=200", "metrics.recovery.use=metrics.recovery")
+STORE_SECONDS = 5.0  # for the launch's store to answer
+RECIPE = """
+extends = "tiny.toml"
+unset = ["checkpoint.best"]
+
+[vars]
+length = 128
+
+[model]
+num_hidden_layers = 4
+hidden_size = 256
+num_attention_heads = 4
+num_key_value_heads = 4
+head_dim = 64
+intermediate_size = 768
+
+[batch]
+micro_size = 2
+
+[trainer]
+steps = 1000000
+on_finish = []
+
+[evaluate]
+every = "never"
+
+[metrics.recovery]
+use = "metrics.recovery"
+"""
+MICROBATCHES = 6  # of every rank in a step
+SURVIVING = ("processes.on_failure=continue", "checkpoint.every=100")
+WORDS = {
+    "spare": SURVIVING,
+    "continue": SURVIVING,
+    # `step`: seconds until a stopped process is noticed
+    "restart": ("checkpoint.every=10", "listeners.timeouts.step=10"),
+}
 
 
-def measure(ranks: int, seconds: float, mode: str, seed: int = 0) -> dict[str, Any]:
-    """Return the run's entry in `drawloom runs`, with the number of kills and the machine's load."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = write_recipe(Path(name))
-        start = [sys.executable, "-m", "drawloom"]
-        words = (*WORDS, *(["processes.on_failure=continue"] if mode == "continue" else []))
-        launch = ["launch", "--nproc-per-node", str(ranks), "--max-restarts", "10000", "run", "recipe.toml", *words]
-        choices, kills = random.Random(seed), 0
+@attrs.define
+class Run:
+    """A launched run in a folder, and the faults that it has had."""
+
+    folder: Path
+    ranks: int
+    mode: str
+    random: random.Random
+    faults: Counter[str] = attrs.field(factory=Counter)
+
+    def measure(self, seconds: float) -> None:
+        """Run for this time, and print the ratio every minute and at the end."""
+        start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(self.ranks)]
+        spares = ["--spares", "1"] if self.mode == "spare" else []
+        words = ["run", "recipe.toml", f"batch.global_size={2 * MICROBATCHES * self.ranks}", *WORDS[self.mode]]
         with (
-            (folder / "printed").open("wb") as printed,
-            subprocess.Popen([*start, *launch], cwd=folder, stdout=printed, stderr=printed) as launcher,
+            (self.folder / "printed").open("wb") as printed,
+            subprocess.Popen(
+                [*start, *spares, "--max-restarts", "10000", *words], cwd=self.folder, stdout=printed, stderr=printed
+            ) as launcher,
         ):
-            end = time.monotonic() + seconds
-            while (left := end - time.monotonic()) > 0 and launcher.poll() is None:
-                time.sleep(min(INTERVAL, left))
-                if left > INTERVAL:
-                    kills += _kill(launcher.pid, choices.randrange(ranks))
+            begin = time.monotonic()
+            fault, report, end = begin + INTERVAL, begin + PRINT_INTERVAL, begin + seconds
+            while time.monotonic() < end and launcher.poll() is None:
+                time.sleep(0.1)
+                if time.monotonic() > fault and end - time.monotonic() > INTERVAL / 2:
+                    fault += INTERVAL
+                    self._strike(launcher.pid)
+                if time.monotonic() > report:
+                    report += PRINT_INTERVAL
+                    self._print(time.monotonic() - begin)
             launcher.terminate()
             launcher.wait(STOP_LIMIT)
-        listing = subprocess.run(
-            [*start, "runs", "runs", "--format", "json"], cwd=folder, capture_output=True, check=True
+        self._print(seconds)
+        if launcher.returncode != 128 + signal.SIGTERM:
+            print(
+                f"the launcher has ended with {launcher.returncode}:\n{(self.folder / 'printed').read_text()[-4000:]}"
+            )
+
+    def _strike(self, launcher: int) -> None:
+        """Kill or stop one of the run's processes, unless they are being started."""
+        members = self._find_members(launcher)
+        if not members or (self.mode == "restart" and len(members) < self.ranks):
+            self.faults["none"] += 1
+            return
+        kind = self.random.choice([signal.SIGKILL, signal.SIGSTOP])
+        self.faults[kind.name] += 1
+        try:
+            os.kill(self.random.choice(members), kind)
+        except ProcessLookupError:
+            self.faults["none"] += 1
+
+    def _find_members(self, launcher: int) -> list[int]:
+        """Return the run's processes, without waiting ones."""
+        children = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+        if self.mode == "restart" or not children:
+            return children
+        lines = Path(f"/proc/{children[0]}/environ").read_text().split("\0")
+        launch = read_launch(dict(line.split("=", 1) for line in lines if "=" in line))
+        store = connect_to_launch_store(launch.address, launch.port, launch.attempt, STORE_SECONDS)
+        if not store.check([CURRENT]):
+            return []
+        return [member.pid for member in Generation.from_json(store.get(CURRENT).decode()).members]
+
+    def _print(self, seconds: float) -> None:
+        """Print the figures so far. Step lines are rare in the log, so that the time ends now instead of with it."""
+        log, metrics = read_log(self.folder / "runs/tiny"), read_metrics(self.folder / "runs/tiny")
+        log.last = time.strftime(TIME_FORMAT)
+        name = f"{self.ranks} processes, {self.mode}, {seconds:.0f} s"
+        if (ettr := compute_ettr(log, metrics)) is None:
+            print(f"{name}: no step yet", flush=True)
+            return
+        lost = ", ".join(f"{part} {value:.1f}" for part, value in ettr.recovery_seconds.items())
+        count = len(metrics.steps)
+        print(
+            f"{name}: ETTR {ettr.productive_time_fraction:.1%}; {dict(self.faults)}; {count} steps of "
+            f"{ettr.learned / count:.2f} s in {ettr.wall:.0f} s; {ettr.lost_steps} steps lost; {ettr.recoveries} steps "
+            f"repeated in memory, seconds: {lost or 'none'}; load {os.getloadavg()[0]:.1f}",
+            flush=True,
         )
-        [entry] = json.loads(listing.stdout)["runs"]
-        result: dict[str, Any] = {"kills": kills, "load": os.getloadavg()[1], **entry}
-        return result
-
-
-def _kill(launcher: int, rank: int) -> bool:
-    """Kill a rank's process, and return whether there was one."""
-    try:
-        os.kill(find_worker(launcher, rank), signal.SIGKILL)
-    except (AssertionError, OSError):  # it is being started again
-        return False
-    return True
 
 
 def main(ranks: int = 2, seconds: float = 600.0, *modes: str) -> None:
-    """Print the ratio and its parts for every mode."""
-    for mode in modes or ("continue", "restart"):
-        result = measure(ranks, seconds, mode)
-        lost = {part: round(value, 1) for part, value in result["recovery_seconds"].items()}
-        print(
-            f"{ranks} processes, {mode}: ETTR {result['ettr']:.1%} in {seconds:g} s with {result['kills']} kills; step "
-            f"{result['step']}; seconds lost by part {lost}; load {result['load']:.1f} on {os.cpu_count()} cores",
-            flush=True,
-        )
+    """Measure every mode after the other."""
+    for mode in modes or WORDS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_corpus(folder, files=60)
+            (folder / "recipe.toml").write_text(RECIPE, "utf-8")
+            Run(folder, ranks, mode, random.Random(0)).measure(seconds)
 
 
 if __name__ == "__main__":
