@@ -47,7 +47,14 @@ class FlashKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
         """Return the result (..., heads, head_dim), and the log-sum-exp (..., heads)."""
         mixed, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *self._sequence_bounds, 0.0, self.window is None, False, **self._kernel_options
+            q,
+            k,
+            v,
+            *self._list_document_offsets_and_longest_lengths,
+            0.0,
+            self.window is None,
+            False,
+            **self._kernel_options,
         )
         return mixed, Statistics(lse.transpose(-1, -2), (seed, offset))
 
@@ -58,7 +65,7 @@ class FlashKernel:
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
             *(q, k, v, mixed, lse),
-            *self._sequence_bounds,
+            *self._list_document_offsets_and_longest_lengths,
             *(0.0, self.window is None),
             *statistics.random_state,
             **self._kernel_options,
@@ -66,7 +73,7 @@ class FlashKernel:
         return grads
 
     @property
-    def _sequence_bounds(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+    def _list_document_offsets_and_longest_lengths(self) -> tuple[Tensor | None, Tensor | None, int, int]:
         """Arguments for torch's flash attention: query and key offsets, and the longest query and key documents."""
         return self.offsets, self.offsets, self.longest, self.longest
 

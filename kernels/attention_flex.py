@@ -112,7 +112,7 @@ def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor 
         return is_near & (document_ids[row, position] == document_ids[row, key])
 
     partial, lengths = meet & ~whole, (len(query_positions), len(positions))
-    blocks = *_list_key_blocks(partial), *_list_key_blocks(whole)
+    blocks = *_count_and_list_key_blocks(partial), *_count_and_list_key_blocks(whole)
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
@@ -126,7 +126,7 @@ def _find_least_and_greatest_by_block(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.amin(-1), blocks.amax(-1)
 
 
-def _list_key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _count_and_list_key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """
     Return the arguments for BlockMask: by query block the number of key blocks, and their indices, equal for all heads.
     """

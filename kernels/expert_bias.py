@@ -100,7 +100,7 @@ def _sum_by_expert(
     return implementation.sum_by_expert(grad, offsets, scale)
 
 
-def _experts_of_rows(count: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def _find_experts_and_used_rows(count: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Return every row's expert, int64 (rows,), and whether the row is used, (rows, 1)."""
     row = torch.arange(count, device=offsets.device)
     expert = torch.searchsorted(offsets.to(row.dtype), row, right=True).clamp_(max=len(offsets) - 1)
@@ -108,7 +108,7 @@ def _experts_of_rows(count: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add_bias_by_expert(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
-    expert, is_used = _experts_of_rows(len(rows), offsets)
+    expert, is_used = _find_experts_and_used_rows(len(rows), offsets)
     added = upcast(bias)[expert]
     if scale is not None:
         added = added * scale.unsqueeze(-1)
@@ -116,7 +116,7 @@ def _add_bias_by_expert(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tens
 
 
 def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
-    expert, is_used = _experts_of_rows(len(grad), offsets)
+    expert, is_used = _find_experts_and_used_rows(len(grad), offsets)
     wide = torch.where(is_used, upcast(grad) if scale is None else upcast(grad) * scale.unsqueeze(-1), 0)
     # Its order of additions is fixed, on a GPU, too.
     summed: Tensor = torch.ops.aten.embedding_dense_backward(wide, expert, len(offsets), -1, False)
@@ -124,7 +124,7 @@ def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> 
 
 
 def _sum_bias_products_by_row(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
-    expert, is_used = _experts_of_rows(len(grad), offsets)
+    expert, is_used = _find_experts_and_used_rows(len(grad), offsets)
     return torch.where(is_used, upcast(grad) * upcast(bias)[expert], 0).sum(-1).to(scale.dtype)
 
 

@@ -86,7 +86,7 @@ class KeptExperts(KeptWeights):
         kernels.round_experts_into(self.weights[0], self.rows)
 
 
-def _round_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _get_kept_or_round_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Round a weight (experts, outputs, inputs), or return the kept elements, scales and transposed copy."""
     kept: KeptExperts | None = getattr(weight, "float8", None)
     if kept is None:
@@ -121,10 +121,10 @@ class _ExpertsFloat8(Function):
             rows = kernels.copy_tokens_to_expert_rows(
                 ScaledRows(data, scale), probabilities, Routes(dest_row, source_choice, ends)
             )
-        first, first_scale, first_transposed = _round_weight(kernels, gate_up)
+        first, first_scale, first_transposed = _get_kept_or_round_weight(kernels, gate_up)
         gate_and_up = kernels.multiply_rows(rows[0], rows[1], first, first_scale, ends, True)
         inner = call_recomputable_in_autograd_function(kernels.quantize_expert_swiglu, gate_and_up, rows[2])
-        second, second_scale, second_transposed = _round_weight(kernels, down)
+        second, second_scale, second_transposed = _get_kept_or_round_weight(kernels, down)
         outputs = kernels.multiply_rows(inner[0], inner[1], second, second_scale, ends, True)
         ctx.transposed = first_transposed, second_transposed
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
@@ -132,7 +132,7 @@ class _ExpertsFloat8(Function):
             *(gate_up, down, first_scale, second_scale, data, rows[1], rows[2], gate_and_up, *inner),
             *(ends, dest_row, source_choice),
         )
-        return outputs if dest_row is None else kernels.sum_by_token(outputs, None, dest_row)[0]
+        return outputs if dest_row is None else kernels.sum_rows_and_gather_scalars(outputs, None, dest_row)[0]
 
     @staticmethod
     @once_differentiable
@@ -173,7 +173,7 @@ class _ExpertsFloat8(Function):
             transposed = _get_transposed_rounded_weight(kernels, gate_up, first_scale, ctx.transposed[0])
             grad_x = kernels.multiply_rows(*grad_both, transposed, first_scale, ends, False)
             if dest_row is not None:
-                grad_x, grad_probabilities = kernels.sum_by_token(grad_x, grad_probabilities, dest_row)
+                grad_x, grad_probabilities = kernels.sum_rows_and_gather_scalars(grad_x, grad_probabilities, dest_row)
             grad_x = grad_x.view(ctx.inputs_shape)
         results = grad_x, grad_probabilities if needs_probabilities else None, grad_gate_up, grad_down
         return *results, *(None,) * 7

@@ -59,7 +59,9 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         """
         ...
 
-    def sum_by_token(self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_rows_and_gather_scalars(
+        self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """
         Sum bfloat16 rows (rows, width) by token: (tokens, width); and copy scalars (rows,) to choices (tokens, top_k).
         """
@@ -149,7 +151,9 @@ class EagerGroupedFloat8(EagerFloat8):
             by_row = probabilities.flatten()[choice].where(is_used, 0)
         return data, rows.scale[token].where(is_used, 1), by_row
 
-    def sum_by_token(self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_rows_and_gather_scalars(
+        self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
+    ) -> tuple[Tensor, Tensor]:
         summed = gather_rows(rows, dest_row).sum(1).to(rows.dtype)
         by_choice = rows.new_empty(0) if scalars is None else gather_rows(scalars.unsqueeze(1), dest_row).squeeze(2)
         return summed, by_choice

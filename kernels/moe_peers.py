@@ -45,7 +45,7 @@ class EagerPeerExchange:
         return local.where((local >= 0) & (local < experts), DROPPED)
 
     @staticmethod
-    def limit_routes(routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
+    def limit_routes_and_flag_overflow(routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
         """
         Drop choices beyond `room` rows; return the routes and a flag, float32 (1,), which is NaN if any are dropped.
 
@@ -59,7 +59,7 @@ class EagerPeerExchange:
         return Routes(*limited), flag
 
     @staticmethod
-    def read_rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
+    def read_rows_and_scalars(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
         """
         Copy tokens, (slots, hidden_size) by rank, to their choices' rows; return (rows, hidden_size).
 
@@ -86,7 +86,7 @@ class EagerPeerExchange:
             by_choice.copy_(gather_rows(scalars.unsqueeze(1), dest_row).squeeze(2))
 
     @staticmethod
-    def read_and_add_token_sums(
+    def read_token_sums_and_scalars(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """

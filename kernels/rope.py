@@ -48,7 +48,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     # Results are written into slices of one tensor: torch.cat would cost another pass over memory.
     rotated = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
     (a, b, rest), (rotated_a, rotated_b, rotated_rest) = (
-        _split_pairs(t, cos.shape[-1], interleaved) for t in (x, rotated)
+        _split_pairs_and_unrotated(t, cos.shape[-1], interleaved) for t in (x, rotated)
     )
     torch.mul(a, cos, out=rotated_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=rotated_b).addcmul_(a, sin)
@@ -58,14 +58,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def _rotate_by_concatenation(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate x by torch.cat, which torch.compile fuses; it does not trace writing into slices with `out=`."""
-    a, b, rest = _split_pairs(x, cos.shape[-1], interleaved)
+    a, b, rest = _split_pairs_and_unrotated(x, cos.shape[-1], interleaved)
     rotated_a, rotated_b = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     if interleaved:
         return torch.cat((torch.stack((rotated_a, rotated_b), -1).flatten(-2), rest), -1)
     return torch.cat((rotated_a, rotated_b, rest), -1)
 
 
-def _split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _split_pairs_and_unrotated(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pairs' first and second channels, and the channels without rotation."""
     rest = x[..., 2 * pairs :]
     if interleaved:

@@ -142,7 +142,9 @@ def rope_attention_factor(scaling: Scaling) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
-def rope_angles(positions: Tensor, rotary_dim: int, base: float, scaling: Scaling = None) -> tuple[Tensor, Tensor]:
+def compute_rope_cos_and_sin(
+    positions: Tensor, rotary_dim: int, base: float, scaling: Scaling = None
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin by position and pair, float32 (..., rotary_dim // 2), for integer positions (...)."""
     if isinstance(scaling, DynamicScaling):
         frequencies = _compute_dynamic_frequencies(positions, rotary_dim, base, scaling)

@@ -27,7 +27,7 @@ from drawloom.components.checkpoint.memory_exchange import (
     NeighbourCopy,
     PartKey,
     assemble_from_memory,
-    copy_to_neighbour,
+    exchange_copies_with_neighbours,
     find_newest_complete,
 )
 from drawloom.components.checkpoint.reader import no_valid_checkpoint_error
@@ -41,7 +41,7 @@ from drawloom.components.checkpoint.restore import (
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, is_rank_local, slices_by_sharded_entry
 from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
-from drawloom.components.distributed.rank_errors import RankError, run_on_all_ranks, run_on_rank0
+from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes, SurvivingProcesses
 from drawloom.components.ports.run import (
     Cadence,
@@ -141,7 +141,7 @@ class Checkpointer:
         self._world, self._group = self.mesh.world, self.processes.make_control_group("checkpoint")
         if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_rank_losses:
             self._memory, self._joins_others = self._memory or StateMemory(), self.processes.generation > 0
-            self._find_neighbour()
+            self._choose_neighbour()
             self._memory.copies_each_step = not self._shift or self.mesh.replicas.size > 1
         run_on_rank0(self._world, lambda: commit.create_checkpoints_folder_and_clean_up(self._checkpoints_folder))
 
@@ -196,7 +196,7 @@ class Checkpointer:
         if not step.goes_back:
             state = self._memory.reference_states(PartKey.here(step.index, self.mesh), self.states)
             if self._shift and not step.is_last and is_due(self.neighbour_every, step):
-                self._memory.add_neighbour(self._copy_to_neighbour(state))
+                self._memory.add_neighbour(self._exchange_copies_with_neighbours(state))
         assert isinstance(self.processes, SurvivingProcesses)
         joining = torch.tensor(0 if step.is_last else int(self.processes.has_spares()))
         self._world.max(joining)
@@ -254,7 +254,7 @@ class Checkpointer:
     def _make_commit_protocol(self) -> commit.CommitProtocol:
         return commit.CommitProtocol(self._group, ShardPlan.compare_across_ranks(self.states, self._world), self.recipe)
 
-    def _find_neighbour(self) -> None:
+    def _choose_neighbour(self) -> None:
         """Choose the rank that keeps copies of this rank's state: in the same replica, on another machine if any is."""
         if self.neighbour_every == "never":
             return
@@ -263,10 +263,10 @@ class Checkpointer:
         on_first = machines.count(machines[0])
         self._shift = on_first if on_first < self._replica.size else min(1, self._replica.size - 1)
 
-    def _copy_to_neighbour(self, state: HeldState) -> NeighbourCopy:
+    def _exchange_copies_with_neighbours(self, state: HeldState) -> NeighbourCopy:
         """Send the state to the neighbour, and return the other neighbour's; log the costs of the first copy."""
         start = time.monotonic()
-        copy = copy_to_neighbour(self._replica, self._shift, state)
+        copy = exchange_copies_with_neighbours(self._replica, self._shift, state)
         if not self._has_logged_copies:
             self._has_logged_copies = True
             size = sum(tensor.nbytes for tensor in copy.packed.tensors.values()) / 1e6
@@ -311,12 +311,14 @@ class Checkpointer:
             local = {name: state for name, state in self._get_states(own).items() if is_rank_local(self.states[name])}
             states |= local
             log.info("%s the state after step %d", "sent" if own_key in own_keys else "received", step)
-        run_on_all_ranks(self._world, lambda: self._load_state_from_memory(states))
+        run_and_gather_on_all_ranks(self._world, lambda: self._load_state_from_memory(states))
         kept = HeldState.of(own_key, self.states, states)
         self._memory.replace_states_by(kept)  # for another loss in the next step
-        copy = self._copy_to_neighbour(kept) if self._shift else None
-        run_on_all_ranks(self._world, lambda: None)  # all ranks have their copies before older ones are dropped
-        self._memory.share_kept(copy)
+        copy = self._exchange_copies_with_neighbours(kept) if self._shift else None
+        run_and_gather_on_all_ranks(
+            self._world, lambda: None
+        )  # all ranks have their copies before older ones are dropped
+        self._memory.replace_states_by_kept(copy)
         self._saved = step if step == newest else 0
         log.info("restored the state after step %d from memory", step)
         return step
@@ -336,7 +338,7 @@ class Checkpointer:
             return
         self._wait_for_pending_save()  # the pending save first: two copies of the state may not fit into memory
         plan, checkpoint = self._make_commit_protocol.plan, self._checkpoints_folder / f"step-{step.index}"
-        snapshot, sizes = run_on_all_ranks(
+        snapshot, sizes = run_and_gather_on_all_ranks(
             self._world,
             lambda: plan.take_snapshot(self.states, step, self.staging),
             to_json=lambda snapshot: snapshot.bytes,
@@ -417,7 +419,7 @@ class Checkpointer:
             )
         ):
             checkpoint = self._checkpoints_folder / f"step-{step}"
-            loaded, faults = self._read_on_all_ranks(checkpoint)
+            loaded, faults = self._read_and_collect_faults_on_all_ranks(checkpoint)
             if loaded is not None:
                 self._retention.mark_valid(checkpoint, loaded.manifest.values)
                 return loaded
@@ -428,20 +430,20 @@ class Checkpointer:
             raise no_valid_checkpoint_error(self._checkpoints_folder, corrupt)
         return None
 
-    def _read_on_all_ranks(self, checkpoint: Path) -> tuple[LoadedCheckpoint | None, list[str]]:
+    def _read_and_collect_faults_on_all_ranks(self, checkpoint: Path) -> tuple[LoadedCheckpoint | None, list[str]]:
         """
         Read this rank's states, and verify a checkpoint on all ranks. Returns None, and the faults, if it
         is corrupt.
         """
         world = self._world
-        loaded, outcomes = run_on_all_ranks(
+        loaded, outcomes = run_and_gather_on_all_ranks(
             world, lambda: _read_states_or_error(checkpoint, self.states, world.rank), to_json=_encode_read_outcome
         )
         faults = [outcome["fault"] for outcome in outcomes]
         if isinstance(loaded, LoadedCheckpoint) and not any(faults):
             verified = [outcome["verified"] for outcome in outcomes]
             rest = partial(verify_share_of_unread_blocks, checkpoint, loaded.manifest, verified, world.rank, world.size)
-            _, faults = run_on_all_ranks(world, rest, to_json=str)
+            _, faults = run_and_gather_on_all_ranks(world, rest, to_json=str)
         return (loaded if isinstance(loaded, LoadedCheckpoint) and not any(faults) else None), faults
 
     def _load_into_nodes(self, loaded: LoadedCheckpoint) -> None:
@@ -449,13 +451,13 @@ class Checkpointer:
         entries_by_rank = world.gather_json(
             {name: [*parts] for name, node in self.states.items() if (parts := slices_by_sharded_entry(node))}
         )
-        run_on_all_ranks(
+        run_and_gather_on_all_ranks(
             world,
             lambda: check_checkpoint_fits_nodes(
                 loaded, self.states, entries_by_rank, self._find_nodes_with_changed_settings(loaded.checkpoint)
             ),
         )
-        run_on_all_ranks(world, lambda: load_states_into_nodes(loaded, self.states))
+        run_and_gather_on_all_ranks(world, lambda: load_states_into_nodes(loaded, self.states))
         log.info("restored %s", loaded.checkpoint)
 
     def _find_nodes_with_changed_settings(self, checkpoint: Path) -> set[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.regular_file import create_folder_unless_link
@@ -60,7 +60,7 @@ class CommitProtocol:
         rank = self.group.rank
         try:
             run_on_rank0(self.group, lambda: create_empty_temporary_folder(temp))
-            _, written = run_on_all_ranks(
+            _, written = run_and_gather_on_all_ranks(
                 self.group,
                 lambda: write_files_of_rank(temp, rank, snapshot.tree, snapshot.wait_for_tensors()),
                 to_json=lambda files: files,
@@ -76,7 +76,7 @@ class CommitProtocol:
         self, temp: Path, checkpoint: Path, snapshot: Snapshot, written: list[dict[str, Any]]
     ) -> None:
         files = {name: Content(**content) for by_name in written for name, content in by_name.items()}
-        files[LOCK] = durable_files.create_file_with(temp / LOCK, self.recipe.text.encode())
+        files[LOCK] = durable_files.create_file_with_content(temp / LOCK, self.recipe.text.encode())
         manifest = Manifest(
             step=step_of_checkpoint(checkpoint),
             recipe=self.recipe.hash,
@@ -113,7 +113,9 @@ def write_files_of_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, 
     shards = group_tensors_by_file(rank, tensors)
     # lists the tensors of each file, so that readers need not open all files
     text = json.dumps({"tensors": {name: [*shard] for name, shard in shards.items()}, "state": tree}, allow_nan=False)
-    contents = {tree_file_name(rank): durable_files.create_file_with(temp / tree_file_name(rank), text.encode())}
+    contents = {
+        tree_file_name(rank): durable_files.create_file_with_content(temp / tree_file_name(rank), text.encode())
+    }
     jobs = [partial(write_safetensors_file, temp / name, shard) for name, shard in shards.items()]
     contents |= zip(shards, map_parallel("writer", jobs, WRITERS), strict=True)
     return {name: attrs.asdict(content) for name, content in contents.items()}
@@ -145,7 +147,7 @@ def group_tensors_by_file(rank: int, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def commit_folder(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest, and rename the folder. A corrupt checkpoint for the same step is kept under another name."""
-    durable_files.create_file_with(temp / MANIFEST, manifest.to_json_bytes())
+    durable_files.create_file_with_content(temp / MANIFEST, manifest.to_json_bytes())
     durable_files.flush_to_disk(temp)
     if os.path.lexists(checkpoint):
         durable_files.rename_durably(checkpoint, _choose_path_for_corrupt(checkpoint))

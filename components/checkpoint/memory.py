@@ -70,7 +70,7 @@ class StateMemory:
         """Replace this rank's newest states by this one."""
         self._copy, self._current = state, None
 
-    def share_kept(self, copy: NeighbourCopy | None) -> None:
+    def replace_states_by_kept(self, copy: NeighbourCopy | None) -> None:
         """Replace all older states by the kept one and by a neighbour's after the same step, if it has one."""
         self._shared, self._copies = (self._copy, (copy,)) if copy else (None, ())
 

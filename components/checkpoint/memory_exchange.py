@@ -177,7 +177,7 @@ def exchange_tensors(
     return received
 
 
-def copy_to_neighbour(group: Group, shift: int, state: HeldState) -> NeighbourCopy:
+def exchange_copies_with_neighbours(group: Group, shift: int, state: HeldState) -> NeighbourCopy:
     """
     Send this rank's part of the state to the rank `shift` places on in the group, and return the copy that it keeps.
 
@@ -247,7 +247,7 @@ def assemble_from_memory(
         (number, name, part)
         for number in order
         if number not in reader.tensors
-        for name, part in reader.list_needed(number, reader.find_uses(number, pick)[1])
+        for name, part in reader.list_needed(number, reader.pick_trees_and_find_uses(number, pick)[1])
     ]
     requests = [reader.request(number, name, part, sources[keys[number]]) for number, name, part in wanted]
     gathered = group.gather_json([request.to_json() for request in requests])

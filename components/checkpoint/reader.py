@@ -27,7 +27,7 @@ from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_verified
 from drawloom.components.storage.safetensors.header import HeaderError
-from drawloom.components.storage.safetensors.reader import read_tensor, read_verified_header
+from drawloom.components.storage.safetensors.reader import read_tensor, read_tensor_offset_and_entries
 from drawloom.components.storage.state_tree import (
     Tree,
     iterate_tensor_leaves,
@@ -142,7 +142,7 @@ class PieceReader:
         """
         self.read_trees_by_node(rank)
         try:
-            picked, uses = self.find_uses(rank, pick)
+            picked, uses = self.pick_trees_and_find_uses(rank, pick)
             read = self.read_tensors(rank, uses)
             cut = narrow_tensors_to_slices(
                 {"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None}
@@ -152,7 +152,7 @@ class PieceReader:
             raise CorruptCheckpointError(f"{tree_file_name(rank)} does not match its tensors: {error}") from error
         return states
 
-    def find_uses(self, rank: int, pick: Pick) -> tuple[dict[str, Tree], Uses]:
+    def pick_trees_and_find_uses(self, rank: int, pick: Pick) -> tuple[dict[str, Tree], Uses]:
         """Return the picked part of a rank's trees, by node, and the uses of its tensors."""
         picked: dict[str, Tree] = {}
         uses: Uses = {}
@@ -202,7 +202,7 @@ class Reader(PieceReader):
     def _read_tensors_of_file(self, file_name: str, names: set[str], uses: Uses) -> Parts:
         parts: Parts = {}
         with self._open_file(file_name) as file:
-            begin, header = read_verified_header(file)
+            begin, header = read_tensor_offset_and_entries(file)
             # in file order, so that a block with parts of two tensors is read once
             for name in sorted(names, key=lambda name: (header[name].start, header[name].end)):
                 part = rows_to_read(header[name].spec.shape, uses[name])

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -22,14 +22,21 @@ MAX_FAULTS = 20  # listed faults
 MAX_PARTS = 2**20  # maximum of data-parallel ranks
 
 
-def audit_recorded_rows(project: Project, run: Path) -> tuple[list[str], str]:
+class Audit(NamedTuple):
+    """Faults in a run's recorded rows, and a summary."""
+
+    faults: list[str]
+    summary: str
+
+
+def audit_recorded_rows(project: Project, run: Path) -> Audit:
     """
-    Return the faults in a run's recorded rows, and a summary.
+    Compare a run's recorded rows with the expected rows.
 
     The recipe in the run folder and the newest checkpoint determine each step's rows. Row contents come from the
     present data, and it must equal the training run's data.
     """
-    recorded, damage = _read_row_digests(run)
+    recorded, damage = _read_row_digests_and_faults(run)
     recipe = Recipe.load(run, project=project)
     graph = recipe.graph.require_valid()
     rows, data, mesh = (find_only_node(graph, port) for port in (PackedDataset, TrainingData, Mesh))
@@ -45,7 +52,7 @@ def audit_recorded_rows(project: Project, run: Path) -> tuple[list[str], str]:
             objects[rows].load_state_dict(load_node_state(checkpoint, rows))
             loader.load_state_dict(load_node_state(checkpoint, data))
         faults, summary = _compare_rows(recorded, objects[rows], loader)
-    return damage + faults, summary
+    return Audit(damage + faults, summary)
 
 
 @attrs.frozen
@@ -70,8 +77,8 @@ class _DigestCache:
         return next((f"row {row}" for (row, _), known in self.digests.items() if known == digest), "an unknown row")
 
 
-def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
-    """Compare recorded digests with the loader's rows, and return the faults and a summary."""
+def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> Audit:
+    """Compare recorded digests with the loader's rows."""
     expected, seen, faults = _DigestCache(rows, loader), Counter[int](), []
     for step in range(loader.last_resized_step + 1, max(recorded) + 1):
         indices = loader.rows_of(step)
@@ -91,7 +98,7 @@ def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: L
         if loader.last_resized_step
         else ""
     )
-    return faults[:MAX_FAULTS] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}"
+    return Audit(faults[:MAX_FAULTS] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}")
 
 
 def _describe_repetitions(source: RowSource, times_seen: Counter[int]) -> str:
@@ -103,11 +110,11 @@ def _describe_repetitions(source: RowSource, times_seen: Counter[int]) -> str:
     return name + ", ".join([*counts, f"{source.rows - sum(rows_by_times.values()):,} rows not yet"])
 
 
-def _read_row_digests(run: Path) -> tuple[dict[int, list[str]], list[str]]:
+def _read_row_digests_and_faults(run: Path) -> tuple[dict[int, list[str]], list[str]]:
     """Return the row digests by step, from all ranks' files, and the faults in these files."""
     parts: dict[int, dict[int, list[str]]] = {}
     expected: dict[int, int] = {}
-    rows, faults = _read_intact_records(run / FOLDER)
+    rows, faults = _read_intact_records_and_faults(run / FOLDER)
     for row in rows:
         step, part = row["step"], row["part"]
         digests = parts.setdefault(step, {}).setdefault(part, row["rows"])
@@ -130,7 +137,7 @@ def _read_row_digests(run: Path) -> tuple[dict[int, list[str]], list[str]]:
     return recorded, faults
 
 
-def _read_intact_records(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_intact_records_and_faults(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the intact records from all ranks' files, and one sentence per damaged file."""
     rows, faults = [], []
     for path in sorted(folder.glob("rank-*.jsonl")):

@@ -1,7 +1,7 @@
 """Adapter from a run's model to the lm-eval-harness model interface."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -18,6 +18,13 @@ from drawloom.graph import UserError
 
 OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 """Supported options of tasks that generate text."""
+
+
+class _TargetScore(NamedTuple):
+    """The sum of targets' log-probabilities, and whether all targets are the likeliest tokens."""
+
+    logp: float
+    is_greedy: bool
 
 
 class RunModel(TemplateLM):  # type: ignore[misc]
@@ -63,19 +70,19 @@ class RunModel(TemplateLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
-    ) -> list[tuple[float, bool]]:
+    ) -> list[_TargetScore]:
         """Return for (texts, context ids, target ids) the targets' log-likelihood, and whether all are likeliest."""
         # The model does not see the last token, so that one token more than the context fits.
         texts = [([*before, *after][-self.context - 1 :], len(after)) for _, before, after in requests]
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
-        scores: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, _TargetScore] = {}
         for start in range(0, len(order), self.rows):
             numbers = order[start : start + self.rows]
             scores |= zip(numbers, self._score_batch([texts[number] for number in numbers]), strict=True)
         return [scores[number] for number in range(len(texts))]
 
-    def _score_batch(self, ids_and_target_counts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Score the last `number` tokens of every text: log-likelihood, and whether all are the likeliest tokens."""
+    def _score_batch(self, ids_and_target_counts: Sequence[tuple[list[int], int]]) -> list[_TargetScore]:
+        """Score the last tokens of every text, as many as its target count."""
         length = max(len(ids) for ids, _ in ids_and_target_counts) - 1
         seen = torch.full((len(ids_and_target_counts), length), self.eot_token_id)
         for row, (ids, _) in enumerate(ids_and_target_counts):
@@ -124,11 +131,11 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         return _cut_at_stop_string(self.tokens.decode(ids), ends)
 
 
-def _score_targets(logits: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
-    """Sum the targets' log-probabilities by logits (targets, vocab_size), and return if all targets are likeliest."""
+def _score_targets(logits: Tensor, targets: Sequence[int]) -> _TargetScore:
+    """Score target ids by logits (targets, vocab_size)."""
     ids = torch.tensor(targets, device=logits.device)
     logps = logits.double().log_softmax(-1).gather(-1, ids[:, None])
-    return float(logps.sum()), bool((logits.argmax(-1) == ids).all())
+    return _TargetScore(float(logps.sum()), bool((logits.argmax(-1) == ids).all()))
 
 
 def _cut_at_stop_string(text: str, stop_strings: Sequence[str]) -> str:

@@ -46,7 +46,7 @@ def find_only_node(graph: Graph, port: type, holder: str = "the recipe") -> str:
     and the graph has problems, because the missing node may have an unknown component.
     """
     frozen = {*graph.implementers(FrozenModel)}
-    users = {name: {user for user, _ in graph.list_incoming_edges(name)} for name in graph.implementers(port)}
+    users = {name: {user for user, _ in graph.list_users_with_edge_names(name)} for name in graph.implementers(port)}
     names = [name for name in users if not users[name] or not users[name] <= frozen]
     if not names:
         graph.require_valid()

@@ -82,7 +82,7 @@ def make_sweep_points(
     UserError if nothing varies, if a value is repeated, or if there are too many points.
     """
     table = {} if file is None else _read_axes_file(file)
-    axes, common_words = _read_axes_and_common_words(words, table, str(file))
+    axes, common_words = _split_axes_from_common_words(words, table, str(file))
     if listed := table.get("points"):
         points = _read_listed_points(listed, str(file), axes, common_words)
     elif count is not None:
@@ -96,16 +96,16 @@ def make_sweep_points(
     return points
 
 
-def read_sweep_axes(words: Sequence[str], file: Path | None = None) -> tuple[list[Axis], list[str]]:
+def read_axes_and_common_words(words: Sequence[str], file: Path | None = None) -> tuple[list[Axis], list[str]]:
     """Return the axes in words and in a file's [axes], and the words for all points. Raises UserError without axes."""
     table = {} if file is None else _read_axes_file(file)
     if "points" in table:
         raise UserError(f"{file} lists [[points]], and a search chooses them; write [axes]", 2)
-    axes, common_words = _read_axes_and_common_words(words, table, str(file))
+    axes, common_words = _split_axes_from_common_words(words, table, str(file))
     return _require_axes(axes), common_words
 
 
-def _read_axes_and_common_words(
+def _split_axes_from_common_words(
     words: Sequence[str], table: Mapping[str, Any], file: str
 ) -> tuple[list[Axis], list[str]]:
     """Return the axes with several values, and words for the others. Raises UserError for a repeated axis."""

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 
@@ -111,13 +111,22 @@ def open_trained_run_or_model_folder(
         yield run, read_exported_step(folder)
 
 
+class _LoadedRun(NamedTuple):
+    """A checkpoint's step and recipe, the names of the requested ports' nodes, and the state of the first one."""
+
+    step: int
+    recipe: Recipe
+    node_names: list[str]
+    state: dict[str, Any]
+
+
 def _load_checkpoint_and_recipe(
     project: Project,
     options: argparse.Namespace,
     ports: Sequence[type],
     change: Callable[[Recipe], Recipe] | None = None,
-) -> tuple[int, Recipe, list[str], dict[str, Any]]:
-    """Return a checkpoint's step and recipe, the names of the ports' nodes, and the state of the first node."""
+) -> _LoadedRun:
+    """Load the chosen checkpoint's recipe, and the state of the first port's node."""
     folder = options.run_folder
     while (checkpoint := _choose_checkpoint(options)) is not None:
         try:
@@ -127,7 +136,7 @@ def _load_checkpoint_and_recipe(
             weights = load_node_state(checkpoint, names[0])
             if options.average:
                 weights |= _load_averaged_weights(recipe, checkpoint)
-            return step_of_checkpoint(checkpoint), recipe, names, weights
+            return _LoadedRun(step_of_checkpoint(checkpoint), recipe, names, weights)
         except (UserError, OSError):
             if os.path.lexists(checkpoint):
                 raise

@@ -187,7 +187,7 @@ def _train_and_measure_rung(
     recipe: Recipe, multiple: int, steps: int, rates: Sequence[float], dimension: Dimension, overlay: str
 ) -> LadderRung:
     """Train a size at the recipe's learning rate, and at `rates`."""
-    columns, flops = _train_and_read_metrics(recipe, steps)
+    columns, flops = _train_and_read_metrics_and_flops(recipe, steps)
     rms = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
     if dimension == "depth":  # sizes have no other layer in common
         rms = {LAST_LAYER: rms[max(rms, key=int)]}
@@ -205,7 +205,7 @@ def _train_and_measure_rung(
     )
 
 
-def _train_and_read_metrics(
+def _train_and_read_metrics_and_flops(
     recipe: Recipe, steps: int, values: Values | None = None
 ) -> tuple[dict[str, Column], float]:
     """Train for some steps in this process, and return the metrics and the operations."""
@@ -231,7 +231,7 @@ def _train_and_measure_final_loss(recipe: Recipe, steps: int, rate: float) -> fl
     names = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1:
         raise UserError(f"--lr: the recipe has {len(names)} optimizers like optim.adamw; write one", 2)
-    return _average_last_quarter(_train_and_read_metrics(recipe, steps, {names[0]: {"lr": rate}})[0])
+    return _average_last_quarter(_train_and_read_metrics_and_flops(recipe, steps, {names[0]: {"lr": rate}})[0])
 
 
 def _average_last_quarter(columns: Mapping[str, Column]) -> float:

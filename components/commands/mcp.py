@@ -62,7 +62,9 @@ async def _serve(project: Project, imports: Sequence[str]) -> None:
             text = f"there is no tool {params.name!r}" if params.name not in TOOLS else "arguments is a list of strings"
             return types.CallToolResult(content=[types.TextContent(text=text)], is_error=True)
         options = [f"--import={path}" for path in imports]
-        data, text = await _run_command_in_process(project, [params.name, *words, *options, "--format=json"])
+        data, text = await _run_command_and_get_json_and_stderr(
+            project, [params.name, *words, *options, "--format=json"]
+        )
         content: list[Any] = [types.TextContent(text=part) for part in (json.dumps(data), text) if part]
         return types.CallToolResult(content=content, structured_content=data, is_error="error" in data)
 
@@ -88,7 +90,7 @@ def _describe_tool(types: Any, project: Project, name: str) -> Any:
     )
 
 
-async def _run_command_in_process(project: Project, words: Sequence[str]) -> tuple[dict[str, Any], str]:
+async def _run_command_and_get_json_and_stderr(project: Project, words: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Run a command, and return its JSON and the end of its standard error."""
     program = project.registry.package.partition(".")[0]
     process = await asyncio.create_subprocess_exec(

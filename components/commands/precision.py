@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import attrs
 import torch
@@ -173,6 +174,14 @@ def _switch_float8(layers: Sequence[Float8Layer], uses_float8: bool) -> None:
         layer.uses_float8 = uses_float8
 
 
+class _MeasuredPass(NamedTuple):
+    """A pass's mean loss, gradients (any shape) and seconds."""
+
+    loss: float
+    gradients: list[Tensor]
+    seconds: float
+
+
 @attrs.frozen
 class _Probe:
     """Measurement of float8's effects: passes over the same microbatches, with float8 in different layers."""
@@ -197,8 +206,8 @@ class _Probe:
         together = measure_effect([*self.layers.values()])
         return Evidence({name: measure_effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
 
-    def _run_pass_in_float8(self, float8_layers: Sequence[Float8Layer]) -> tuple[float, list[Tensor], float]:
-        """Return the mean loss, the gradients and the seconds of a pass with float8 in these layers."""
+    def _run_pass_in_float8(self, float8_layers: Sequence[Float8Layer]) -> _MeasuredPass:
+        """Run and measure a pass with float8 in these layers."""
         parameters = [parameter for _, parameter in self.parameters.named_parameters()]
         for parameter in parameters:
             parameter.grad = None
@@ -212,7 +221,7 @@ class _Probe:
         gradients = [torch.zeros_like(part) if part.grad is None else part.grad.detach() for part in parameters]
         for parameter in parameters:
             parameter.grad = None
-        return loss / weight, gradients, seconds
+        return _MeasuredPass(loss / weight, gradients, seconds)
 
 
 def _get_weight_shapes(layer: Float8Layer) -> tuple[torch.Size, ...]:

@@ -192,7 +192,7 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
         raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
-        _find_schedule_spec(project, name)  # report a misspelt name before missing options
+        _find_schedule_name_and_spec(project, name)  # report a misspelt name before missing options
         size = Size(options.ranks, require_microbatches(options.microbatches))
         source = _costs.make_cost_source(options, project, None)
         return _check_and_simulate_schedule(
@@ -303,7 +303,7 @@ def _list_schedules_without_required_settings(project: Project) -> Iterator[str]
             yield name.removeprefix(FOLDER)
 
 
-def _find_schedule_spec(project: Project, name: str) -> tuple[str, Spec]:
+def _find_schedule_name_and_spec(project: Project, name: str) -> tuple[str, Spec]:
     """Return a schedule's full name and component. Raises RecipeError for an unknown name."""
     use = name if "." in name else FOLDER + name
     spec = project.registry.find(use)
@@ -325,7 +325,7 @@ def _open_schedule_by_name(
 
     Raises UserError if the schedule has another number of stages per rank, unless `accepts_any_stages_per_rank`.
     """
-    use, spec = _find_schedule_spec(project, name)
+    use, spec = _find_schedule_name_and_spec(project, name)
     try:
         data: dict[str, Any] = {"use": use, **_costs.schedule_cost_settings(spec.fields, source, size.ranks)}
     except UserError as error:

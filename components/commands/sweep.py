@@ -16,7 +16,7 @@ from drawloom.components.commands._options import convert_write_errors, integer_
 from drawloom.components.commands._process_pool import pool_with_signal_forwarding
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.commands._slurm import format_array_script
-from drawloom.components.commands._sweep_points import Point, make_sweep_points, read_sweep_axes
+from drawloom.components.commands._sweep_points import Point, make_sweep_points, read_axes_and_common_words
 from drawloom.components.commands._sweep_search import SweepSearch, list_boundary_points
 from drawloom.components.commands.runs import format_run_table
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
@@ -252,7 +252,7 @@ def _load_queue(options: argparse.Namespace, project: Project) -> SweepQueue:
     if options.search is None:
         points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
     else:
-        axes, common = read_sweep_axes(options.words, options.axes)
+        axes, common = read_axes_and_common_words(options.words, options.axes)
         points = list_boundary_points(axes, common)
     folder = options.to or _default_sweep_folder(options, project, points[0])
     if folder.exists() and not folder.is_dir():

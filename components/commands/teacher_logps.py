@@ -71,7 +71,9 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
                     (options.to / f"{split}.ids").open("wb") as ids,
                     (options.to / f"{split}.logps").open("wb") as logps,
                 ):
-                    for row_ids, row_logps in _predict_top_tokens(executor, rows, split, options.top_k, options.rows):
+                    for row_ids, row_logps in _predict_top_ids_and_logps(
+                        executor, rows, split, options.top_k, options.rows
+                    ):
                         ids.write(row_ids.tobytes())
                         logps.write(row_logps.tobytes())
             manifest = {"rows": rows.identity(), "length": rows.length, "top_k": options.top_k}
@@ -79,7 +81,7 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
     return TeacherResult(options.to, counts, options.top_k)
 
 
-def _predict_top_tokens(
+def _predict_top_ids_and_logps(
     executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, rows_at_a_time: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows."""

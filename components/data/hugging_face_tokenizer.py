@@ -15,7 +15,7 @@ from drawloom.components.data.auto_tokenizer import (
     edit_config_to_match_ids,
     warn_if_transformers_ids_differ,
 )
-from drawloom.components.data.chat.template import read_chat_template
+from drawloom.components.data.chat.template import read_chat_template_and_special_tokens
 from drawloom.graph import UserError, component, setting
 
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -92,12 +92,12 @@ class HuggingFaceTokenizer:
     @property
     def chat_template(self) -> str | None:
         """The template in `chat_template.jinja` or `tokenizer_config.json` beside the file."""
-        return read_chat_template(self._tokenizer_file.parent)[0]
+        return read_chat_template_and_special_tokens(self._tokenizer_file.parent)[0]
 
     @property
     def template_tokens(self) -> Mapping[str, str]:
         """The special tokens in `tokenizer_config.json`, by name."""
-        return read_chat_template(self._tokenizer_file.parent)[1]
+        return read_chat_template_and_special_tokens(self._tokenizer_file.parent)[1]
 
     @property
     def control_tokens(self) -> list[str]:

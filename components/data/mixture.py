@@ -44,12 +44,12 @@ class MixedDocuments:
         return sha256("".join(parts).encode()).hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        source, number = self._locate_document(document)
+        source, number = self._find_source_and_document_number(document)
         return source.documents.read(number, first, last)
 
     def describe_origin(self, document: int) -> str:
         """Return the source's name, and the document's origin in it."""
-        source, number = self._locate_document(document)
+        source, number = self._find_source_and_document_number(document)
         return f"{source.name}: {source.documents.describe_origin(number)}"
 
     @cached_property
@@ -57,7 +57,7 @@ class MixedDocuments:
         """First document numbers by source, followed by the total document count."""
         return [0, *accumulate(len(source.documents.lengths) for source in self.sources)]
 
-    def _locate_document(self, document: int) -> tuple[DocumentSource, int]:
+    def _find_source_and_document_number(self, document: int) -> tuple[DocumentSource, int]:
         """Return a document's source, and its number there."""
         index = bisect_right(self._starts, document) - 1
         return self.sources[index], document - self._starts[index]

@@ -51,7 +51,9 @@ class PadCollator:
             begin = length - count if self.side == "left" else 0
             example_span, padding_span = slice(begin, begin + count), slice(0, begin) if begin else slice(count, length)
             tokens[row, example_span] = _convert_to_ids(example["input_ids"])
-            targets[row, begin : begin + count - 1], weights[row, begin : begin + count - 1] = _shift_targets(example)
+            targets[row, begin : begin + count - 1], weights[row, begin : begin + count - 1] = (
+                _shift_targets_and_weights(example)
+            )
             for span in (example_span, padding_span):
                 positions[row, span] = np.arange(span.stop - span.start)
             documents[row, max(example_span.start, padding_span.start) :] = 1
@@ -68,7 +70,7 @@ class PadCollator:
         )
 
 
-def _shift_targets(example: Example) -> tuple[np.ndarray, np.ndarray]:
+def _shift_targets_and_weights(example: Example) -> tuple[np.ndarray, np.ndarray]:
     """
     Return targets for all tokens but the last, and their weights. Raises ValueError for invalid labels or weights.
     """

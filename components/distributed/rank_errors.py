@@ -22,7 +22,7 @@ def _do_nothing(_value: Any = None) -> None:
     """Return None: the default for `share`, and the work on ranks other than 0 in run_on_rank0."""
 
 
-def run_on_all_ranks(
+def run_and_gather_on_all_ranks(
     group: Group, work: Callable[[], T], to_json: Callable[[T], Any] = _do_nothing
 ) -> tuple[T, list[Any]]:
     """
@@ -48,8 +48,8 @@ def run_on_all_ranks(
 
 
 def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0 only, and return its result on every rank, sent as JSON. Errors as in run_on_all_ranks."""
-    _, shared = run_on_all_ranks(group, work if group.rank == 0 else _do_nothing, lambda value: value)
+    """Run `work` on rank 0 only, and return its result on every rank, sent as JSON. Errors as on all ranks."""
+    _, shared = run_and_gather_on_all_ranks(group, work if group.rank == 0 else _do_nothing, lambda value: value)
     return shared[0]
 
 

@@ -81,7 +81,7 @@ def fill_normal(
     strides = [math.prod(shape[dim + 1 :]) for dim in range(tensor_slice.ndim)]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     with torch.no_grad():
-        for chunk, start in _split_into_chunks(tensor_slice, strides, first):
+        for chunk, start in _iterate_chunks_with_first_index(tensor_slice, strides, first):
             bits = draw_splitmix64_bits(key, _compute_row_major_indices(chunk, strides, start))
             chunk.copy_(convert_bits_to_normal(bits).mul_(std).float())
 
@@ -118,7 +118,9 @@ def convert_bits_to_normal(bits: Tensor) -> Tensor:
     return normal.view(bits.shape)
 
 
-def _split_into_chunks(tensor_slice: Tensor, strides: Sequence[int], first_index: int) -> Iterator[tuple[Tensor, int]]:
+def _iterate_chunks_with_first_index(
+    tensor_slice: Tensor, strides: Sequence[int], first_index: int
+) -> Iterator[tuple[Tensor, int]]:
     """Yield slices small enough for temporary memory, and the whole tensor's index of their first elements."""
     max_elements = CPU_CHUNK if tensor_slice.device.type == "cpu" else GPU_CHUNK
     if tensor_slice.numel() <= max_elements:
@@ -128,7 +130,7 @@ def _split_into_chunks(tensor_slice: Tensor, strides: Sequence[int], first_index
     step = max(1, max_elements * tensor_slice.shape[dim] // tensor_slice.numel())
     for start in range(0, tensor_slice.shape[dim], step):
         chunk = tensor_slice.narrow(dim, start, min(step, tensor_slice.shape[dim] - start))
-        yield from _split_into_chunks(chunk, strides, first_index + start * strides[dim])
+        yield from _iterate_chunks_with_first_index(chunk, strides, first_index + start * strides[dim])
 
 
 def _compute_row_major_indices(chunk: Tensor, strides: Sequence[int], first_index: int) -> Tensor:

@@ -49,7 +49,7 @@ class AllToAllExperts:
         if dispatched is not None:
             return dispatched
         routes = self._route_to_ranks(chosen, local_experts, group)
-        tokens, weights = self._send_to_expert_ranks(hidden, probabilities, routes)
+        tokens, weights = self._exchange_tokens_and_probabilities(hidden, probabilities, routes)
         to_experts = self._route_to_experts(chosen, local_experts, routes)
         rows, scale = self.kernels.moe_permute(tokens, weights, to_experts)
         return Dispatched(rows, scale, to_experts[2], partial(self._return_and_sum, routes, to_experts))
@@ -65,7 +65,7 @@ class AllToAllExperts:
         sent, received, rows = torch.cat(columns).view(3, -1).tolist()
         return TokenRoutes(group, sent, received, sum(rows), _drop_unused_rows(to_ranks, sum(sent)))
 
-    def _send_to_expert_ranks(
+    def _exchange_tokens_and_probabilities(
         self, hidden: Tensor, probabilities: Tensor, routes: "TokenRoutes"
     ) -> tuple[Tensor, Tensor]:
         """Send tokens, and return the received tokens (tokens, width) and probabilities (tokens, choices)."""

@@ -83,7 +83,7 @@ class SymmetricExperts:
         tokens, scalars, choices = exchange.publish_tokens(slots, hidden.detach(), probabilities.detach(), chosen)
         local = self.kernels.moe_peers.localize_choices(choices, group.rank * local_experts, local_experts)
         all_routes = self.kernels.moe_routes(local, local_experts)
-        routes, overflow = exchange.limit_routes(all_routes, self.capacity if is_training else None)
+        routes, overflow = exchange.limit_routes_and_flag_overflow(all_routes, self.capacity if is_training else None)
         slot_routes = SlotRoutes(exchange, chosen, local_experts, routes)
         rows, scale = _GatherRows.apply(slot_routes, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
         if overflow is not None:
@@ -170,7 +170,7 @@ class SharedSlots:
         if self._memory is not None:
             self._memory.barrier()
 
-    def limit_routes(self, routes: Routes, capacity: float | None) -> tuple[Routes, Tensor | None]:
+    def limit_routes_and_flag_overflow(self, routes: Routes, capacity: float | None) -> tuple[Routes, Tensor | None]:
         """
         Cut routes to the rows in use, or to the rows that fit `capacity`. Without a capacity the host waits for the
         count.
@@ -190,7 +190,7 @@ class SharedSlots:
         on_device, on_host = self._max_rows
         # The host's copy may be old, but reading it does not wait for the device.
         self._check_row_limit(int(on_host), room, even)
-        limited = self.kernels.moe_peers.limit_routes(routes, room, on_device)
+        limited = self.kernels.moe_peers.limit_routes_and_flag_overflow(routes, room, on_device)
         on_host.copy_(on_device, non_blocking=True)
         return limited
 
@@ -218,11 +218,11 @@ class SlotRoutes:
     experts: int
     routes: Routes
 
-    def read_rows(self, tokens: Peers, scalars: Peers | None) -> tuple[Tensor, Tensor | None]:
+    def read_rows_and_scalars(self, tokens: Peers, scalars: Peers | None) -> tuple[Tensor, Tensor | None]:
         """Return this rank's expert rows (rows, width) and their scalars (rows,)."""
-        return self.exchange.kernels.moe_peers.read_rows(tokens, scalars, self.routes)
+        return self.exchange.kernels.moe_peers.read_rows_and_scalars(tokens, scalars, self.routes)
 
-    def exchange_token_sums(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def exchange_token_sums_and_scalars(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the sums (tokens, width) by token over all ranks' rows, and the scalars (tokens, choices)."""
         exchange, dest = self.exchange, self.routes[0]
         columns = [(rows.shape[1], rows.dtype), *([(dest.shape[1], scalars.dtype)] if scalars is not None else [])]
@@ -231,7 +231,7 @@ class SlotRoutes:
         kernels.publish_token_sums(rows, scalars, dest, staged[0][rank], by_choice[0][0][rank] if by_choice else None)
         exchange.barrier()
         first = rank * self.slots
-        return kernels.read_and_add_token_sums(
+        return kernels.read_token_sums_and_scalars(
             staged, by_choice[0] if by_choice else None, self.chosen, first, self.experts
         )
 
@@ -250,12 +250,12 @@ class _GatherRows(Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Return rows (rows, width) and their probabilities (rows,)."""
         ctx.routes = routes
-        return routes.read_rows(tokens, scalars)
+        return routes.read_rows_and_scalars(tokens, scalars)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.routes.exchange_token_sums(grad, grad_scale)
+        return None, None, None, *ctx.routes.exchange_token_sums_and_scalars(grad, grad_scale)
 
 
 class _SumByToken(Function):
@@ -265,13 +265,13 @@ class _SumByToken(Function):
     def forward(ctx: Any, routes: SlotRoutes, results: Tensor) -> Tensor:
         """Sum results (rows, width) by this rank's tokens: (tokens, width)."""
         ctx.routes = routes
-        return routes.exchange_token_sums(results, None)[0]
+        return routes.exchange_token_sums_and_scalars(results, None)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.routes.exchange.publish_tokens(ctx.routes.slots, grad)
-        return None, ctx.routes.read_rows(tokens, None)[0]
+        return None, ctx.routes.read_rows_and_scalars(tokens, None)[0]
 
 
 def _max_tokens_over_ranks(tokens: int, group: Group, device: torch.device) -> int:

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
 from drawloom.components.export.joined_adapters import PREFIX, find_joined_layers
 from drawloom.components.export.shard_writer import make_own_share
@@ -80,7 +80,7 @@ class AdapterExport:
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
         with use_averages_if_any(self.average):
             share = make_own_share(self.stages, mapper, group, workspace, only_inputs=True)
-            tensors, _ = run_on_all_ranks(group, share.gather_and_convert_tensors)
+            tensors, _ = run_and_gather_on_all_ranks(group, share.gather_and_convert_tensors)
             with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
                 merged = {name: tensor for part in parts for name, tensor in part.items()}
                 run_on_rank0(group, lambda: _write_adapter_folder(self._adapter_folder, merged, config, step))

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.rank_errors import run_on_all_ranks, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.stages import LOSS, Stages
@@ -186,18 +186,20 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
     other files, and renames the folder to the target. Raises UserError on every rank if any rank fails, if two
     ranks would write a tensor with the same name, or if the target exists; the target is then unchanged.
     """
-    _, specs_by_rank = run_on_all_ranks(group, lambda: _describe_own_specs_as_json(own), to_json=lambda specs: specs)
+    _, specs_by_rank = run_and_gather_on_all_ranks(
+        group, lambda: _describe_own_specs_as_json(own), to_json=lambda specs: specs
+    )
     files = plan_files([_parse_specs(specs) for specs in specs_by_rank], max_shard)  # the same on every rank
     # one rank creates the folder, and shares its random name
-    temporary, folders = run_on_all_ranks(
+    temporary, folders = run_and_gather_on_all_ranks(
         group, lambda: create_temp_folder(target) if group.rank == 0 else None, to_json=_path_or_empty
     )
     try:
         folder = Path(folders[0])
-        run_on_all_ranks(
+        run_and_gather_on_all_ranks(
             group, lambda: _write_own_files(folder, [file for file in files if file.writer == group.rank], own)
         )
-        run_on_all_ranks(group, lambda: _commit_folder(temporary, files, finish))
+        run_and_gather_on_all_ranks(group, lambda: _commit_folder(temporary, files, finish))
     finally:
         if temporary is not None:
             temporary.discard()

@@ -41,17 +41,17 @@ class WholeMask(NamedTuple):
         ids = self.documents.ids
         if self.cache is None:
             return function(x, weight, ids)
-        history, taps = self.cache.read_state(), weight.shape[1]
+        history, taps = self.cache.read_next_state(), weight.shape[1]
         both = x if history is None else torch.cat([history, x], 1)
-        self.cache.write_state(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
+        self.cache.write_state_read_last(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
         return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
 
     def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
         """Apply the gated delta rule; with a cache, start from the cached state and store the new one."""
         if self.cache is None:
             return rule(*inputs, self.documents)[0]
-        mixed, state = rule(*inputs, self.documents, self.cache.read_state())
-        self.cache.write_state(state.detach())
+        mixed, state = rule(*inputs, self.documents, self.cache.read_next_state())
+        self.cache.write_state_read_last(state.detach())
         return mixed
 
 

@@ -178,7 +178,7 @@ class Embedding(nn.Embedding, TensorParallel, HeadLayer):
 
     def look_up_rows(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Return rows (..., width) from a table (vocab_size, width), or from its part, for token ids int64 (...)."""
-        rows, is_local = self.ranks.find_local_rows(tokens, self.num_embeddings)
+        rows, is_local = self.ranks.find_local_rows_and_mask(tokens, self.num_embeddings)
         vectors = self.kernels.embedding(rows, table)
         return vectors if is_local is None else vectors * is_local
 

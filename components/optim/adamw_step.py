@@ -62,7 +62,7 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         for number, group in enumerate(self.param_groups):
             parts = [part for part in group["params"] if part.grad is not None]
             if parts:
-                self._update_weights(parts, group, self._get_stepper(number, parts, group["weight_decay"]))
+                self._update_weights(parts, group, self._get_or_create_stepper(number, parts, group["weight_decay"]))
 
     def _update_weights(self, parts: list[nn.Parameter], group: dict[str, Any], stepper: Any) -> None:
         # The device counts the steps, because the host learns too late which of them were skipped.
@@ -72,7 +72,7 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         # A list of tensors, because the host would read (and wait for) a single tensor without dimensions.
         torch._foreach_add_(steps, 1 if self.found_inf is None else [1 - self.found_inf] * len(steps))
 
-    def _get_stepper(self, number: int, parts: list[nn.Parameter], weight_decay: float) -> Any:
+    def _get_or_create_stepper(self, number: int, parts: list[nn.Parameter], weight_decay: float) -> Any:
         """
         Return a kernel launcher for these weights and their state, the cached one if the same weights have gradients.
         """

@@ -95,7 +95,7 @@ class SharedMatrices:
     def orthogonalize(self, updates: Mapping[str, Tensor], ns_steps: int) -> dict[str, Tensor]:
         """Return the orthogonalised matrices' slices by name, given the slices; bfloat16. A collective."""
         outputs = {name: torch.empty_like(update, dtype=torch.bfloat16) for name, update in updates.items()}
-        received = self._send_to_owners(updates)
+        received = self._exchange_parts_with_owners(updates)
         results: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
         for number, share in enumerate(self._owned_shares):
             parts = {rank: received[number, rank] for rank in share.sender_ranks}
@@ -108,7 +108,7 @@ class SharedMatrices:
         self._send_results_to_slice_ranks(results, outputs)
         return outputs
 
-    def _send_to_owners(self, updates: Mapping[str, Tensor]) -> dict[tuple[int, int], Tensor]:
+    def _exchange_parts_with_owners(self, updates: Mapping[str, Tensor]) -> dict[tuple[int, int], Tensor]:
         """Send missing parts to the owners, and return received parts by owned share and sender."""
         if not self._exchanges:
             return {}

@@ -175,7 +175,7 @@ class ShardedModule:
                     param.unsharded_param.grad_dtype = gradient
                 param.free_unsharded_param()
 
-    def begin_step(self) -> None:
+    def drop_gathered_and_delay_reduction(self) -> None:
         """Drop parameters gathered from old slices; reduce gradients only after `reduce_in_next_backward`."""
         self.reshard()
         self._set_gradient_reduction(False)
@@ -289,7 +289,7 @@ class ShardedStore:
         versions = [master._version for master, _ in self._pairs]
         if not (only_if_changed and versions == self._gathered_at):
             for module in self.modules:
-                module.begin_step()
+                module.drop_gathered_and_delay_reduction()
         self._gathered_at = versions
 
     def hand_over_gradients(self) -> None:

@@ -95,7 +95,7 @@ class TensorRanks:
             share, self.group, partial(_gather_shares_of_last_dimension, length=length), _select_share_of_last_dimension
         )
 
-    def find_local_rows(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    def find_local_rows_and_mask(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """
         Return the tokens' row numbers in this rank's share of a table (vocab_size, width), and a mask (..., 1) of its
         tokens.

@@ -12,7 +12,16 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import TrainingData, find_batch_types
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.pipeline import STEP_SPECS
-from drawloom.components.ports.rollouts import Answer, Completions, PromptBatch, Prompts, Reward, Rollouts, Scored
+from drawloom.components.ports.rollouts import (
+    Answer,
+    Completions,
+    PromptBatch,
+    Prompts,
+    Reward,
+    Rollouts,
+    RowGrowth,
+    Scored,
+)
 from drawloom.components.ports.run import Batching, Event, Events, Step
 from drawloom.graph import Ordered, Problem, UserError, between, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -89,9 +98,9 @@ class Rollout:
                 yield node.problem(key, text, f"write {key} = 1, or leave out ramp")
 
     @classmethod
-    def predict_rows_and_added_tokens(cls, node: NodeView) -> tuple[int, int]:
+    def predict_row_growth(cls, node: NodeView) -> RowGrowth:
         sampler = node.neighbour("rollouts")
-        return node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0
+        return RowGrowth(node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""

@@ -16,7 +16,7 @@ from itertools import product
 import attrs
 import numpy as np
 
-from drawloom.components.pipeline.program.lowering import list_offloaded_passes
+from drawloom.components.pipeline.program.lowering import pair_offloaded_forward_and_backward
 from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_STAGES, ONE_OF
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
@@ -129,7 +129,9 @@ class StagePolicies:
     ) -> Iterator[tuple[float, frozenset[int], Mapping[int, Recompute], CostTable]]:
         """Yield a rank's choices: busy seconds, offloaded stages, policies by stage, and the cost table."""
         actions = [alone.action(row) for row in range(len(alone.stage))]
-        waiting = [stage for stage in stages if self.may_offload and list_offloaded_passes(actions, {stage})]
+        waiting = [
+            stage for stage in stages if self.may_offload and pair_offloaded_forward_and_backward(actions, {stage})
+        ]
         independent = len(stages) <= MAX_INDEPENDENT_STAGES
         ways = (
             product(self.costs, repeat=len(stages))

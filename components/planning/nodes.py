@@ -16,13 +16,15 @@ from drawloom.components.ports.memory import HostMemoryUser, MemoryUser
 from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
-from drawloom.components.ports.rollouts import MakesRows
+from drawloom.components.ports.rollouts import MakesRows, RowGrowth
 from drawloom.components.ports.run import Batching, Phase, Restorer, accepts_deferred_factors
 from drawloom.components.ports.stages import FrozenModel, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
+
+NO_GROWTH = RowGrowth(rows_per_row=1, added_tokens=0)
 
 
 @attrs.frozen(eq=False)
@@ -135,7 +137,7 @@ class Nodes:
     @property
     def may_stream_states(self) -> bool:
         """Return whether an optimizer lets the memory policy choose where its state is."""
-        users = {user for name in self.memory_policy_nodes for user, _ in self.graph.list_incoming_edges(name)}
+        users = {user for name in self.memory_policy_nodes for user, _ in self.graph.list_users_with_edge_names(name)}
         return bool(users & {*self.streaming_optimizer_nodes})
 
     @property
@@ -165,7 +167,7 @@ class Nodes:
         if edge is None or not is_known:
             return []
         needed = {*self.graph.topological_order([*self.nodes_needed_by_stages, *self.memory_user_nodes])}
-        users = {user for name in edge.targets for user, _ in self.graph.list_incoming_edges(name)}
+        users = {user for name in edge.targets for user, _ in self.graph.list_users_with_edge_names(name)}
         return [*edge.targets] if users & needed == {self.model_node} else []
 
     @property
@@ -179,17 +181,17 @@ class Nodes:
         return math.prod(PerDimension.from_settings(self.mesh_settings).without_expert_dimensions().values())
 
     @cached_property
-    def rows_and_tokens_made_by_phase(self) -> tuple[int, int]:
-        """How many training rows a phase, such as sampling, makes from a data row, and the tokens it adds to a row."""
+    def row_growth_by_phase(self) -> RowGrowth:
+        """Row growth by a phase, such as sampling; NO_GROWTH without such a phase."""
         for name in self._find_used_nodes(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
-                return component.predict_rows_and_added_tokens(self.graph.view(name))
-        return 1, 0
+                return component.predict_row_growth(self.graph.view(name))
+        return NO_GROWTH
 
     @property
     def batch_type(self) -> type[Batch]:
         """Return the run's batch class; UserError if there is not exactly one."""
-        ports = (Phase,) if self.rows_and_tokens_made_by_phase != (1, 0) else (PackedDataset, Collator)
+        ports = (Phase,) if self.row_growth_by_phase != NO_GROWTH else (PackedDataset, Collator)
         classes = [self.graph.nodes[name].spec.cls for port in ports for name in self._find_used_nodes(port)]
         types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
         if len(types) != 1:
@@ -204,7 +206,7 @@ class Nodes:
         for name in self._find_used_nodes(PackedDataset):
             for key in ("length", "max_length"):
                 if isinstance(length := self.graph.nodes[name].settings.get(key), int):
-                    return length + self.rows_and_tokens_made_by_phase[1]
+                    return length + self.row_growth_by_phase.added_tokens
         text = "a plan needs the sequence length, and no data set of the recipe has a setting `length` or `max_length`"
         raise UserError(f"{text}; add one of them, an integer", 2)
 
@@ -251,8 +253,8 @@ class Nodes:
         steps = self.graph.nodes[self.recipe.project.root].settings.get("steps")
         return steps if isinstance(steps, int) else None
 
-    def divide_step_into_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
-        """Return rows per microbatch and microbatches per step on a rank; UserError if a step is not divisible."""
+    def count_rows_per_microbatch_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
+        """Count a rank's rows per microbatch and microbatches per step; UserError if a step is not divisible."""
         rows = int(self.settings_of_node(self.find_only_node(Batching))["micro_size"])
         replicas = mesh.sizes.data_replicate * mesh.sizes.data_shard
         if self.global_batch_size % (rows * replicas):
@@ -260,4 +262,4 @@ class Nodes:
                 f"{self.global_batch_size} rows are not divisible among {replicas} replicas with microbatches of {rows}"
             )
             raise UserError(f"batch.global_size: {text}; write a multiple of {rows * replicas}", 2)
-        return rows * self.rows_and_tokens_made_by_phase[0], self.global_batch_size // (rows * replicas)
+        return rows * self.row_growth_by_phase.rows_per_row, self.global_batch_size // (rows * replicas)

@@ -247,7 +247,7 @@ class Planner:
         if embeds_on_every_rank(schedule):
             text = "a plan does not support embedding and head on every rank; plan with schedule.use = "
             raise UserError(f'{self.nodes.schedule_node}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
-        rows, microbatches = self.nodes.divide_step_into_microbatches(self.mesh)
+        rows, microbatches = self.nodes.count_rows_per_microbatch_and_microbatches(self.mesh)
         try:
             program = schedule.program(self.mesh.sizes.pipeline, microbatches)
         except DeadlockError as deadlock:
@@ -345,7 +345,7 @@ class Planner:
         memory = [self._estimate_rank_memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision_node]
         document_rows = self._describe_microbatch_rows(microbatch_rows)
-        tokens = self.nodes.global_batch_size * self.nodes.rows_and_tokens_made_by_phase[0] * self.nodes.sequence_length
+        tokens = self.nodes.global_batch_size * self.nodes.row_growth_by_phase.rows_per_row * self.nodes.sequence_length
         exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
         table = self._build_cost_table(views, costs)
         frozen = set[str]().union(*(view.frozen_names for view in views))
@@ -517,7 +517,7 @@ class Planner:
 
     def _count_step_batch_bytes(self, microbatch_count: int) -> int:
         """Return the bytes in a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""
-        rows, _ = self.nodes.divide_step_into_microbatches(self.mesh)
+        rows, _ = self.nodes.count_rows_per_microbatch_and_microbatches(self.mesh)
         return microbatch_count * rows * self.nodes.sequence_length // self.mesh.sizes.context * (4 * 8 + 4)
 
 

@@ -9,7 +9,7 @@ from drawloom.components.pipeline.program.recomputation import describe_policies
 from drawloom.components.planning.plan import Plan, RankMemory
 from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import OPS
-from drawloom.components.storage.byte_size import choose_byte_unit, format_byte_size
+from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size, format_byte_size
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _format_rank_table(plan: Plan) -> Iterator[str]:
     kinds = [kind for kind in KINDS if any(kind in memory.persistent for memory in plan.memory)]
     labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activation_bytes_at_peak))
     shown = [label for label in labels if any(_peak_fraction(memory, label) >= 0.01 for memory in plan.memory)]
-    unit, scale = choose_byte_unit(max(plan.peak_memory_bytes))
+    unit, scale = choose_byte_unit_and_its_size(max(plan.peak_memory_bytes))
     sizes = [(kind.replace("_", " "), [memory.persistent.get(kind, 0) for memory in plan.memory]) for kind in kinds]
     sizes += [("gradients", [memory.peak_gradient_bytes for memory in plan.memory])]
     sizes += [

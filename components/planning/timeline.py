@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import attrs
 
-from drawloom.components.pipeline.program.lowering import list_offloaded_passes
+from drawloom.components.pipeline.program.lowering import pair_offloaded_forward_and_backward
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.ports.program import Program
 
@@ -29,7 +29,7 @@ def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradie
     """
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     moves: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for start, end in list_offloaded_passes(actions, program.offloaded):
+    for start, end in pair_offloaded_forward_and_backward(actions, program.offloaded):
         # Their memory is free from the second action after the forward pass to the last before the backward pass.
         moves[start + 2].append((actions[start].stage, -1))
         moves[end - 1].append((actions[start].stage, 1))
@@ -69,7 +69,7 @@ def peak_host_bytes_of(program: Program, rank: int, costs: Mapping[int, StageCos
     """Return a rank's peak activation bytes in host memory, from OFFLOAD until the backward pass."""
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     changes: Counter[int] = Counter()
-    for start, end in list_offloaded_passes(actions, program.offloaded):
+    for start, end in pair_offloaded_forward_and_backward(actions, program.offloaded):
         size = costs[actions[start].stage].passes["F"].total_kept_bytes
         changes[start] += size
         changes[end] -= size

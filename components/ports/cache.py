@@ -49,7 +49,7 @@ class KeyValueCache:
         keys[:, self.length : end], values[:, self.length : end] = k, v
         return keys[:, :end], values[:, :end]
 
-    def read_state(self) -> Tensor | None:
+    def read_next_state(self) -> Tensor | None:
         """
         Return the state (any shape) that the next recurrent operation had after earlier tokens; None in the first pass.
         """
@@ -58,8 +58,8 @@ class KeyValueCache:
         self._next_state += 1
         return self._states[self._next_state - 1]
 
-    def write_state(self, state: Tensor) -> None:
-        """Store a state (any shape) for the operation that called `read_state` last."""
+    def write_state_read_last(self, state: Tensor) -> None:
+        """Store a state (any shape) for the operation that called `read_next_state` last."""
         self._states[self._next_state - 1] = state
 
     def end_pass(self, tokens: int) -> None:

@@ -115,7 +115,7 @@ class PeerExchange(Protocol):
         """
         ...
 
-    def limit_routes(
+    def limit_routes_and_flag_overflow(
         self, routes: tuple[Tensor, Tensor, Tensor], room: int, max_rows: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """
@@ -135,7 +135,7 @@ class PeerExchange(Protocol):
         """
         ...
 
-    def read_rows(
+    def read_rows_and_scalars(
         self, tokens: Peers, scalars: Peers | None, routes: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """
@@ -150,14 +150,15 @@ class PeerExchange(Protocol):
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
     ) -> None:
         """
-        Sum this rank's expert rows (rows, width) by token into `sums` (tokens, width), for `read_and_add_token_sums` on
-        the tokens' ranks, and write scalars (rows,) by choice to by_choice (tokens, top_k).
+        Sum this rank's expert rows (rows, width) by token into `sums` (tokens, width), for
+        `read_token_sums_and_scalars` on the tokens' ranks, and write scalars (rows,) by choice to by_choice (tokens,
+        top_k).
 
         dest_row: int32 (tokens, top_k), a choice's row.
         """
         ...
 
-    def read_and_add_token_sums(
+    def read_token_sums_and_scalars(
         self, staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """

@@ -96,7 +96,7 @@ class Program:
         recompute policy, and if there is not one policy per stage.
         """
         parts = [
-            [_encode_action(part, joined) for item in line for part, joined in _list_actions(item)]
+            [_encode_action(part, joined) for item in line for part, joined in _list_actions_with_overlap_flags(item)]
             for line in rank_programs
         ]
         rows = [row for line in parts for row in line]
@@ -169,7 +169,7 @@ def group_overlaps(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
     return [group[0] if len(group) == 1 else Overlap(tuple(group)) for group in groups]
 
 
-def _list_actions(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
+def _list_actions_with_overlap_flags(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
     """Return the actions in an item, with a flag: whether the action overlaps the one before."""
     if isinstance(item, Action):
         return [(item, False)]

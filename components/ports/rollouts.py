@@ -1,7 +1,7 @@
 """Ports for reinforcement learning: prompts, sampled completions, and their rewards."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import attrs
 import torch
@@ -186,13 +186,20 @@ class RewardEvaluation(Protocol):
         ...
 
 
+class RowGrowth(NamedTuple):
+    """How many training rows a phase makes from a data row, and how many tokens it adds to a row."""
+
+    rows_per_row: int
+    added_tokens: int
+
+
 @runtime_checkable
 class MakesRows(Protocol):
     """A phase's component that replaces each row of the data set by several longer ones, such as completions."""
 
     @classmethod
-    def predict_rows_and_added_tokens(cls, node: Any) -> tuple[int, int]:
-        """Return, from a node's settings, how many rows replace one row, and how many tokens longer these are."""
+    def predict_row_growth(cls, node: Any) -> RowGrowth:
+        """Predict the growth from a node's settings."""
         ...
 
 

@@ -136,7 +136,7 @@ def _render_seed_group_table(groups: Sequence[SeedGroup]) -> Iterator[str]:
         ]
         values = [group.settings[key][:MAX_VALUE_LENGTH] for key in keys]
         rows.append([group.name, str(len(group.runs)), *cells, *values])
-    head, rows, equal = _drop_equal_columns(head, rows)
+    head, rows, equal = _drop_and_describe_equal_columns(head, rows)
     colours = [number % COLOURS for number in range(len(groups))]
     yield '<section id="differences"><h2>Recipes</h2>'
     yield from _render_table(head, rows, row_colours=colours)
@@ -254,13 +254,13 @@ def _render_checkpoints(run: RunRecord) -> Iterator[str]:
         losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
         cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
         rows.append([f"{step:,}", *cells, format_byte_size(manifest.total_file_bytes), f"{manifest.world_size}"])
-    head, rows, equal = _drop_equal_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
+    head, rows, equal = _drop_and_describe_equal_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
     yield from _render_table(head, rows)
     if equal:
         yield f'<p class="equal">{escape_text(equal)}</p>'
 
 
-def _drop_equal_columns(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
+def _drop_and_describe_equal_columns(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
     """Leave out columns with equal cells, except the first column; return the rest and a sentence about the cells."""
     if len(rows) < 2:
         return head, rows, ""

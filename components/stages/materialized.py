@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.distributed.rank_errors import run_on_all_ranks
+from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.data_parallel import DataParallel
 from drawloom.components.parallel.data_shard import ShardedStore, gathers_by_block
@@ -284,7 +284,7 @@ class MaterializedStages:
         sharded = data_parallel.shard_modules(modules)
         slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
-        run_on_all_ranks(self.mesh.world, lambda: self._values.fill_modules(modules))
+        run_and_gather_on_all_ranks(self.mesh.world, lambda: self._values.fill_modules(modules))
         if self.adapters:
             self._values.fill_adapters(modules)
         tie_equally_named_parameters(modules)

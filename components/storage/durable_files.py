@@ -65,7 +65,7 @@ def create_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
         os.close(descriptor)
 
 
-def create_file_with(path: Path, data: bytes) -> Content:
+def create_file_with_content(path: Path, data: bytes) -> Content:
     """Create a file with these bytes, and flush it to disk. Raises OSError if it exists."""
     with create_file(path) as file:
         file.write_at(memoryview(data), 0)
@@ -126,7 +126,7 @@ def replace_file(path: Path, data: bytes) -> None:
     temporary = make_temporary_path(path)
     remove_folder(temporary)  # left by a killed process, or anything else of that name
     try:
-        create_file_with(temporary, data)
+        create_file_with_content(temporary, data)
         rename_durably(temporary, path)
     except OSError:
         with suppress(OSError):

@@ -52,7 +52,7 @@ class InMemory:
         return self.tensors[name].detach()
 
 
-def allocate_tensor(spec: TensorSpec) -> tuple[Tensor, memoryview]:
+def allocate_tensor_and_byte_view(spec: TensorSpec) -> tuple[Tensor, memoryview]:
     """Return an uninitialized CPU tensor with the spec's shape, and a writable view of its bytes."""
     memory = torch.empty(spec.bytes, dtype=torch.uint8)
     return view_as_tensor(memory, spec), view_memory(memory)

@@ -50,7 +50,7 @@ class CsvTracker(TrackerInBackground):
         table = csv.reader(io.StringIO(content.decode("utf-8", "replace").replace("\0", "\ufffd"), newline=""))
         names = next(table, [])
         self._names = [STEP, *(name for name in names if name != STEP)]
-        rows, damaged = _parse_undamaged_lines(table, names)
+        rows, damaged = _parse_undamaged_lines_and_count_others(table, names)
         if damaged:
             log.warning("%s is damaged: %d of its lines can't be read, and are removed", file.path, damaged)
         self._rewrite_file(row for row in rows if int(row[STEP]) <= step)
@@ -78,7 +78,9 @@ class CsvTracker(TrackerInBackground):
             file.close()
 
 
-def _parse_undamaged_lines(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
+def _parse_undamaged_lines_and_count_others(
+    table: Iterable[list[str]], names: Sequence[str]
+) -> tuple[list[dict[str, str]], int]:
     """Return the lines with only numbers and increasing steps, as rows by name, and the count of skipped lines."""
     rows, damaged, last = list[dict[str, str]](), 0, -1
     for fields in table:

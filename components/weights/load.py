@@ -295,12 +295,12 @@ def folder_fingerprint(folder: Path) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         with open_untrusted_file(path) as file:
             digest.update(f"{path.name} {file.size}\n".encode())
-            for offset, size in _choose_sample_ranges(file.size):
+            for offset, size in _choose_sample_offsets_and_sizes(file.size):
                 digest.update(file.read(offset, size))
     return digest.hexdigest()
 
 
-def _choose_sample_ranges(size: int) -> list[tuple[int, int]]:
+def _choose_sample_offsets_and_sizes(size: int) -> list[tuple[int, int]]:
     """Return offsets and sizes to hash in a file: all, or SAMPLES evenly spaced pieces with WHOLE bytes together."""
     if size <= WHOLE:
         return [(0, size)]

@@ -17,7 +17,7 @@ from typing import Any
 from drawloom.components.distributed.torchrun import get_machine_id
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.components.storage.safetensors.header import HeaderError, map_safetensors_file
-from drawloom.components.storage.safetensors.writer import plan_layout, write_planned_tensors
+from drawloom.components.storage.safetensors.writer import build_header_and_entries, write_planned_tensors
 from drawloom.components.storage.state_tree import Packed
 from drawloom.components.storage.strict_json import encode_canonical, parse_strictly
 from drawloom.components.storage.tensor_source import InMemory
@@ -37,7 +37,7 @@ def share_in_memory(packed: Packed) -> Iterator[Ticket]:
     with _open_segment() as text, _open_segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
             file.write(token + encode_canonical(packed.tree))
-        head, entries = plan_layout(InMemory(packed.tensors).specs())
+        head, entries = build_header_and_entries(InMemory(packed.tensors).specs())
         write_planned_tensors(FileWriter("shared memory", tensors), packed.tensors, head, entries)
         for descriptor in (text, tensors):
             _seal_segment(descriptor)

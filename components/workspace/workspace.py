@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
-from drawloom.components.distributed.rank_errors import run_on_all_ranks
+from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage.state_tree import pack_state, unpack_state
@@ -124,7 +124,7 @@ def _gather_values(
 ) -> Iterator[list[Any]]:
     """Return all ranks' values on the first one, as `get_configs_parallel` does."""
     with ExitStack() as lent:
-        _, tickets = run_on_all_ranks(
+        _, tickets = run_and_gather_on_all_ranks(
             group, lambda: _publish_value(value, ranks, group, workspace_path, lent), to_json=lambda ticket: ticket
         )
         # ranks that disagree would wait for each other for ever
@@ -132,7 +132,7 @@ def _gather_values(
         if any(request != [*ranks] for request in requested):
             raise UserError(f"the ranks of a group passed ranks = {requested}; pass the same list on every rank")
         others = [tickets[rank] for rank in ranks[1:]]
-        gathered, _ = run_on_all_ranks(
+        gathered, _ = run_and_gather_on_all_ranks(
             group, lambda: _open_values(value, others, ranks[0] == group.rank, workspace_path)
         )
     with _fail_on_all_ranks(group):
@@ -176,7 +176,7 @@ def _fail_on_all_ranks(group: Group) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        run_on_all_ranks(group, _make_failure_raiser(failure))
+        run_and_gather_on_all_ranks(group, _make_failure_raiser(failure))
     except UserError:
         if failure is not None:
             raise failure from None

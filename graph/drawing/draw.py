@@ -1,7 +1,7 @@
 """`drawloom draw`: the wiring, or the dataflow of a sequence, as a text tree, Mermaid, DOT or SVG."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from drawloom.graph.drawing.diagram import Diagram, SequenceDrawing, make_sequence_drawing, make_wiring_diagram
 from drawloom.graph.drawing.svg import assign_colours, draw_step, draw_wiring
@@ -20,22 +20,31 @@ def draw_tree(graph: Graph, root: str) -> str:
     """
     seen: set[str] = set()
     lines: list[str] = []
-    stack: list[tuple[str, str, str, str]] = [(root, "", "", "")]
+    stack = [_Branch(root, "", "", "")]
     while stack:
-        name, label, branch, indent = stack.pop()
+        name, label, line, indent = stack.pop()
         is_repeated = name in seen and bool(graph.needs(name))
-        lines.append(f"{branch}{label}[{name}] {graph.nodes[name].spec.use}{' (above)' if is_repeated else ''}")
+        lines.append(f"{line}{label}[{name}] {graph.nodes[name].spec.use}{' (above)' if is_repeated else ''}")
         if not is_repeated:
             seen.add(name)
             stack += reversed(_list_branches(graph, name, indent))
     return "\n".join(lines)
 
 
-def _list_branches(graph: Graph, name: str, indent: str) -> list[tuple[str, str, str, str]]:
+class _Branch(NamedTuple):
+    """A dependency in a tree: its node and field, and the lines drawn before it and before its own dependencies."""
+
+    name: str
+    label: str
+    line: str
+    indent: str
+
+
+def _list_branches(graph: Graph, name: str, indent: str) -> list[_Branch]:
     edges = [(target, field) for field, edge in graph.nodes[name].edges.items() for target in edge.targets]
     ends = [number == len(edges) - 1 for number in range(len(edges))]
     return [
-        (target, f"{field}: ", f"{indent}{'└── ' if end else '├── '}", f"{indent}{'    ' if end else '│   '}")
+        _Branch(target, f"{field}: ", f"{indent}{'└── ' if end else '├── '}", f"{indent}{'    ' if end else '│   '}")
         for (target, field), end in zip(edges, ends, strict=True)
     ]
 
@@ -137,6 +146,10 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
 
 
 def _draw_tree(graph: Graph, root: str, focus: str) -> str:
-    users = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.list_incoming_edges(focus)] if focus else []
+    users = (
+        [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.list_users_with_edge_names(focus)]
+        if focus
+        else []
+    )
     notes = collect_notes(graph, graph.nodes[focus]) if focus else ()
     return "\n".join([*users, *notes, draw_tree(graph, root)]) + "\n"

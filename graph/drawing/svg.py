@@ -194,19 +194,19 @@ class _WiringDrawing:
                 yield from draw_text_with_halo(x, y, label, LABEL, self.colours[box].strong, anchor)
 
     def _make_end_labels(self) -> Iterator[Label]:
-        for stop, labels in self._labels_by_point(1).items():
+        for stop, labels in self._list_labels_and_boxes_by_point(1).items():
             if len(labels) == 1:
                 (x, y), (label, box) = self.placed.entry_point(stop), labels[0]
                 yield label, box, x - (2 if stop.is_bend else HEAD + 4), y - 3, END
 
     def _make_start_labels(self) -> Iterator[Label]:
-        ends = self._labels_by_point(1)
-        for stop, labels in self._labels_by_point(0).items():
+        ends = self._list_labels_and_boxes_by_point(1)
+        for stop, labels in self._list_labels_and_boxes_by_point(0).items():
             if len(labels) == 1 and all(len(others) > 1 for others in ends.values() if labels[0] in others):
                 (x, y), (label, box) = self.placed.exit_point(stop), labels[0]
                 yield label, box, x + 5, y - 4, ""
 
-    def _labels_by_point(self, stop_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
+    def _list_labels_and_boxes_by_point(self, stop_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
         """Return arrow labels by first or second point, with target boxes, without duplicates."""
         found: dict[ArrowPoint, list[tuple[str, str]]] = {}
         for arrow in self.diagram.arrows:
@@ -299,12 +299,12 @@ class _StepDrawing:
             x += 36 + estimate_width(verb, 11)
 
 
-def _draw_access_mark(verb: str, x: float, y: float, colour: str, words: str) -> str:
+def _draw_access_mark(access: str, x: float, y: float, colour: str, tooltip: str) -> str:
     """Draw the mark for a member's access to a value, with a tooltip."""
-    tip, size = f"<title>{escape_xml(words)}</title>", RADIUS + 1.5
-    if verb == "changes":
+    tip, size = f"<title>{escape_xml(tooltip)}</title>", RADIUS + 1.5
+    if access == "changes":
         shape = f"M{xy(x - size, y)}L{xy(x, y - size)}L{xy(x + size, y)}L{xy(x, y + size)}z"
         return f'<path d="{shape}" fill="{colour}" stroke="#fff" stroke-width="1.5">{tip}</path>'
-    inside, line = (colour, "#fff") if verb == "writes" else ("#fff", colour)
+    inside, line = (colour, "#fff") if access == "writes" else ("#fff", colour)
     colours_of = f'fill="{inside}" stroke="{line}" stroke-width="2"'
     return f'<circle cx="{num(x)}" cy="{num(y)}" r="{num(RADIUS)}" {colours_of}>{tip}</circle>'

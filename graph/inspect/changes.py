@@ -12,7 +12,7 @@ from drawloom.graph.drawing.draw import draw
 from drawloom.graph.inspect.serialize import (
     Plain,
     describe_provenance,
-    find_whole_variable,
+    find_variable_used_as_whole_value,
     flatten_inline_nodes,
     serialize_nodes,
     serialize_recipe,
@@ -123,7 +123,7 @@ class _Comparison:
             before, after = old.get(key), new.get(key)
             if before is None or after is None or dump_canonical(before) != dump_canonical(after):
                 is_edge = is_edge_value(before) or is_edge_value(after)
-                own, why = self._find_declared_impact(name, key)
+                own, why = self._find_declared_impact_and_reason(name, key)
                 impact = own or (
                     self._find_edge_impact(before, after) if is_edge else self._find_setting_impact(name, key)
                 )
@@ -131,7 +131,7 @@ class _Comparison:
                     name, key, _format_value(before), _format_value(after), impact, edge=is_edge, why=why
                 )
 
-    def _find_declared_impact(self, name: str, key: str) -> tuple[Impact | None, str]:
+    def _find_declared_impact_and_reason(self, name: str, key: str) -> tuple[Impact | None, str]:
         """Return impact and reason according to the component itself for a changed key, or (None, "")."""
         resume_impact = getattr(self.graph.nodes[name].spec.cls, "resume_impact", None)
         impact = resume_impact(self.graph.view(name), key) if resume_impact else None
@@ -215,6 +215,6 @@ def _find_cosmetic_changes(old: Graph, new: Graph) -> Iterator[RecipeChange]:
 def _describe_notation(graph: Graph, node: Node, key: str) -> str:
     """Return how a recipe writes a value: as a variable, literally, or not at all."""
     item = node.table.items.get(key)
-    if isinstance(item, Leaf) and find_whole_variable(graph, item):
+    if isinstance(item, Leaf) and find_variable_used_as_whole_value(graph, item):
         return str(item.value)
     return "left out" if item is None else "written"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from drawloom.graph.inspect.serialize import describe_provenance, find_whole_variable, serialize_value
+from drawloom.graph.inspect.serialize import describe_provenance, find_variable_used_as_whole_value, serialize_value
 from drawloom.graph.problems import KeyPath, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
 from drawloom.graph.recipe.merged import VARIABLE
@@ -68,7 +68,7 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
         [_format_filled_field(graph, f, root) for f in fields if f.kind in ("every", "recipe")],
     )
     yield from _format_section("notes", [*collect_notes(graph, node)])
-    users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.list_incoming_edges(node.name)]
+    users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.list_users_with_edge_names(node.name)]
     yield from _format_section("used by", users or ["no node"])
     yield from _format_section(
         "order", [*describe_build_position(graph, node.name, root), *describe_positions_in_sequences(graph, node.name)]
@@ -137,14 +137,14 @@ def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
         yield f"  {field.doc}"
     if field.kind == "setting":
         yield f"  impact of another value on a resumed run: {field.impact}"
-    item, rest = _follow_path(node.table.items.get(field.name), path[1:])
+    item, rest = _find_item_and_rest_of_path(node.table.items.get(field.name), path[1:])
     for leaf in iterate_leaves(item) if item else ():
         yield from _indent(_format_history(graph, leaf, rest))
     if not field.required and field.kind == "setting" and not path[1:]:
         yield f"  {_format_value(serialize_value(field.default_value()))}  default"
 
 
-def _follow_path(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | None, KeyPath]:
+def _find_item_and_rest_of_path(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | None, KeyPath]:
     """Follow a path through tables. Return the item, and the rest of the path inside the value of a leaf."""
     while path and isinstance(item, Table):
         item, path = item.items.get(str(path[0])), path[1:]
@@ -161,7 +161,7 @@ def _format_history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
         position = entry.layer.value_position((*entry.path, *rest)) if rest else entry.key_position
         yield f"{prefix}{_format_part(entry.value, rest)}  {position}"
         yield from _indent(() if rest else _format_edits(entry))
-        variable = find_whole_variable(graph, entry)
+        variable = find_variable_used_as_whole_value(graph, entry)
         yield from (
             f"  {dumps(value.value)}  {value.key_position}" for value in (variable.history() if variable else ())
         )
@@ -206,7 +206,7 @@ def describe_build_position(graph: Graph, name: str, root: str) -> Iterator[str]
 
 def describe_positions_in_sequences(graph: Graph, name: str) -> Iterator[str]:
     """Yield the node's position in every sequence containing it, and the values passing through the node."""
-    for user, keys in graph.list_incoming_edges(name):
+    for user, keys in graph.list_users_with_edge_names(name):
         for key in keys:
             if graph.nodes[user].spec.fields[key].kind == "ordered":
                 yield from _describe_sequence_position(

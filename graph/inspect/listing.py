@@ -101,7 +101,7 @@ def find_replacement_conditions(graph: Graph, name: str) -> Iterator[Callable[[S
     """
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):
-            for user, keys in graph.list_incoming_edges(node.name):
+            for user, keys in graph.list_users_with_edge_names(node.name):
                 yield from (_make_replacement_condition(node, graph.nodes[user].spec.fields[key]) for key in keys)
 
 

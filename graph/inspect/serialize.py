@@ -143,12 +143,12 @@ def describe_provenance(graph: Graph, node: Node, key: str) -> str:
     first_of_layer = {id(leaf.layer): leaf for leaf in reversed(parts)}
     labels = []
     for leaf in reversed(first_of_layer.values()):
-        variable = find_whole_variable(graph, leaf)
+        variable = find_variable_used_as_whole_value(graph, leaf)
         labels.append(f"{leaf.label} {leaf.value} {variable.label}" if variable else leaf.label)
     return " and ".join(labels) or item.label
 
 
-def find_whole_variable(graph: Graph, leaf: Leaf) -> Leaf | None:
+def find_variable_used_as_whole_value(graph: Graph, leaf: Leaf) -> Leaf | None:
     """Return the variable written as a leaf's whole value, or None."""
     name = leaf.value if isinstance(leaf.value, str) else ""
     return graph.recipe.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None

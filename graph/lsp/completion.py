@@ -20,6 +20,7 @@ from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.emit import dump_key, dumps
+from drawloom.graph.toml.positions import SourceRange
 from drawloom.graph.types.describe import dump_toml_or_repr, union_members
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.node import format_path
@@ -49,10 +50,10 @@ def list_completions(workspace: Workspace, meaning: Meaning) -> Iterator[Complet
     return _complete_values(workspace, meaning)
 
 
-def find_replaced_range(meaning: Meaning, offset: int) -> tuple[int, int]:
+def find_replaced_range(meaning: Meaning, offset: int) -> SourceRange:
     """Return the range replaced by a completion at an offset."""
     cursor = meaning.cursor
-    return cursor.start, cursor.end if NAME_LIKE.fullmatch(cursor.written) else offset
+    return SourceRange(cursor.start, cursor.end if NAME_LIKE.fullmatch(cursor.written) else offset)
 
 
 def _complete_headers(meaning: Meaning) -> Iterator[Completion]:

@@ -13,6 +13,7 @@ import tomli
 
 from drawloom.graph.problems import KeyPath
 from drawloom.graph.toml.parsing import BRACKET, MARK
+from drawloom.graph.toml.positions import SourceRange
 
 Kind = Literal["header", "key", "value"]
 
@@ -50,9 +51,9 @@ class Cursor:
         """Return the token around an offset or ending there, or None in comments and where TOML allows no token."""
         line_start = text.rfind("\n", 0, offset) + 1
         for pattern in (KEY, VALUE):
-            start, end = _find_token(pattern, text, line_start, offset)
+            start, end = _find_token_range(pattern, text, line_start, offset)
             token = text[start:end]
-            context = _classify_token(text, start, line_start)
+            context = _find_token_kind_and_path(text, start, line_start)
             if context is not None and (context[0] == "value") == (pattern is VALUE):
                 kind, path = context
                 written = _unquote(token)
@@ -61,16 +62,16 @@ class Cursor:
         return None
 
 
-def _find_token(pattern: re.Pattern[str], text: str, line_start: int, offset: int) -> tuple[int, int]:
+def _find_token_range(pattern: re.Pattern[str], text: str, line_start: int, offset: int) -> SourceRange:
     """Return the token's range around an offset, or an empty range."""
     end = text.find("\n", line_start)
     for match in pattern.finditer(text, line_start, len(text) if end < 0 else end):
         if match.start() <= offset <= match.end():
-            return match.span()
-    return offset, offset
+            return SourceRange(match.start(), match.end())
+    return SourceRange(offset, offset)
 
 
-def _classify_token(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | None:
+def _find_token_kind_and_path(text: str, start: int, line_start: int) -> tuple[Kind, KeyPath] | None:
     """Return the kind and path for a token starting here. A key's path ends in MARK."""
     before = text[:start]
     for _ in range(MAX_BLANKED_LINES):
@@ -84,7 +85,7 @@ def _classify_token(text: str, start: int, line_start: int) -> tuple[Kind, KeyPa
         failures = []
         for mark in ('"\\u0000mark" = 0', '"\\u0000mark"'):
             try:
-                return _locate_mark(tomli.loads(f"{before}{mark}{closing}"))
+                return _find_kind_and_path_of_mark(tomli.loads(f"{before}{mark}{closing}"))
             except tomli.TOMLDecodeError as error:
                 failures.append(error.pos)
             except (ValueError, RecursionError):
@@ -98,7 +99,7 @@ def _classify_token(text: str, start: int, line_start: int) -> tuple[Kind, KeyPa
     return None
 
 
-def _locate_mark(tree: Any) -> tuple[Kind, KeyPath] | None:
+def _find_kind_and_path_of_mark(tree: Any) -> tuple[Kind, KeyPath] | None:
     """Return the mark's kind and path in a tree, or None."""
     stack: list[tuple[KeyPath, Any]] = [((), tree)]
     while stack:

@@ -125,7 +125,7 @@ def make_server(project: Project) -> RecipeServer:
     """Return a server with handlers for all supported requests."""
     server = RecipeServer(project)
     server.feature(lsp.INITIALIZE)(initialize)
-    server.feature(lsp.INITIALIZED)(watch_files)
+    server.feature(lsp.INITIALIZED)(request_file_events)
     server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)(did_open)
     server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)(did_change)
     server.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)(did_close)
@@ -155,7 +155,7 @@ def initialize(server: RecipeServer, params: lsp.InitializeParams) -> None:
     server.recipes = Workspace(project, folders)
 
 
-def watch_files(server: RecipeServer, _params: lsp.InitializedParams) -> None:
+def request_file_events(server: RecipeServer, _params: lsp.InitializedParams) -> None:
     """Ask for changes of closed files, since open documents may extend them."""
     workspace = server.client_capabilities.workspace
     capability = workspace and workspace.did_change_watched_files

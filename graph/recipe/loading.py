@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from glob import escape, glob
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -16,6 +16,14 @@ from drawloom.graph.toml.parsing import MAX_FILE_BYTES, decode, parse
 
 MAX_BASES = 50
 """Recipes in a chain of `extends`; more than any project needs, and far below Python's recursion limit."""
+
+
+class _Base(NamedTuple):
+    """A recipe to extend: its file, its name for messages, and the position of the reference to it."""
+
+    path: Path
+    name: str
+    position: Position
 
 
 @attrs.frozen
@@ -117,8 +125,8 @@ class _Reader:
         self._read_paths.add(path.resolve())
         self.layers.append(layer)
 
-    def _iterate_bases(self, layer: Layer, path: Path) -> Iterator[tuple[Path, str, Position]]:
-        """Yield (file, name for messages, position of the reference) for the bases in `extends`."""
+    def _iterate_bases(self, layer: Layer, path: Path) -> Iterator[_Base]:
+        """Yield the bases in `extends`; report the missing ones."""
         extends = layer.data.get("extends", [])
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -132,14 +140,12 @@ class _Reader:
             if name.endswith(".toml"):
                 yield from self._resolve_relative_base(layer, path, name, position)
             elif shipped := self.folder.find(name):
-                yield shipped, _relative_to_cwd(shipped), position
+                yield _Base(shipped, _relative_to_cwd(shipped), position)
             else:
                 hint = did_you_mean(name, self.folder.names)
                 self._add_problem("DL101", f"extends {name!r}, which is not a shipped recipe", hint, position)
 
-    def _resolve_relative_base(
-        self, layer: Layer, path: Path, name: str, position: Position
-    ) -> Iterator[tuple[Path, str, Position]]:
+    def _resolve_relative_base(self, layer: Layer, path: Path, name: str, position: Position) -> Iterator[_Base]:
         """Yield a base given as a path beside the recipe; report it instead if it is outside the allowed folders."""
         target = path.parent / name.replace("\0", "")  # system calls refuse NUL
         # A recipe from a stranger must not read arbitrary files of this machine; "../mine.toml" is a user's own file.
@@ -150,7 +156,7 @@ class _Reader:
             )
             self._add_problem("DL106", text, "move the base beside the recipe, or into the folder above", position)
             return
-        yield target, os.path.normpath(Path(layer.source).parent / name), position
+        yield _Base(target, os.path.normpath(Path(layer.source).parent / name), position)
 
     def _read_text(self, path: Path, name: str, requester: Position) -> str | None:
         """Return a recipe's text, unsaved or from its file; report a problem and return None if it can't be read."""

@@ -218,7 +218,9 @@ class Container(Mapping[str, Any]):
         for name, item in self.replacements.items():
             if name not in self.graph.nodes:
                 raise ValueError(f"there is no node {name!r} to replace; {did_you_mean(name, self.graph.nodes)}")
-            for user, key in [(user, key) for user, keys in self.graph.list_incoming_edges(name) for key in keys]:
+            for user, key in [
+                (user, key) for user, keys in self.graph.list_users_with_edge_names(name) for key in keys
+            ]:
                 if user in users:
                     field = self.graph.nodes[user].spec.fields[key]
                     ports = field.ports

@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 
@@ -72,7 +72,7 @@ def parse(text: str, source: str = "") -> dict[str, Any]:
     try:
         data = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        message, offset, hint = diagnose(text, error)
+        message, offset, hint = diagnose_syntax_error(text, error)
         raise _syntax_error(source, text, offset, message, hint) from error
     except RecursionError as error:
         raise _too_deep_nesting_error(source, text) from error
@@ -127,25 +127,33 @@ def _line_and_column(text: str, offset: int) -> tuple[int, int]:
     return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
 
 
-def diagnose(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str]:
-    """Return a message for a syntax error, the offset where the mistake began (not where tomli gave up), and a hint."""
+class SyntaxDiagnosis(NamedTuple):
+    """Message about a syntax error, the offset where the mistake began (not where tomli gave up), and a hint."""
+
+    message: str
+    offset: int
+    hint: str
+
+
+def diagnose_syntax_error(text: str, error: tomli.TOMLDecodeError) -> SyntaxDiagnosis:
+    """Return the diagnosis of a syntax error in a text."""
     word = re.match(r"[A-Za-z]+", text[error.pos :])
     if error.msg == "Invalid value" and word and word[0] in ("True", "False", "None", "null"):
         hint = "leave the key out: TOML has no such value" if word[0][0] in "Nn" else f"write {word[0].lower()}"
-        return f"{word[0]} is not a TOML value", error.pos, hint
+        return SyntaxDiagnosis(f"{word[0]} is not a TOML value", error.pos, hint)
     if (error.msg == "Cannot overwrite a value" or error.msg.endswith("twice")) and (
         duplicate := _diagnose_duplicate_key(text, error)
     ):
         return duplicate
     if error.msg == "Unterminated string" or error.msg in ('Expected "\'"', "Expected \"'''\"", 'Expected \'"""\''):
-        return (
+        return SyntaxDiagnosis(
             "unterminated string",
             _find_unterminated_string(text, error.pos),
             "close it with the quotes that opened it",
         )
     is_value = error.msg == "Invalid value" or error.msg.startswith("Expected newline")
     hint = _suggest_valid_value(text, error.pos) if is_value else ""
-    return f"this is not TOML: {error.msg}", error.pos, hint or _suggest_character(text, error.pos)
+    return SyntaxDiagnosis(f"this is not TOML: {error.msg}", error.pos, hint or _suggest_character(text, error.pos))
 
 
 def _suggest_valid_value(text: str, at: int) -> str:
@@ -177,7 +185,7 @@ def _suggest_character(text: str, at: int) -> str:
     return ""
 
 
-def _diagnose_duplicate_key(text: str, error: tomli.TOMLDecodeError) -> tuple[str, int, str] | None:
+def _diagnose_duplicate_key(text: str, error: tomli.TOMLDecodeError) -> SyntaxDiagnosis | None:
     """Return the diagnosis of a duplicate key: its second offset, and a hint with the line of the first."""
     start = text.rfind("\n", 0, error.pos) + 1
     before, line = text[:start], text[start:].partition("\n")[0]
@@ -186,7 +194,7 @@ def _diagnose_duplicate_key(text: str, error: tomli.TOMLDecodeError) -> tuple[st
     first = source_map.key_range(path) or source_map.value_range(path) if path else None
     if first is None:
         return None
-    return (
+    return SyntaxDiagnosis(
         f"{path[-1]!r} is set twice",
         start,
         f"it is set on line {source_map.line_and_column(first.start)[0]} already",

@@ -33,17 +33,17 @@ class SourceMap:
         Return the range where a path's last key is written: in its `[header]`, or where it first appears. None for an
         array index.
         """
-        entry, known = self._find_longest_prefix(path)
+        entry, known = self._find_nearest_entry_and_depth(path)
         return SourceRange(entry[0][0], entry[0][1]) if entry[0] and known == len(path) else None
 
     def value_range(self, path: KeyPath) -> SourceRange | None:
         """Return the value's range at a path. For a table it is the `[header]`, or else the key implying the table."""
-        entry, known = self._find_longest_prefix(path)
+        entry, known = self._find_nearest_entry_and_depth(path)
         return SourceRange(entry[1][0], entry[1][1]) if known == len(path) else None
 
     def nearest_range(self, path: KeyPath) -> SourceRange:
         """Return the value's range at a path's longest prefix in the text. Default: the whole text."""
-        start, end = self._find_longest_prefix(path)[0][1]
+        start, end = self._find_nearest_entry_and_depth(path)[0][1]
         return SourceRange(start, end)
 
     def line_and_column(self, offset: int) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class SourceMap:
         line = bisect_right(self._line_starts, offset)
         return line, offset - self._line_starts[line - 1] + 1
 
-    def _find_longest_prefix(self, path: KeyPath) -> tuple["_Entry", int]:
+    def _find_nearest_entry_and_depth(self, path: KeyPath) -> tuple["_Entry", int]:
         """Return the entry at a path's longest prefix in the text, and the prefix length."""
         entry = self._root
         for known, step in enumerate(path):

@@ -62,12 +62,12 @@ def dump_shortened(value: Any) -> str:
 
 def describe_type(kind: Any) -> str:
     """Return a type as messages show it: integer, array of strings, "first" or "last". None in a union is omitted."""
-    return _join_with_or(noun + rest for noun, rest in _list_alternatives(kind))
+    return _join_with_or(noun + rest for noun, rest in _list_nouns_with_rests(kind))
 
 
 def make_placeholder(kind: Any) -> str:
     """Return the placeholder for a value in a line to complete: ... or ["..."]."""
-    noun, rest = next(iter(_list_alternatives(kind)))
+    noun, rest = next(iter(_list_nouns_with_rests(kind)))
     if noun != "array":
         return "..."
     return '["..."]' if rest in (" of strings", " of paths") else "[...]"
@@ -75,7 +75,7 @@ def make_placeholder(kind: Any) -> str:
 
 def format_expected_type(kind: Any) -> str:
     """Start a message about a wrongly typed value, such as "expected an integer"."""
-    return "expected " + _join_with_or(_article_for(noun) + noun + rest for noun, rest in _list_alternatives(kind))
+    return "expected " + _join_with_or(_article_for(noun) + noun + rest for noun, rest in _list_nouns_with_rests(kind))
 
 
 def union_members(union: Any) -> list[Any]:
@@ -85,7 +85,7 @@ def union_members(union: Any) -> list[Any]:
     return [member for member in typing.get_args(union) if member is not type(None)]
 
 
-def _list_alternatives(kind: Any) -> list[tuple[str, str]]:
+def _list_nouns_with_rests(kind: Any) -> list[tuple[str, str]]:
     """Return a type's alternatives as (noun, rest), such as ("array", " of strings"). Literals have an empty noun."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in TYPE_NAMES:
@@ -95,7 +95,7 @@ def _list_alternatives(kind: Any) -> list[tuple[str, str]]:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [("", dump_shortened(member.value)) for member in kind]
     if union_members(kind) != [kind]:
-        return list(dict.fromkeys(words for member in union_members(kind) for words in _list_alternatives(member)))
+        return list(dict.fromkeys(words for member in union_members(kind) for words in _list_nouns_with_rests(member)))
     if origin in (list, tuple, Sequence):
         return [("array", _describe_item_types(inner, origin is tuple and inner[-1:] != (...,)))]
     if origin in (dict, Mapping):
@@ -118,7 +118,7 @@ def _describe_element_type(kind: Any) -> str:
 
 
 def _pluralize(kind: Any) -> str:
-    return _join_with_or(f"{noun}s{rest}" if noun else rest for noun, rest in _list_alternatives(kind))
+    return _join_with_or(f"{noun}s{rest}" if noun else rest for noun, rest in _list_nouns_with_rests(kind))
 
 
 def _article_for(noun: str) -> str:
@@ -130,7 +130,7 @@ def _join_with_or(words: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def find_near_misses(value: Any) -> Iterator[tuple[Any, str]]:
+def find_near_misses_with_hints(value: Any) -> Iterator[tuple[Any, str]]:
     """Yield (value, hint) for values of other types that the user probably meant, such as 3 for "3"."""
     try:
         text = dumps(value)

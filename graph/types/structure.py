@@ -25,7 +25,7 @@ from drawloom.graph.types.describe import (
     MAX_VALUE_LENGTH,
     TYPE_NAMES,
     describe,
-    find_near_misses,
+    find_near_misses_with_hints,
     format_expected_type,
     union_members,
 )
@@ -164,11 +164,16 @@ class ValueConverter:
 
     def _find_hint(self, value: Any, kind: Any) -> str:
         """Return a hint for a wrongly typed value: a near miss with the right type, or the nearest choice."""
-        for candidate, hint in find_near_misses(value):
+        for candidate, hint in find_near_misses_with_hints(value):
             with suppress(_MismatchError, BaseValidationError):
                 self._structure(candidate, kind)
                 return hint if len(hint) <= 2 * MAX_VALUE_LENGTH else ""
-        choices = [plain for member in union_members(kind) if _is_choice(member) for plain, _ in _list_choices(member)]
+        choices = [
+            plain
+            for member in union_members(kind)
+            if _is_choice(member)
+            for plain, _ in _pair_toml_values_with_choices(member)
+        ]
         near = find_nearest(value, filter(_is_string, choices)) if _is_string(value) else None
         return "" if near is None else f"did you mean {dumps(near)}?"
 
@@ -211,13 +216,13 @@ def _explain_invalid_value(value: Any, kind: Any) -> str:
 def _structure_choice(value: Any, kind: Any) -> Any:
     if type(value) is float and value == math.inf:
         value = "inf"  # numbers are finite; a setting that allows infinity lists it as a choice
-    for plain, choice in _list_choices(kind):
+    for plain, choice in _pair_toml_values_with_choices(kind):
         if type(plain) is type(value) and plain == value:  # since True == 1 == 1.0 in Python
             return choice
     raise _MismatchError(value, kind)
 
 
-def _list_choices(kind: Any) -> list[tuple[Any, Any]]:
+def _pair_toml_values_with_choices(kind: Any) -> list[tuple[Any, Any]]:
     """Return Enum members or Literal choices as (TOML value, member)."""
     if _is_literal(kind):
         return [(choice, choice) for choice in typing.get_args(kind)]

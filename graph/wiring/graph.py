@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -19,6 +19,14 @@ from drawloom.graph.wiring.builder import GraphBuilder
 from drawloom.graph.wiring.node import Edge, Node, NodeView
 
 NO_ROOT = "DL321"
+
+
+class _Removal(NamedTuple):
+    """References that a layer removes from an edge, by another value or by an edit."""
+
+    layer: Layer
+    references: set[Any]
+    is_edit: bool
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -71,7 +79,7 @@ class Graph:
         """Return the nodes whose edges lead to this node."""
         return [other for other in self.nodes if name in self.needs(other)]
 
-    def list_incoming_edges(self, name: str) -> list[tuple[str, list[str]]]:
+    def list_users_with_edge_names(self, name: str) -> list[tuple[str, list[str]]]:
         """Return (user, names of its edges to this node) for every user of a node."""
         edges_by_user = {
             user: [key for key, edge in node.edges.items() if name in edge.targets] for user, node in self.nodes.items()
@@ -221,20 +229,21 @@ class Graph:
         newest = max(layers[layer] for layer in written)
         references = {f"@{node.name}", f"@{node.name.partition('.')[0]}.*"}
         if any(
-            references & values and (edited or layers[id(layer)] > newest)
-            for layer, values, edited in self._removed_references
+            references & removal.references and (removal.is_edit or layers[id(removal.layer)] > newest)
+            for removal in self._removals_of_references
         ):
             return True
         return not written & {id(layer) for layer in self.recipe.own_layers}
 
     @cached_property
-    def _removed_references(self) -> list[tuple[Layer, set[Any], bool]]:
-        """(layer, references, is_edit) for references removed from an edge by values or edits of a layer."""
+    def _removals_of_references(self) -> list[_Removal]:
+        """The references removed from edges by values or edits of a layer."""
         removals = []
         for leaf in (leaf for table in self.recipe.nodes.values() for leaf in iterate_leaves(table)):
             for new, old in pairwise(leaf.history()):
-                removals.append((new.layer, _collect_references(old.value) - _collect_references(new.value), False))
-                removals.append((new.layer, _collect_references([*new.removed]), True))
+                replaced = _collect_references(old.value) - _collect_references(new.value)
+                removals.append(_Removal(new.layer, replaced, is_edit=False))
+                removals.append(_Removal(new.layer, _collect_references([*new.removed]), is_edit=True))
         return removals
 
     def _check_unneeded_nodes(self, complete: bool) -> Iterator[Problem]:
@@ -297,11 +306,11 @@ def check_sequence_dataflow(node: Node, field: str, edge: Edge, nodes: Mapping[s
     sequence = MemberSequence.of(members)
     for member in members:
         position = node.position_of(edge.items[member.number])
-        for text, hint in _check_dataflow(member, sequence, nodes, edge.incomplete):
+        for text, hint in _find_wrong_orders_with_hints(member, sequence, nodes, edge.incomplete):
             yield Problem("DL330", f"{field}: {text}", hint, node.name, position)
 
 
-def _check_dataflow(
+def _find_wrong_orders_with_hints(
     member: Member, sequence: MemberSequence, nodes: Mapping[str, Node], incomplete: bool
 ) -> Iterator[tuple[str, str]]:
     for name in (*member.flow.reads, *member.flow.changes):

@@ -63,7 +63,9 @@ class TritonGroupedFloat8(TritonFloat8):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _copy_tokens_to_expert_rows(*rows, probabilities, routes.source_choice, max(routes.dest_row.shape[1], 1))  # type: ignore[no-any-return]
 
-    def sum_by_token(self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_rows_and_gather_scalars(
+        self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return sum_rows_and_gather_scalars(rows, None, scalars, dest_row)  # type: ignore[no-any-return]
 
     def quantize_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,14 +41,16 @@ def is_faster_by_tma(num_experts: int, *factors: Tensor) -> bool:
     """Return whether a product, with the first factor (rows, inputs), can use TMA and gains from it."""
     has_enough_rows = len(factors[0]) >= MIN_ROWS_PER_EXPERT * num_experts
     return (
-        has_enough_rows and tma.is_supported(factors[0].device) and all(_choose_layout(x) is not None for x in factors)
+        has_enough_rows
+        and tma.is_supported(factors[0].device)
+        and all(_choose_tma_layout(x) is not None for x in factors)
     )
 
 
 def multiply_rows_by_tma(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -> None:
     """Fill result (rows, outputs) with x (rows, inputs) times weight (experts, inputs, outputs); offsets (experts,)."""
     num_experts, inputs, outputs = weight.shape
-    layout = _choose_layout(weight)
+    layout = _choose_tma_layout(weight)
     assert layout is not None
     is_transposed = layout is not weight
     tiles, across = len(x) // HEIGHT + num_experts, cdiv(outputs, WIDTH)
@@ -87,7 +89,7 @@ def sum_outer_products_by_tma(a: Tensor, b: Tensor, offsets: Tensor, result: Ten
     )
 
 
-def _choose_layout(x: Tensor) -> Tensor | None:
+def _choose_tma_layout(x: Tensor) -> Tensor | None:
     """Return x, or x with its last two dimensions exchanged, as TMA can read it; None if neither is possible."""
     layouts = (x, x.transpose(-1, -2)) if x.ndim == 3 else (x,)
     return next((layout for layout in layouts if tma.can_copy_blocks_of(layout)), None)

@@ -24,7 +24,7 @@ from drawloom.kernels.triton.moe_permute import (
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, view_as_rows
 
 ENTRIES = 1024
-"""Choices that a program of `localize_choices` or `limit_routes` processes."""
+"""Choices that a program of `localize_choices` or `limit_routes_and_flag_overflow` processes."""
 
 ELEMENTS_PER_WARP = 1024
 """Elements per warp where programs copy or sum whole rows."""
@@ -75,7 +75,7 @@ class PeerExchangeTriton:
         return local
 
     @staticmethod
-    def limit_routes(routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
+    def limit_routes_and_flag_overflow(routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
         """Return routes to at most `room` rows, and a flag, float32 (1,), NaN or 0."""
         dest_row, source_choice, offsets = routes
         limited, ends = torch.empty_like(dest_row), torch.empty_like(offsets)
@@ -98,7 +98,7 @@ class PeerExchangeTriton:
         return Routes(limited, source_choice[:room], ends), flag
 
     @staticmethod
-    def read_rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
+    def read_rows_and_scalars(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
         """Return (rows, hidden_size) and (rows,) from ranks' tokens (slots, hidden_size), scalars (slots, top_k)."""
         like, (dest_row, source_choice, _) = tokens[0][0], routes
         check_floats("moe_peers by triton", like)
@@ -126,7 +126,7 @@ class PeerExchangeTriton:
         sum_rows_by_token_into(view_as_rows(rows) if rows.numel() else rows, None, scalars, dest_row, sums, by_choice)
 
     @staticmethod
-    def read_and_add_token_sums(
+    def read_token_sums_and_scalars(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return (tokens, hidden_size) and (tokens, top_k), from staged (ranks * slots, hidden_size) by rank."""

@@ -220,6 +220,7 @@ from drawloom.components.ports.rollouts import (
     RewardEvaluation as RewardEvaluation,
     RewardMeans as RewardMeans,
     Rollouts as Rollouts,
+    RowGrowth as RowGrowth,
     Scored as Scored,
     policy_logps as policy_logps,
 )

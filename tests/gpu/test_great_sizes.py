@@ -10,7 +10,7 @@ from drawloom.kernels.adamw import AdamwEager, ParamState, compute_step_scalars
 from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.rope import rope_eager
-from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.stochastic_copy import stochastic_copy_eager
 from drawloom.kernels.swiglu import swiglu_eager
 from drawloom.kernels.triton.adamw import AdamwTriton
@@ -72,7 +72,7 @@ def test_rope_is_right_beyond_32_bits() -> None:
     """Rotations are right at the last positions."""
     length = ROWS
     x = fill_end(length, 32, 128).unsqueeze(0)
-    cos, sin = rope_angles(torch.arange(length, device="cuda").unsqueeze(0), 128, 1e6)
+    cos, sin = compute_rope_cos_and_sin(torch.arange(length, device="cuda").unsqueeze(0), 128, 1e6)
     result = rope_triton(x, cos, sin)
     expected = rope_eager(x[:, LAST], cos[:, LAST], sin[:, LAST])
     torch.testing.assert_close(result[:, LAST], expected, **TOLERANCE)

@@ -11,7 +11,7 @@ from drawloom.kernels.adamw import ParamState, compute_step_scalars
 from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
 from drawloom.kernels.moe import moe_routes_eager
-from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.triton.adamw import AdamwTriton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
@@ -73,7 +73,7 @@ def make_calls() -> dict[str, Callable[[], Any]]:
     x, weight = torch.randn(64, 256, **GPU).requires_grad_(), torch.randn(256, **GPU).requires_grad_()
     q, k = torch.randn(2, 32, 4, 64, **GPU).requires_grad_(), torch.randn(2, 32, 2, 64, **GPU).requires_grad_()
     q_weight, k_weight = torch.randn(64, **GPU).requires_grad_(), torch.randn(64, **GPU).requires_grad_()
-    angles = rope_angles(torch.arange(32, device="cuda").expand(2, 32), 64, 1e4)
+    angles = compute_rope_cos_and_sin(torch.arange(32, device="cuda").expand(2, 32), 64, 1e4)
     matrix, targets = torch.randn(1000, 256, **GPU).requires_grad_(), torch.randint(1000, (64,), device="cuda")
     up, down = torch.randn(4, 256, 512, **GPU).requires_grad_(), torch.randn(4, 256, 256, **GPU).requires_grad_()
     expert_indices = torch.randint(-1, 4, (64, 2), device="cuda")

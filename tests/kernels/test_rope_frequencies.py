@@ -15,7 +15,7 @@ from drawloom.kernels.rope_frequencies import (
     NtkScaling,
     Scaling,
     YarnScaling,
-    rope_angles,
+    compute_rope_cos_and_sin,
     rope_attention_factor,
     rope_frequencies,
 )
@@ -89,11 +89,11 @@ def test_dynamic_scaling_depends_on_the_row_alone(channels: int, base: float, fa
     """A row's angles equal dynamic scaling in transformers at the row's length, beside any other rows."""
     expected, _ = transformers_frequencies("dynamic", channels, base, max(length * 1024, 1), factor=factor)
     positions = torch.stack([torch.arange(1024) * length + length - 1, torch.arange(1024)])
-    cos, sin = rope_angles(positions, channels, base, DynamicScaling(factor, 32768))
+    cos, sin = compute_rope_cos_and_sin(positions, channels, base, DynamicScaling(factor, 32768))
     angles = (positions[0, :, None] * expected).double()
     torch.testing.assert_close(cos[0].double(), angles.cos(), rtol=0, atol=2e-2)  # positions reach 130 thousand
     torch.testing.assert_close(sin[0].double(), angles.sin(), rtol=0, atol=2e-2)
-    assert torch.equal(cos[1], rope_angles(positions[1:], channels, base)[0][0])
+    assert torch.equal(cos[1], compute_rope_cos_and_sin(positions[1:], channels, base)[0][0])
 
 
 @given(channels, bases, factors, st.sampled_from([2048, 8192]), st.sampled_from([(1.0, 4.0), (0.5, 9.0), (2.0, 2.5)]))
@@ -122,7 +122,7 @@ def test_ntk_slows_the_slowest_pair_by_the_factor() -> None:
 def test_angles_are_positions_times_frequencies(scaling: Scaling) -> None:
     """Angles are position times frequency, and cos and sin are multiplied by the attention factor."""
     positions = torch.tensor([[0, 1, 2, 0, 1], [5, 3, 900, 1, 0]])
-    cos, sin = rope_angles(positions, 8, 1e4, scaling)
+    cos, sin = compute_rope_cos_and_sin(positions, 8, 1e4, scaling)
     assert cos.shape == sin.shape == (2, 5, 4)
     assert cos.dtype == torch.float32
     frequency, sharpening = rope_frequencies(8, 1e4, scaling)[1].item(), rope_attention_factor(scaling)

@@ -44,7 +44,7 @@ def no_rename() -> None:
         checkpoint.mkdir()
 
     def commit(_temp: Path, checkpoint: Path, manifest: Manifest) -> None:
-        durable_files.create_file_with(checkpoint / MANIFEST, manifest.to_json_bytes())
+        durable_files.create_file_with_content(checkpoint / MANIFEST, manifest.to_json_bytes())
         durable_files.flush_to_disk(checkpoint)
 
     def nothing(_checkpoints: Path) -> None:

@@ -112,7 +112,7 @@ class ChatTemplate:
         return line
 
 
-def read_chat_template(folder: Path) -> tuple[str | None, dict[str, str]]:
+def read_chat_template_and_special_tokens(folder: Path) -> tuple[str | None, dict[str, str]]:
     """Return the chat template in a tokenizer folder, or None, and the special tokens by name."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))

@@ -13,6 +13,7 @@ When a run resumes with other shares, a new segment of the stream begins, and ea
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -43,6 +44,14 @@ def compute_row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
     return {name: max(1, round(rate / total * UNIT)) for name, rate in rates.items()}
 
 
+class _DueRows(NamedTuple):
+    """Sources and numbers of rows, both int64 (rows,), and the row count per source before them, int64 (sources,)."""
+
+    earlier_by_source: np.ndarray
+    sources: np.ndarray
+    rows: np.ndarray
+
+
 @attrs.frozen
 class Segment:
     """Part of the row stream, from position `start` on, in which every source has a constant share of the rows."""
@@ -50,29 +59,25 @@ class Segment:
     start: int
     shares: Mapping[str, int]
 
-    def locate_rows(self, first_position: int, end_position: int) -> tuple[np.ndarray, np.ndarray]:
+    def locate_sources_and_rows(self, first_position: int, end_position: int) -> tuple[np.ndarray, np.ndarray]:
         """
         Return sources and row numbers at a range's positions, both int64 (positions,).
 
         Sources are indexes into the shares; positions and row numbers count from 0 at the segment's start.
         """
-        begin, source, row = self._list_due_rows(first_position, end_position)
-        bounds = slice(first_position - int(begin.sum()), end_position - int(begin.sum()))
-        return source[bounds], row[bounds]
+        due = self._list_due_rows(first_position, end_position)
+        earlier = int(due.earlier_by_source.sum())
+        bounds = slice(first_position - earlier, end_position - earlier)
+        return due.sources[bounds], due.rows[bounds]
 
     def count_rows_up_to(self, position: int) -> dict[str, int]:
         """Count the rows per source among the segment's first `position` rows."""
-        begin, source, _ = self._list_due_rows(position, position)
-        counts = begin + np.bincount(source[: position - int(begin.sum())], minlength=len(begin))
+        earlier, sources, _ = self._list_due_rows(position, position)
+        counts = earlier + np.bincount(sources[: position - int(earlier.sum())], minlength=len(earlier))
         return dict(zip(self.shares, counts.tolist(), strict=True))
 
-    def _list_due_rows(self, first_position: int, end_position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """
-        List the rows due in a range, and slightly before and after it, ordered by due time.
-
-        Returns the row count per source before these rows, int64 (sources,), and the rows' sources and numbers, both
-        int64 (rows,).
-        """
+    def _list_due_rows(self, first_position: int, end_position: int) -> _DueRows:
+        """List the rows due in a range, and slightly before and after it, ordered by due time."""
         shares = np.array([*self.shares.values()], np.float64)
         # with k sources, t - k / 2 to t + k / 2 rows are due before time t
         begin, end = (
@@ -82,7 +87,7 @@ class Segment:
         source = np.repeat(np.arange(len(shares)), end - begin)
         row = np.concatenate([np.arange(*bounds) for bounds in zip(begin.tolist(), end.tolist(), strict=True)])
         order = np.lexsort((source, (row + 0.5) * shares.sum() / shares[source]))
-        return begin, source[order], row[order]
+        return _DueRows(begin, source[order], row[order])
 
 
 def _count_due_rows(shares: np.ndarray, time: float) -> np.ndarray:
@@ -149,7 +154,7 @@ class RowStream:
         for number in range(self._find_segment_index(first_position), self._find_segment_index(end_position - 1) + 1):
             segment = self.segments[number]
             end = self.segments[number + 1].start if number + 1 < len(self.segments) else end_position
-            source, row = segment.locate_rows(
+            source, row = segment.locate_sources_and_rows(
                 max(first_position, segment.start) - segment.start, min(end_position, end) - segment.start
             )
             rows = np.empty(len(row), np.int64)

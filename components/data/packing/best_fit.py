@@ -37,15 +37,15 @@ class BestFit(PackedRows):
 
 def pack_best_fit(
     documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+) -> groups.GroupedItems:
     """
-    Pack documents: return them row after row, (items,), and the document count per row, (rows,).
+    Pack documents with these sizes, (items,), 1 to capacity.
 
-    `sizes`: (items,), 1 to capacity. Equal sizes are in random order, or sorted by document number if `order` is None.
+    Equal sizes are in random order, or sorted by document number if `order` is None.
     """
     counts = np.bincount(sizes, minlength=capacity + 1)
-    row_of, slot_of, rows = _assign_rows_best_fit(counts, len(sizes), capacity)
-    return groups.group_items_by_row(_sort_by_size(documents, sizes, capacity, order), row_of, slot_of, rows)
+    assignment = _assign_rows_best_fit(counts, len(sizes), capacity)
+    return groups.group_items_by_row(_sort_by_size(documents, sizes, capacity, order), assignment)
 
 
 def _sort_by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None) -> np.ndarray:
@@ -64,12 +64,8 @@ def _sort_by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order
     return keys.astype(np.int64)
 
 
-def _assign_rows_best_fit(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """
-    Assign a row to every item, by decreasing size. Return rows and slots in the rows, both (items,), and the row count.
-
-    counts: (capacity + 1,), items per size.
-    """
+def _assign_rows_best_fit(counts: np.ndarray, items: int, capacity: int) -> groups.RowAssignment:
+    """Assign a row to every item, by decreasing size; counts: (capacity + 1,), items per size."""
     row_of, slot_of = np.empty(items, np.int32), np.empty(items, np.int32)
     filled = np.zeros(items, np.int32)  # items in each row; there are at most as many rows as items
     stacks: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # rows by remaining capacity
@@ -94,4 +90,4 @@ def _assign_rows_best_fit(counts: np.ndarray, items: int, capacity: int) -> tupl
             stacks[left - size].append(targets)
             is_open[left - size] = True
             done, waiting = end, waiting - len(targets)
-    return row_of, slot_of, rows
+    return groups.RowAssignment(row_of, slot_of, rows)

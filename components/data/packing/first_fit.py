@@ -8,6 +8,8 @@ import numpy as np
 
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import (
+    GroupedItems,
+    RowAssignment,
     build_rows_from_documents,
     group_items_by_row,
     select_trainable_documents,
@@ -37,12 +39,8 @@ class FirstFit(PackedRows):
         )
 
 
-def pack_by_first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Pack documents: return them row after row, (items,), and the document count per row, (rows,).
-
-    `sizes`: (items,), 1 to below capacity.
-    """
+def pack_by_first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> GroupedItems:
+    """Pack documents with these sizes, (items,), 1 to below capacity."""
     row_of, slot_of = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
     rows = 0
     for start in range(0, len(sizes), RUN * MAX_RUNS):
@@ -50,14 +48,11 @@ def pack_by_first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -
         run_rows, slot_of[start:end], used = _assign_rows_first_fit(sizes[start:end], capacity)
         row_of[start:end] = rows + run_rows
         rows += used
-    return group_items_by_row(documents, row_of, slot_of, rows)
+    return group_items_by_row(documents, RowAssignment(row_of, slot_of, rows))
 
 
-def _assign_rows_first_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """
-    Assign rows to items in up to `MAX_RUNS` runs. Return the items' rows and their slots there, (items,), and the row
-    count.
-    """
+def _assign_rows_first_fit(sizes: np.ndarray, capacity: int) -> RowAssignment:
+    """Assign rows to items in up to `MAX_RUNS` runs."""
     runs = -(-len(sizes) // RUN)
     steps = min(RUN, len(sizes))
     # items of size 0 pad the last run, and change nothing
@@ -79,7 +74,7 @@ def _assign_rows_first_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray
     used = (left.reshape(runs, -1) < capacity).sum(axis=1)
     rows += (np.cumsum(used) - used)[:, None]
     flat = rows.reshape(-1)[: len(sizes)]
-    return flat, _compute_slots_in_rows(flat), int(used.sum())
+    return RowAssignment(flat, _compute_slots_in_rows(flat), int(used.sum()))
 
 
 def _compute_slots_in_rows(rows: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Rows with whole documents: long documents fill rows alone, and the rests are grouped."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -10,11 +11,24 @@ from torch import Tensor
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import RowPiece
 
-Group = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
-"""
-Function of documents and their sizes, both (items,), and the capacity of a row. It returns documents by row, (items,),
-and the number of documents of each row, (rows,).
-"""
+
+class GroupedItems(NamedTuple):
+    """Items row after row, (items,), and the item count per row, (rows,)."""
+
+    items: np.ndarray
+    counts_by_row: np.ndarray
+
+
+class RowAssignment(NamedTuple):
+    """Every item's row and slot in the row, both (items,), and the row count."""
+
+    row_of: np.ndarray
+    slot_of: np.ndarray
+    row_count: int
+
+
+Group = Callable[[np.ndarray, np.ndarray, int], GroupedItems]
+"""Function of documents and their sizes, both (items,), and a row's capacity: it groups the documents by row."""
 
 BLOCK = 10**7  # documents that are grouped together; bounds memory
 
@@ -123,18 +137,13 @@ def split_into_blocks(documents: np.ndarray) -> Iterator[np.ndarray]:
     return (documents[start : start + BLOCK] for start in range(0, len(documents), BLOCK))
 
 
-def group_items_by_row(
-    items: np.ndarray, row_of: np.ndarray, slot_of: np.ndarray, rows: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Group items by row: return them row after row, (items,), and the item count per row, (rows,).
-
-    row_of, slot_of: (items,), rows by item, and slots in the row, from 0 without gaps.
-    """
+def group_items_by_row(items: np.ndarray, assignment: RowAssignment) -> GroupedItems:
+    """Group items, (items,), by their assigned rows; slots in a row are from 0 without gaps."""
+    row_of, slot_of, rows = assignment
     counts = np.bincount(row_of, minlength=rows)
     starts = np.cumsum(counts) - counts
     by_row = np.empty_like(items)
     for begin in range(0, len(row_of), 2**20):
         part = slice(begin, begin + 2**20)
         by_row[starts[row_of[part]] + slot_of[part]] = items[part]
-    return by_row, counts
+    return GroupedItems(by_row, counts)

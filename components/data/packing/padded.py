@@ -4,6 +4,7 @@ import numpy as np
 
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import (
+    GroupedItems,
     build_rows_from_documents,
     select_trainable_documents,
     split_into_blocks,
@@ -24,6 +25,6 @@ class Padded(PackedRows):
         )
 
 
-def assign_own_rows(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put every document into its own row: return the documents unchanged, (items,), and ones, (rows,)."""
-    return documents, np.ones(len(documents), np.int64)
+def assign_own_rows(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> GroupedItems:
+    """Put every document, (items,), into its own row."""
+    return GroupedItems(documents, np.ones(len(documents), np.int64))

@@ -45,7 +45,7 @@ class ArrowPart:
     def documents(self) -> Iterator[Document]:
         """Yield every row's text. Raises UserError with the first row that is not text."""
         with open_file(self.file) as stream, _convert_errors(self.file):
-            names, batches = _open_arrow(stream)
+            names, batches = _open_arrow_columns_and_batches(stream)
             _check_has_text_column(names, self.field, self.file)
             yield from _read_documents((batch.select([self.field]) for batch in batches), self.file, self.field, 0)
 
@@ -89,12 +89,16 @@ def _split_parquet_file(file: File, field: str) -> Iterator[ParquetPart]:
 def read_table_rows(file: File) -> Iterator[dict[str, Any]]:
     """Yield rows from a Parquet or Arrow file, as values by column."""
     with open_file(file) as stream, _convert_errors(file):
-        batches = _open_arrow(stream)[1] if file.suffix == ".arrow" else _open_parquet(stream).iter_batches(BATCH)
+        batches = (
+            _open_arrow_columns_and_batches(stream)[1]
+            if file.suffix == ".arrow"
+            else _open_parquet(stream).iter_batches(BATCH)
+        )
         for batch in batches:
             yield from batch.to_pylist()
 
 
-def _open_arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
+def _open_arrow_columns_and_batches(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
     """Return an Arrow file's or stream's column names and batches."""
     import_package("pyarrow", PYARROW)
     from pyarrow import ipc

@@ -87,7 +87,7 @@ class Store:
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
         """Return views into a document's ids, and into its weights if the store has them, at most up to its end."""
-        shard, number = self._locate_document(document)
+        shard, number = self._find_shard_and_document_number(document)
         begin, end = int(shard.document_ends[number - 1]) if number else 0, int(shard.document_ends[number])
         start, stop = begin + first, max(begin + first, min(begin + last, end))
         weights = shard.read_weights(start, stop) if shard.weighted else None
@@ -95,7 +95,7 @@ class Store:
 
     def describe_origin(self, document: int) -> str:
         """Return a document's file, and its offset there."""
-        shard, number = self._locate_document(document)
+        shard, number = self._find_shard_and_document_number(document)
         return shard.describe_origin(number)
 
     @cached_property
@@ -103,7 +103,7 @@ class Store:
         """First document numbers by shard, followed by the total document count."""
         return [0, *accumulate(shard.documents for shard in self.shards)]
 
-    def _locate_document(self, document: int) -> tuple[TokenShard, int]:
+    def _find_shard_and_document_number(self, document: int) -> tuple[TokenShard, int]:
         """Return a document's shard, and its number there."""
         index = bisect_right(self._starts, document) - 1
         return self.shards[index], document - self._starts[index]

@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.rope import (
     InvalidSetting,
     build_rope_parameters,
     find_rope_faults,
-    parse_rope_config,
+    parse_rope_theta_and_scaling,
 )
 from drawloom.components.model.decoder.values import find_key_check
 from drawloom.components.ports.weights import Mapper
@@ -202,7 +202,7 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
     config = {names.get(key, key): value for key, value in config.items()}
     try:
         config = family.read(_copy_partial_rotary_factor(config, family.config_keys))
-        base, rope = parse_rope_config(config, "partial_rotary_factor" in family.config_keys)
+        base, rope = parse_rope_theta_and_scaling(config, "partial_rotary_factor" in family.config_keys)
     except ValueError as error:
         raise UserError(f"config: {path} {error}; use the config.json of {family.called} instead") from error
     config |= {"rope_theta": base}

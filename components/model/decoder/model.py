@@ -93,7 +93,7 @@ class Decoder(TensorParallel):
             inputs, before = inputs if isinstance(inputs, tuple) else (inputs, {})
             kept |= before
         hidden = inputs
-        for number, hidden in self._run_layers(inputs, shared):
+        for number, hidden in self._iterate_layer_outputs(inputs, shared):
             if wanted is not None and number in wanted.layers:
                 kept[number] = rows = whole(hidden)
                 if wanted.documents is not None:
@@ -104,7 +104,7 @@ class Decoder(TensorParallel):
                 hidden = hidden * multiplier  # logits are linear in hidden states
         return hidden if wanted is None else (hidden, kept)
 
-    def _run_layers(self, hidden: Tensor, shared: TokenContext) -> Iterator[tuple[int, Tensor]]:
+    def _iterate_layer_outputs(self, hidden: Tensor, shared: TokenContext) -> Iterator[tuple[int, Tensor]]:
         """
         Yield the embedding's output as layer 0, then each layer's, and the last norm's under the last layer's number.
 

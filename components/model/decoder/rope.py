@@ -20,7 +20,7 @@ from drawloom.kernels.rope_frequencies import (
     Scaling,
     YarnScaling,
     compute_ntk_base,
-    rope_angles,
+    compute_rope_cos_and_sin,
 )
 
 
@@ -39,7 +39,7 @@ class Rope:
 
     def compute_cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, float32 (rows, length, dim // 2), for integer positions (rows, length)."""
-        return rope_angles(positions, self.dim, self.base, self.scaling)
+        return compute_rope_cos_and_sin(positions, self.dim, self.base, self.scaling)
 
 
 USED: dict[str, tuple[str, ...]] = {
@@ -267,7 +267,9 @@ def find_duplicate_rope_settings(given: Mapping[str, Any]) -> Iterator[InvalidSe
         yield InvalidSetting(("rope_scaling", "rope_theta"), why, "remove one of them")
 
 
-def parse_rope_config(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
+def parse_rope_theta_and_scaling(
+    config: Mapping[str, Any], can_be_partial: bool = False
+) -> tuple[Any, RopeScaling | None]:
     """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -113,10 +113,13 @@ class Comparison:
         self.tokens = torch.randint(1, first_config_value(reference.config, "vocab_size"), (sum(LENGTHS),))
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
         with CallOrder(reference, self.parts) as calls:
-            self.alone = [convert_errors_to_failed_check("build", partial(self._run_reference, row)) for row in rows]
+            self.alone = [
+                convert_errors_to_failed_check("build", partial(self._compute_reference_hidden_states_and_logits, row))
+                for row in rows
+            ]
         self.parts = calls.add_modules_around_layers()
 
-    def _run_reference(self, row: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_reference_hidden_states_and_logits(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""
         base = self.reference.get_submodule(self.parts.base)
         states = base(input_ids=row[None], use_cache=False).last_hidden_state

@@ -42,7 +42,7 @@ def replace_layer_number_by_star(name: str) -> str:
 def find_model_parts(whole: Any) -> Parts:
     """Find a causal LM's embedding, layers, norm and head. Raises SelfCheckError for a model without these parts."""
     names = {part: name for name, part in whole.named_modules()}
-    embedding, head = _get_embeddings(whole)
+    embedding, head = _get_input_and_output_embeddings(whole)
     if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:
         raise SelfCheckError("layers", "the model has no base model with a token embedding")
     base = whole.get_submodule(names[embedding].partition(".")[0])
@@ -53,7 +53,7 @@ def find_model_parts(whole: Any) -> Parts:
     )
 
 
-def _get_embeddings(whole: Any) -> tuple[Any, Any]:
+def _get_input_and_output_embeddings(whole: Any) -> tuple[Any, Any]:
     """Return transformers' input and output embedding modules; None if the model class has none."""
     try:
         return whole.get_input_embeddings(), whole.get_output_embeddings()

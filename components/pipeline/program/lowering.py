@@ -132,7 +132,9 @@ MIN_GAP = 2
 """Compute actions between a microbatch's forward and backward pass from which on its activations are offloaded."""
 
 
-def list_offloaded_passes(computes: Sequence[Action], offloaded_stages: Set[int]) -> list[tuple[int, int]]:
+def pair_offloaded_forward_and_backward(
+    computes: Sequence[Action], offloaded_stages: Set[int]
+) -> list[tuple[int, int]]:
     """Return pairs (forward, backward), as indices of `computes`, for the passes whose activations are offloaded."""
     forwards = {(part.stage, part.microbatch): index for index, part in enumerate(computes) if part.op == "F"}
     pairs = [
@@ -158,7 +160,7 @@ def insert_offload_actions(rank_program: RankProgram, offloaded_stages: Set[int]
         for part in iterate_actions([item])
         if part.op in OPS
     ]
-    for start, end in list_offloaded_passes([part for _, part in positioned], offloaded_stages):
+    for start, end in pair_offloaded_forward_and_backward([part for _, part in positioned], offloaded_stages):
         position, part = positioned[start]
         after[position].append(Action(part.stage, "OFFLOAD", part.microbatch))
         before[positioned[end - 1][0]].append(Action(part.stage, "RELOAD", part.microbatch))

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING
-from drawloom.components.pipeline.program.lowering import list_offloaded_passes
+from drawloom.components.pipeline.program.lowering import pair_offloaded_forward_and_backward
 from drawloom.components.pipeline.program.partition import Fitted, ModelSlices
 from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_STAGES, Floats
 from drawloom.components.pipeline.simulation.simulator import simulate
@@ -59,7 +59,7 @@ def _list_subsets(actions: Sequence[Action]) -> Iterator[frozenset[int]]:
 def _compute_peak(actions: Sequence[Action], offloaded: Set[int], activations: Floats, pending: Floats) -> float:
     """Return a rank's peak activations on the device, by stages' activations and pending weight gradients."""
     moves: dict[int, float] = defaultdict(float)
-    for start, end in list_offloaded_passes(actions, offloaded):
+    for start, end in pair_offloaded_forward_and_backward(actions, offloaded):
         moves[start + 2] -= activations[actions[start].stage]
         moves[end - 1] += activations[actions[start].stage]
     live, peak = 0.0, 0.0

@@ -22,7 +22,7 @@ from drawloom.components.storage.safetensors.header import (
     read_entries,
 )
 from drawloom.components.storage.strict_json import parse_strictly
-from drawloom.components.storage.tensor_source import TensorSpec, allocate_tensor
+from drawloom.components.storage.tensor_source import TensorSpec, allocate_tensor_and_byte_view
 from drawloom.graph import UserError
 
 SINGLE = "model.safetensors"
@@ -70,7 +70,7 @@ class SafetensorsFolder:
         return tensor
 
 
-def read_verified_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
+def read_tensor_offset_and_entries(file: RegularFile) -> tuple[int, dict[str, Entry]]:
     """
     Return the tensor offset in a file, and its entries by name. Raises HeaderError if the header is
     invalid.
@@ -94,7 +94,7 @@ def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None 
     if rows is not None:
         row = TensorSpec(spec.shape[1:], spec.dtype)
         spec, start = TensorSpec((len(rows), *row.shape), row.dtype), start + rows.start * row.bytes
-    tensor, memory = allocate_tensor(spec)
+    tensor, memory = allocate_tensor_and_byte_view(spec)
     file.read_into(memory, start)
     return tensor
 
@@ -113,7 +113,7 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
         return SafetensorsFolder(dict.fromkeys(single.specs, single))
     if not os.path.lexists(folder / INDEX):
         raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; write the path of a Hugging Face model folder")
-    files_by_tensor, total = _read_index(folder / INDEX)
+    files_by_tensor, total = _read_file_names_and_total_size(folder / INDEX)
     files = {
         file: _read_shard_header(folder, file, name)
         for file, name in {f: n for n, f in files_by_tensor.items()}.items()
@@ -148,7 +148,7 @@ def _convert_header_errors(path: Path) -> Iterator[None]:
         raise UserError(f"{path} can't be read as safetensors: {error}; copy the file again") from error
 
 
-def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
+def _read_file_names_and_total_size(path: Path) -> tuple[dict[str, str], int | None]:
     """
     Return file names by tensor, and the stated total size. Raises UserError unless all are plain file
     names.

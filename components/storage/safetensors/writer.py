@@ -54,7 +54,9 @@ class SafetensorsWriter:
 @contextmanager
 def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
     """Create a file for these tensors, and flush it to disk when the context ends. Raises OSError if it exists."""
-    head, entries = plan_layout(specs)  # before the file is created, because it refuses tensors that can't be written
+    head, entries = build_header_and_entries(
+        specs
+    )  # before the file is created, because it refuses tensors that can't be written
     with durable_files.create_file(path) as file:
         file.write_at(memoryview(head), 0)
         writer = SafetensorsWriter(file, len(head), entries)
@@ -64,7 +66,7 @@ def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iter
 
 def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> Content:
     """Create and flush a file with tensors, any shape and dtype. Raises OSError if it exists."""
-    head, entries = plan_layout(InMemory(tensors).specs())  # before the file is created, as above
+    head, entries = build_header_and_entries(InMemory(tensors).specs())  # before the file is created, as above
     with durable_files.create_file(path) as file:
         write_planned_tensors(file, tensors, head, entries)
     return file.content()
@@ -74,7 +76,7 @@ def write_planned_tensors(
     file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, entries: Mapping[str, Entry]
 ) -> None:
     """
-    Write tensors, any shape and dtype, planned by `plan_layout`, into an open, empty file.
+    Write tensors, any shape and dtype, planned by `build_header_and_entries`, into an open, empty file.
 
     Writes from start to end, so the file can be hashed.
     """
@@ -83,7 +85,7 @@ def write_planned_tensors(
         file.write_at(view_bytes(tensors[name]), len(head) + entry.start)
 
 
-def plan_layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
+def build_header_and_entries(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
     """
     Return the header for a file with these tensors, with its length, and the entries in file order.
 

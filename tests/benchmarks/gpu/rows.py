@@ -19,7 +19,7 @@ from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unperm
 from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
-from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.scale import scale_and_sum_squares, scale_and_sum_squares_eager
 from drawloom.kernels.swiglu import swiglu_eager
 from drawloom.kernels.triton.adamw import AdamwTriton
@@ -138,7 +138,7 @@ def _gates(tiny: bool) -> Iterator[Row]:
 def _rotations(tiny: bool) -> Iterator[Row]:
     batch, length, heads, kv_heads, channels = (1, 5, 4, 2, 8) if tiny else (8, 4096, 32, 8, 128)
     positions = torch.arange(length, device=DEVICE).expand(batch, length)
-    angles = rope_angles(positions, channels, 1e6)
+    angles = compute_rope_cos_and_sin(positions, channels, 1e6)
     elements = batch * length * (heads + kv_heads) * channels
     yield Row(
         "rope",

@@ -134,7 +134,7 @@ def test_a_checkpoint_loads_on_more_or_fewer_ranks(tmp_path: Path) -> None:
 def test_a_full_disk_on_one_rank_fails_the_save_on_both(tmp_path: Path, rank: int) -> None:
     """Both raise the same message, with rank and file; both restore the previous step, and nothing is left over."""
     run_ranks(_save, 2, tmp_path, 1)
-    main, other = run_ranks(_fault, 2, tmp_path, "create_file_with", "full", rank)
+    main, other = run_ranks(_fault, 2, tmp_path, "create_file_with_content", "full", rank)
     temp = tmp_path / "checkpoints" / ".tmp-step-2"
     words = f"the checkpoint after step 2 failed: disk full: needs 0 bytes, * free in {temp.parent} "
     words += f"(rank {rank}: {temp}/rank-{rank}.json: No space left on device)"
@@ -154,7 +154,8 @@ def test_a_failing_commit_fails_on_both_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "rank"), [("create_file_with", 0), ("create_file_with", 1), ("rename_durably", 0), ("flush_to_disk", 0)]
+    ("where", "rank"),
+    [("create_file_with_content", 0), ("create_file_with_content", 1), ("rename_durably", 0), ("flush_to_disk", 0)],
 )
 def test_a_rank_killed_while_saving_leaves_the_previous_step(tmp_path: Path, where: str, rank: int) -> None:
     """The survivor's error names the group, and the next start restores the committed step."""

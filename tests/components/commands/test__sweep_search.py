@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._sweep_points import Axis, AxisInterval, Point, read_sweep_axes
+from drawloom.components.commands._sweep_points import Axis, AxisInterval, Point, read_axes_and_common_words
 from drawloom.components.commands._sweep_search import SweepSearch, list_boundary_points
 from drawloom.graph import UserError
 from support.run_folders import write_run
@@ -51,7 +51,7 @@ def test_later_points_are_nearer_to_the_optimum_and_all_differ(tmp_path: Path) -
 
 def test_lists_end_when_every_point_is_chosen(tmp_path: Path) -> None:
     """A search over lists alone chooses every combination once, and then says that there is no other."""
-    axes, common = read_sweep_axes(["a.b=1,2", "a.c=0..2", "d.e=4"])
+    axes, common = read_axes_and_common_words(["a.b=1,2", "a.c=0..2", "d.e=4"])
     search = search_in(tmp_path, axes=axes, common=common)
     assert len({search.choose_point().name for _ in range(6)}) == 6
     with pytest.raises(UserError, match="only about 6 of 7 points"):
@@ -72,7 +72,7 @@ def test_another_search_and_a_missing_metric_are_refused(tmp_path: Path) -> None
 
 def test_all_values_and_the_ends_of_intervals_are_checked_first() -> None:
     """The first points of a check have every value of every axis."""
-    axes, common = read_sweep_axes(["a.b=1..3", "c.d=0.5..1.5:uniform", "e.f=2"])
+    axes, common = read_axes_and_common_words(["a.b=1..3", "c.d=0.5..1.5:uniform", "e.f=2"])
     points = list_boundary_points(axes, common)
     assert [point.words for point in points] == [
         ["e.f=2", "a.b=1", "c.d=0.5"],

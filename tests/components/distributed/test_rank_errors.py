@@ -8,7 +8,7 @@ import pytest
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.distributed.rank_errors import RankError, run_on_all_ranks, run_on_rank0
+from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.graph import UserError
 from support.processes import run_ranks
 
@@ -30,11 +30,11 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
     processes.open()
     world = processes.make_group("world", [[0, 1]])
     try:
-        run_on_all_ranks(world, lambda: _fail(error) if world.rank == failing else None)
+        run_and_gather_on_all_ranks(world, lambda: _fail(error) if world.rank == failing else None)
         name, text, code = "", "", 0
     except Exception as caught:
         name, text, code = type(caught).__name__, str(caught), getattr(caught, "exit_code", 0)
-    _, values = run_on_all_ranks(world, lambda: object(), to_json=lambda _: [world.rank])
+    _, values = run_and_gather_on_all_ranks(world, lambda: object(), to_json=lambda _: [world.rank])
     said = run_on_rank0(world, lambda: f"by {world.rank}")
     processes.close()
     return name, text, code, values, said
@@ -62,7 +62,7 @@ def test_a_bug_keeps_its_type_on_the_failing_rank() -> None:
 
 def test_messages_of_a_single_process_name_no_rank() -> None:
     """A single process returns its value and its shared value; its errors have no rank prefix."""
-    assert run_on_all_ranks(SingleProcess(), lambda: 3, to_json=str) == (3, ["3"])
+    assert run_and_gather_on_all_ranks(SingleProcess(), lambda: 3, to_json=str) == (3, ["3"])
     with pytest.raises(UserError, match=r"^/somewhere: No space left on device$"):
         run_on_rank0(SingleProcess(), lambda: _fail("disk"))
 

@@ -27,10 +27,10 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
         "moe_peers": (
             "publish_tokens",
             "localize_choices",
-            "limit_routes",
-            "read_rows",
+            "limit_routes_and_flag_overflow",
+            "read_rows_and_scalars",
             "publish_token_sums",
-            "read_and_add_token_sums",
+            "read_token_sums_and_scalars",
         ),
         "experts_float8": (
             "copy_tokens_to_expert_rows",

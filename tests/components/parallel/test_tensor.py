@@ -83,7 +83,10 @@ def test_one_rank_exchanges_nothing() -> None:
         output is x
         for output in (*same, ALONE.copy_to_ranks(x), ALONE.all_reduce(x), ALONE.gather_last_dimension(x, 3))
     )
-    assert ALONE.find_local_rows(torch.ones(1), 2) == (torch.ones(1), None) and ALONE.get_vocabulary_part(2) is None
+    assert (
+        ALONE.find_local_rows_and_mask(torch.ones(1), 2) == (torch.ones(1), None)
+        and ALONE.get_vocabulary_part(2) is None
+    )
 
 
 def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:

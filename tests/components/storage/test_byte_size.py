@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.storage.byte_size import choose_byte_unit, format_byte_size
+from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size, format_byte_size
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_the_unit_follows_the_size(size: int, text: str) -> None:
 
 def test_columns_of_tables_have_a_unit_also_for_few_bytes() -> None:
     """A column is written in its largest number's unit, kB at least."""
-    assert [choose_byte_unit(size)[0] for size in (0, 10**6, 10**9)] == ["kB", "MB", "GB"]
+    assert [choose_byte_unit_and_its_size(size)[0] for size in (0, 10**6, 10**9)] == ["kB", "MB", "GB"]

@@ -24,7 +24,7 @@ def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -
     data = data[:size]
     blocks = [data[start : start + BLOCK] for start in range(0, size, BLOCK)] or [b""]
     expected = Content(size, [hashlib.sha256(block).hexdigest() for block in blocks])
-    assert durable_files.create_file_with(tmp_path / "file", data) == expected
+    assert durable_files.create_file_with_content(tmp_path / "file", data) == expected
     assert (tmp_path / "file").read_bytes() == data
 
 
@@ -32,15 +32,15 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A system that accepts three bytes at a time gets all bytes in order."""
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:3], offset))
-    durable_files.create_file_with(tmp_path / "file", b"0123456789")
+    durable_files.create_file_with_content(tmp_path / "file", b"0123456789")
     assert (tmp_path / "file").read_bytes() == b"0123456789"
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     """Creating an existing file raises an error and keeps its content."""
-    durable_files.create_file_with(tmp_path / "file", b"first")
+    durable_files.create_file_with_content(tmp_path / "file", b"first")
     with pytest.raises(FileExistsError):
-        durable_files.create_file_with(tmp_path / "file", b"second")
+        durable_files.create_file_with_content(tmp_path / "file", b"second")
     assert (tmp_path / "file").read_bytes() == b"first"
 
 
@@ -58,7 +58,7 @@ def test_a_failed_write_or_fsync_names_the_file_and_is_not_retried(
     handles = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, effect, fail)
     with pytest.raises(OSError, match="No space left") as caught:
-        durable_files.create_file_with(tmp_path / "file", b"data")
+        durable_files.create_file_with_content(tmp_path / "file", b"data")
     assert caught.value.filename == str(tmp_path / "file")
     assert calls == [effect]
     assert len(os.listdir("/proc/self/fd")) == handles

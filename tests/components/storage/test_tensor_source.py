@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from drawloom.components.storage.safetensors.header import DTYPES
-from drawloom.components.storage.tensor_source import InMemory, TensorSpec, allocate_tensor, view_as_tensor, view_bytes
+from drawloom.components.storage.tensor_source import (
+    InMemory,
+    TensorSpec,
+    allocate_tensor_and_byte_view,
+    view_as_tensor,
+    view_bytes,
+)
 
 SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor([1, 2])})
 
@@ -35,7 +41,7 @@ def test_scalars_and_empty_tensors_have_their_bytes(shape: tuple[int, ...]) -> N
     """Numbers without a dimension, and tensors without a number, have their bytes."""
     tensor = torch.ones(shape)
     assert len(view_bytes(tensor)) == 4 * tensor.numel()
-    filled, memory = allocate_tensor(TensorSpec(shape, torch.float32))
+    filled, memory = allocate_tensor_and_byte_view(TensorSpec(shape, torch.float32))
     memory[:] = view_bytes(tensor)
     assert torch.equal(filled, tensor)
 

@@ -40,4 +40,4 @@ def test_large_files_are_sampled_over_their_whole_length(tmp_path: Path, monkeyp
     for start, end in ((0, 1), (40_000, 40_500), (99_999, 100_000)):
         fingerprints.add(write(tmp_path / "one", model=content[:start] + b"x" * (end - start) + content[end:]))
     assert len(fingerprints) == 4
-    assert sum(size for _, size in load._choose_sample_ranges(100_000)) == 1024
+    assert sum(size for _, size in load._choose_sample_offsets_and_sizes(100_000)) == 1024

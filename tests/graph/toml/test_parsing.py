@@ -6,7 +6,15 @@ import pytest
 import tomli
 
 from drawloom.graph.problems import Position, RecipeError
-from drawloom.graph.toml.parsing import MAX_DEPTH, MAX_DIGITS, MAX_FILE_BYTES, MAX_KEY_PARTS, decode, diagnose, parse
+from drawloom.graph.toml.parsing import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_FILE_BYTES,
+    MAX_KEY_PARTS,
+    decode,
+    diagnose_syntax_error,
+    parse,
+)
 
 WIDE = [
     ".".join(["a"] * 900) + " = 1",
@@ -140,4 +148,4 @@ def test_a_syntax_error_is_reported_where_it_began(text: str, at: str, reason: s
     """A syntax error has the offset of the second key, the opening quotes or the invalid word."""
     with pytest.raises(tomli.TOMLDecodeError) as caught:
         tomli.loads(text)
-    assert diagnose(text, caught.value) == (reason, text.rindex(at), hint)
+    assert diagnose_syntax_error(text, caught.value) == (reason, text.rindex(at), hint)

@@ -44,11 +44,14 @@ def test_rows_and_sums_equal_plain_torch(
     assert torch.equal(TRITON.localize_choices(peers(chosen, ranks), first, local_experts), local)
     routes = moe_routes_eager(local, local_experts)
     routes = routes._replace(source_choice=routes.source_choice[: int(routes.offsets[-1])])
-    rows, row_scalars = EAGER.read_rows(peers(hidden, ranks), peers(scalars, ranks), routes)
+    rows, row_scalars = EAGER.read_rows_and_scalars(peers(hidden, ranks), peers(scalars, ranks), routes)
     expected: Any = moe_permute_eager(hidden, scalars, routes)
-    for actual in ((rows, row_scalars), TRITON.read_rows(peers(hidden, ranks), peers(scalars, ranks), routes)):
+    for actual in (
+        (rows, row_scalars),
+        TRITON.read_rows_and_scalars(peers(hidden, ranks), peers(scalars, ranks), routes),
+    ):
         assert all(torch.equal(result, reference) for result, reference in zip(actual, expected, strict=True))  # type: ignore[arg-type]
-    bare, nothing = TRITON.read_rows(peers(hidden, ranks), None, routes)
+    bare, nothing = TRITON.read_rows_and_scalars(peers(hidden, ranks), None, routes)
     assert nothing is None and torch.equal(bare, rows)
     staged = []
     for exchange in (EAGER, TRITON):
@@ -80,11 +83,11 @@ def test_sums_are_over_the_ranks_of_the_choices(
             if expert >= 0:
                 choice_scalars[token, choice] = scalars[expert // local_experts, first + token, choice]
     for exchange in (EAGER, TRITON):
-        total, actual = exchange.read_and_add_token_sums(*given, chosen, first, local_experts)
+        total, actual = exchange.read_token_sums_and_scalars(*given, chosen, first, local_experts)
         assert total.dtype == dtype and actual is not None
         assert_close(total, expected, 2)
         assert torch.equal(actual, choice_scalars)
-        alone, nothing = exchange.read_and_add_token_sums(given[0], None, chosen, first, local_experts)
+        alone, nothing = exchange.read_token_sums_and_scalars(given[0], None, chosen, first, local_experts)
         assert nothing is None and torch.equal(alone, total)
 
 
@@ -112,7 +115,9 @@ def test_publish_and_limit_equal_plain_torch(
         exchange.publish_tokens([hidden], [bare])
         assert torch.equal(bare, shown[0])
         own = most.clone()
-        (dest, source, ends), lost = exchange.limit_routes(moe_routes_eager(choices, local_experts), room, own)
+        (dest, source, ends), lost = exchange.limit_routes_and_flag_overflow(
+            moe_routes_eager(choices, local_experts), room, own
+        )
         actual.append((dest, source, ends, lost.isnan(), own))
     assert all(torch.equal(result, reference) for result, reference in zip(*actual, strict=True))
     rows = int((chosen >= 0).sum())
@@ -127,10 +132,10 @@ def test_no_rows_give_empty_results() -> None:
     routes = Routes(*moe_routes_eager(chosen, 2))
     routes = routes._replace(source_choice=routes.source_choice[:0])
     for exchange in (EAGER, TRITON):
-        rows, _ = exchange.read_rows(peers(hidden, 2), None, routes)
+        rows, _ = exchange.read_rows_and_scalars(peers(hidden, 2), None, routes)
         sums = torch.ones_like(hidden)
         exchange.publish_token_sums(rows, None, routes.dest_row, sums, None)
         assert rows.shape == (0, 8) and not sums.any()
-        assert exchange.read_and_add_token_sums(peers(torch.cat([sums, sums]), 2), None, chosen[:0].long(), 2, 1)[
+        assert exchange.read_token_sums_and_scalars(peers(torch.cat([sums, sums]), 2), None, chosen[:0].long(), 2, 1)[
             0
         ].shape == (0, 8)

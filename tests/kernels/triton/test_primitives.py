@@ -10,7 +10,7 @@ from torch import Tensor
 from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.recurrence import RecurrentDocuments
-from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.triton.causal_conv import causal_conv_triton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.gated_delta import delta_rule_triton
@@ -101,7 +101,7 @@ def test_a_copy_compiles() -> None:
 
 
 ROUTES = moe_routes_eager(EXPERTS_OF, 3)
-ANGLES = rope_angles(torch.arange(4, device=DEVICE)[None], 16, 1e4)
+ANGLES = compute_rope_cos_and_sin(torch.arange(4, device=DEVICE)[None], 16, 1e4)
 CUT = LogitCut(filter_eps=1e-6, tile=(16, 16))
 
 

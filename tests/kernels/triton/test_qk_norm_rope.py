@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.rope import qk_norm_rope_eager
-from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
 from support.kernels import DEVICE, assert_all_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
@@ -36,7 +36,7 @@ def test_triton_equals_eager(
     """Any shape and strides, also with fewer key heads, agree with float64 in results and gradients."""
     inputs: Any = [draw_tensor(layout, *tokens, count, 2 * pairs, dtype=dtype) for count in heads]
     inputs += [draw_tensor("contiguous", 2 * pairs) for _ in "qk"]
-    cos, sin = rope_angles(torch.randint(0, 5000, tokens, device=DEVICE), 2 * pairs, 1e4)
+    cos, sin = compute_rope_cos_and_sin(torch.randint(0, 5000, tokens, device=DEVICE), 2 * pairs, 1e4)
     grads = [draw_tensor(of_grad, *tokens, count, 2 * pairs, dtype=dtype).detach() for count in heads]
     q, k, q_weight, k_weight = wide = exact(*inputs)
     actual = qk_norm_rope_triton(inputs[0], inputs[1], inputs[2], inputs[3], 0.1, cos, sin)
@@ -56,7 +56,7 @@ def test_programs_process_many_tiles() -> None:
     """More vectors than programs process at once give float64, and gradients are bitwise the same twice."""
     inputs: Any = [draw_tensor("contiguous", 2, 60, heads, 64) for heads in (6, 2)]
     inputs += [draw_tensor("contiguous", 64) for _ in "qk"]
-    cos, sin = rope_angles(torch.randint(0, 5000, (2, 60), device=DEVICE), 64, 1e4)
+    cos, sin = compute_rope_cos_and_sin(torch.randint(0, 5000, (2, 60), device=DEVICE), 64, 1e4)
     q, k, q_weight, k_weight = wide = exact(*inputs)
     expected = qk_norm_rope_eager(q, k, q_weight, k_weight, 1e-6, cos.double(), sin.double())
     exact_grads = torch.autograd.grad(sum_cubes(expected), wide)
@@ -72,7 +72,7 @@ def test_programs_process_many_tiles() -> None:
 def test_operators_pass_opcheck() -> None:
     """Both directions pass torch.library.opcheck, which torch.compile relies on."""
     q, k = (torch.randn(2, 3, heads, 8, device=DEVICE) for heads in (4, 2))
-    cos, sin = rope_angles(torch.arange(3, device=DEVICE).expand(2, 3), 8, 1e4)
+    cos, sin = compute_rope_cos_and_sin(torch.arange(3, device=DEVICE).expand(2, 3), 8, 1e4)
     weights, inverses = torch.randn(2, 8, device=DEVICE), [torch.rand(2, 3, heads, device=DEVICE) for heads in (4, 2)]
     torch.library.opcheck(torch.ops.drawloom.qk_norm_rope.default, (q, k, *weights.clone(), 1e-6, cos, sin))
     arguments = (q, k, q, k, weights[0].clone(), weights[1].clone(), *inverses, cos, sin)

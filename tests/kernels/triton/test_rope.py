@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.rope import rope_eager
-from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.triton.rope import rope_triton
 from support.kernels import DEVICE, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
@@ -19,7 +19,7 @@ channels = st.integers(1, 9).flatmap(lambda pairs: st.tuples(st.just(pairs), st.
 def angles_of(rows: int, length: int, pairs: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin of positions that restart at every packed document."""
     positions = torch.randint(0, 5000, (rows, length), device=DEVICE)
-    return rope_angles(positions, 2 * pairs, 1e4)
+    return compute_rope_cos_and_sin(positions, 2 * pairs, 1e4)
 
 
 @few

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.data.chat.template import ChatTemplate, RenderError, read_chat_template
+from drawloom.components.data.chat.template import ChatTemplate, RenderError, read_chat_template_and_special_tokens
 from drawloom.graph import UserError
 from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say, tokenizer_folder
 
@@ -95,10 +95,10 @@ def test_an_invalid_template_is_refused() -> None:
 
 def test_the_template_of_a_folder_is_in_a_file_or_in_the_configuration(tmp_path: Path) -> None:
     """The file comes first; of several by name the default counts; tokens are text or objects."""
-    assert read_chat_template(tmp_path) == (None, {})
+    assert read_chat_template_and_special_tokens(tmp_path) == (None, {})
     folder = tokenizer_folder(tmp_path / "a")
-    assert read_chat_template(folder) == (CHATML, TOKENS)
+    assert read_chat_template_and_special_tokens(folder) == (CHATML, TOKENS)
     (folder / "chat_template.jinja").unlink()
     config = '{"chat_template": [{"name": "default", "template": "x"}], "bos_token": {"content": "<s>"}}'
     (folder / "tokenizer_config.json").write_text(config)
-    assert read_chat_template(folder) == ("x", {"bos_token": "<s>"})
+    assert read_chat_template_and_special_tokens(folder) == ("x", {"bos_token": "<s>"})

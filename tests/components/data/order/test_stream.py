@@ -45,7 +45,7 @@ def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count
     """Any range of positions equals a merge by exact fractions, and so does the count before it."""
     segment = Segment(0, {str(number): share for number, share in enumerate(shares)})
     wanted = plain_turns(shares, first + count)
-    source, row = segment.locate_rows(first, first + count)
+    source, row = segment.locate_sources_and_rows(first, first + count)
     assert list(zip(source.tolist(), row.tolist(), strict=True)) == wanted[first:]
     counted = Counter(source for source, _ in wanted[:first])
     assert segment.count_rows_up_to(first) == {str(number): counted[number] for number in range(len(shares))}

@@ -15,6 +15,7 @@ from drawloom.components.data.packing.first_fit import pack_by_first_fit
 from drawloom.components.data.packing.groups import (
     Group,
     Groups,
+    RowAssignment,
     build_rows_from_documents,
     group_items_by_row,
     split_into_blocks,
@@ -95,6 +96,8 @@ def test_no_documents_make_no_rows() -> None:
 def test_items_are_gathered_by_row(rows: list[int]) -> None:
     """Items come row by row, in their places there."""
     places = [rows[:number].count(row) for number, row in enumerate(rows)]
-    items, counts = group_items_by_row(np.arange(len(rows)), np.array(rows, np.int64), np.array(places, np.int64), 6)
+    items, counts = group_items_by_row(
+        np.arange(len(rows)), RowAssignment(np.array(rows, np.int64), np.array(places, np.int64), 6)
+    )
     assert items.tolist() == sorted(range(len(rows)), key=lambda number: (rows[number], number))
     assert counts.tolist() == [rows.count(row) for row in range(6)]

@@ -21,7 +21,7 @@ from drawloom.components.storage.safetensors.header import (
     map_safetensors_file,
     read_entries,
 )
-from drawloom.components.storage.safetensors.writer import check_writable, plan_layout
+from drawloom.components.storage.safetensors.writer import build_header_and_entries, check_writable
 from drawloom.components.storage.tensor_source import TensorSpec
 
 
@@ -88,7 +88,7 @@ def test_malformed_headers_are_refused(tmp_path: Path, content: bytes, message: 
 def test_the_library_accepts_every_written_header(kinds: list[tuple[str, list[int]]]) -> None:
     """The library finds the shapes and dtypes passed to the writer."""
     specs = {f"t{n}": TensorSpec(tuple(s), DTYPES[code]) for n, (code, s) in enumerate(kinds)}
-    head, entries = plan_layout(specs)
+    head, entries = build_header_and_entries(specs)
     with TemporaryDirectory() as folder:
         path = Path(folder, "file")
         path.write_bytes(head + bytes(max((entry.end for entry in entries.values()), default=0)))
