@@ -17,7 +17,7 @@ from drawloom.components.ports.rollouts import policy_logps
 from drawloom.graph import UserError
 from drawloom.kernels.attention_options import AttentionOptions
 from drawloom.kernels.logsumexp import logsumexp_by_halves
-from drawloom.kernels.rope_frequencies import rope_angles
+from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.triton.attention_blocks import BlockMask, attend_in_blocks_triton
 from runs.test_rollouts import RECIPE
 from support.gpu import drawloom_run
@@ -48,7 +48,7 @@ def make_operations(kernels: AutoKernels) -> dict[str, tuple[Callable[..., Tenso
     table, up = torch.randn(50_001, 1024, **GPU) / 8, torch.randn(3072, 1024, **GPU) / 32
     ids, scale = torch.randint(50_001, (1500,), device="cuda"), torch.tensor(0.7, device="cuda")
     head, one, small = LinearHead(table, len(table), kernels), torch.ones(1024, **GPU), torch.ones(128, **GPU)
-    cos, sin = rope_angles(torch.arange(1500, device="cuda"), 128, 1e6)
+    cos, sin = compute_rope_cos_and_sin(torch.arange(1500, device="cuda"), 128, 1e6)
 
     def rotate(h: Tensor, c: Tensor, s: Tensor) -> Tensor:
         q, k = h[:, None, :16], h[:, None, 16:]
