@@ -395,6 +395,9 @@ class AutoKernels:
 
         A vocabulary `part` requires `cut`, or its equivalent in plain torch.
         """
+        if self.batch_invariant and self._triton_blocks is not None:  # the Triton kernel's tiles have one size
+            cut = LogitCut(ignore_index=IGNORE_INDEX, part=part)
+            return load_implementation("linear_cross_entropy", "cut")(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
         if self.batch_invariant:
             tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
             more = -len(flat) % MIN_ROWS  # rows of the last chunk
