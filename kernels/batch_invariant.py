@@ -119,7 +119,7 @@ def _mask_scores(scores: Tensor, is_hidden: Tensor, kv_heads: int) -> Tensor:
     return by_head.masked_fill(is_hidden, MASKED).view(scores.shape)
 
 
-def grouped_gemm_with_padded_rows(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+def multiply_experts_by_padded_rows(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """
     Compute `grouped_gemm_eager`, as if every expert had at least `MIN_ROWS` rows.
 

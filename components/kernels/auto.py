@@ -36,7 +36,7 @@ from drawloom.kernels.batch_invariant import (
     MIN_ROWS,
     apply_with_padded_rows,
     attend_in_blocks,
-    grouped_gemm_with_padded_rows,
+    multiply_experts_by_padded_rows,
 )
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
@@ -195,9 +195,9 @@ class AutoKernels:
     def _batch_invariant_functions(self) -> dict[str, Any]:
         """Return the operations that have an implementation of their own if batch-invariant."""
         if self._triton_blocks is None:
-            return {"attention": BLOCKS, "grouped_gemm": grouped_gemm_with_padded_rows}
+            return {"attention": BLOCKS, "grouped_gemm": multiply_experts_by_padded_rows}
         grouped_gemm = import_module("drawloom.kernels.triton.grouped_gemm")
-        return {"attention": self._block_attention, "grouped_gemm": grouped_gemm.grouped_gemm_with_fixed_tiles}
+        return {"attention": self._block_attention, "grouped_gemm": grouped_gemm.multiply_experts_in_fixed_tiles}
 
     @property
     def _block_attention(self) -> AttentionImplementation:
@@ -395,6 +395,9 @@ class AutoKernels:
 
         A vocabulary `part` requires `cut`, or its equivalent in plain torch.
         """
+        if self.batch_invariant and self._triton_blocks is not None:  # the Triton kernel's tiles have one size
+            cut = LogitCut(ignore_index=IGNORE_INDEX, part=part)
+            return load_implementation("linear_cross_entropy", "cut")(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
         if self.batch_invariant:
             tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
             more = -len(flat) % MIN_ROWS  # rows of the last chunk

@@ -59,11 +59,17 @@ class StageRollouts:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report context parallelism, under which no rank has whole rows for a cache."""
+        """Report context parallelism, under which no rank has whole rows, and compiled blocks, whose bits vary."""
         mesh = node.neighbour("mesh")
         if mesh and mesh.settings.get("context", 1) != 1:
             text = f"[{node.name}] samples whole rows, but ranks along 'context' divide rows"
             yield mesh.problem("context", text, "write context = 1")
+        kernels, executor = node.neighbour("kernels"), node.neighbour("model")
+        stages = executor.neighbour("stages") if executor else None
+        is_exact = node.settings["exact"] and kernels and kernels.settings.get("batch_invariant")
+        if is_exact and stages and stages.settings.get("compile"):
+            text = "exact rollouts with a cache need batch-invariant kernels, and torch.compile makes its own"
+            yield stages.problem("compile", text, "write compile = false")
 
     def open(self) -> None:
         """Connect the ranks that sample the same rows."""

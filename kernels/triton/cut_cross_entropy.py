@@ -24,6 +24,7 @@ from drawloom.kernels.cut_cross_entropy import (
     sort_vocabulary_by_mean_logit,
     split_token_chunks,
 )
+from drawloom.kernels.logsumexp import logsumexp_by_halves
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
 from drawloom.kernels.triton import tma
@@ -107,7 +108,7 @@ def _forward(
             enable_fp_fusion=True,
         )
         del logits  # or they would live until the next chunk's are computed
-    return lse.logsumexp(0), target_logit
+    return logsumexp_by_halves(lse.T), target_logit
 
 
 def _make_matrix_arguments(
