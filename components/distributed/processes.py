@@ -359,12 +359,13 @@ class TorchProcesses:
     def _connect_stores(self, generation: Generation) -> None:
         """Connect to the launch's store for point-to-point channels and, if losses are survived, for spares."""
         launch = self._launch
-        with self._connections.record_sockets():  # broken at a loss: a rank may wait for a lost one to connect
-            self._store = connect_to_launch_store(launch.address, launch.port, f"{generation.name}/p2p", self.timeout)
         RUNS.add(generation.run)
         if self.survives_rank_losses:
+            # before the connection below, which a loss may break: the next agreement needs it
             self._spares = Spares(PrefixStore(generation.run, self._control))
             self._control.set(CURRENT, generation.to_json())
+        with self._connections.record_sockets():  # broken at a loss: a rank may wait for a lost one to connect
+            self._store = connect_to_launch_store(launch.address, launch.port, f"{generation.name}/p2p", self.timeout)
 
     def _join_generation_groups(self, membership: Membership) -> None:
         """Join the groups of a generation after the first one."""
@@ -447,7 +448,8 @@ class TorchProcesses:
             if following is None:
                 return None
             text = self._describe_generation_change(following)
-            log.warning("%s", text, extra={PRINTED: True})
+            if log.hasHandlers():  # not while the graph opens, when Python would print the message a second time
+                log.warning("%s", text, extra={PRINTED: True})
             if RunProcess.here() not in following.members:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.survival import Deaths, assert_same_trajectory, replace_worker, survive, write_recipe
+from support.runs import drawloom, rows
+from support.survival import Deaths, assert_same_trajectory, replace_workers, survive, write_recipe
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Pat
     Hanging ranks are killed and can't come back, and the last rank computes the same.
     """
     deaths: Deaths = {0: ("forward_backward", 3, "stopped"), 1: ("join", 2), 2: ("report", 5, "stuck")}
-    words = "processes.heartbeat_timeout=3", "listeners.timeouts.step=4"
+    words = "processes.heartbeat_timeout=30", "listeners.timeouts.step=4"
     start = time.monotonic()
     failures, outcomes = survive(folder, 4, deaths, *words)
     assert time.monotonic() - start < 45 and failures.keys() == deaths.keys()
@@ -43,7 +44,7 @@ def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Pat
     assert failures[2] in ("died with exit code -9", "died with exit code 1")  # its own monitor may be faster
     assert outcomes[3].code == 0, outcomes
     text = "".join(path.read_text("utf-8") for path in (folder / "runs/tiny/log").iterdir())
-    assert "has sent no heartbeat for 3 s" in text and "hangs in step 5, phase [report]" in text
+    assert "is stopped (SIGSTOP)" in text and "hangs in step 5, phase [report]" in text
     assert_same_trajectory(folder)
 
 
@@ -120,15 +121,45 @@ def test_without_copies_or_checkpoints_the_run_begins_anew(folder: Path) -> None
     ],
     ids=["replicas", "replicas of shards", "shards"],
 )
-def test_the_launcher_replaces_a_lost_worker(folder: Path, count: int, replica: int, words: tuple[str, ...]) -> None:
+def test_the_launcher_replaces_lost_workers(folder: Path, count: int, replica: int, words: tuple[str, ...]) -> None:
     """
-    A worker is killed from outside, and its successor joins the run; the first worker is killed, and the others go on.
+    A spare replaces a killed worker at once; when it is killed, too, the run shrinks, and grows by a new process.
 
-    Every step's numbers are those of an undisturbed run, and the launcher exits with 0.
+    Then the first worker is killed, and the others go on. Every step's numbers are those of an undisturbed run, and the
+    launcher exits with 0.
     """
-    words = ("trainer.steps=40", "--import=waiting.py", *words)
-    code, errors = replace_worker(folder, count, words)
+    words = ("trainer.steps=60", "--import=waiting.py", *words)
+    code, errors = replace_workers(folder, count, words)
     assert code == 0 and "Traceback" not in errors, errors
-    assert errors.count(f"{replica} of {count} processes continue") == 2, errors
+    assert errors.count(f"{count - 1} of {count} processes continue; 1 process joins") == 1, errors
+    assert errors.count(f"{replica} of {count} processes continue\n") == 2, errors  # each is printed once
     assert errors.count(f"{replica} of {replica} processes continue; {replica} process") == 1, errors
     assert_same_trajectory(folder, *words)
+
+
+@pytest.mark.parametrize(
+    ("dead", "words"),
+    [
+        (0, ()),
+        (1, ("mesh.pipeline=2", "model.num_hidden_layers=2", "checkpoint.neighbour_every=1")),
+    ],
+    ids=["replica", "stage"],
+)
+def test_with_a_spare_every_number_is_bitwise_that_of_an_undisturbed_run(
+    folder: Path, dead: int, words: tuple[str, ...]
+) -> None:
+    """A waiting process takes the place of a replica, or of the only replica's stage, so that the mesh is the same."""
+    failures, outcomes = survive(folder, 2, {dead: ("forward_backward", 5)}, *words, spares=1)
+    assert failures == {dead: "died with exit code -9"}
+    assert [outcome.code for outcome in outcomes.values()] == [0, 0], outcomes
+    assert "1 of 2 processes continue; 1 process joins" in "".join(outcome.text for outcome in outcomes.values())
+    survived = rows(folder / "runs/tiny")
+    mesh = [word for word in words if "neighbour" not in word]
+    assert [outcome.code for outcome in drawloom(folder, "run", "recipe.toml", "run.name=whole", *mesh, ranks=2)] == [
+        0,
+        0,
+    ]
+    whole = rows(folder / "runs/whole")
+    for name in ("step", "loss", "grad_norm", "lr", "tokens"):
+        assert [row[name] for row in survived] == [row[name] for row in whole], name
+    assert len(whole) == 8

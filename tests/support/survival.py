@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed import processes as joining
+from drawloom.components.distributed.generations import CURRENT, Generation, Spares
+from drawloom.components.distributed.launch_store import connect_to_launch_store
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.phases.report import Report
 from drawloom.components.run.signals import Signals
@@ -61,9 +65,15 @@ def write_recipe(folder: Path) -> Path:
     return folder
 
 
-def _run(folder: Path, words: tuple[str, ...], deaths: Deaths, port: int) -> Outcome:
-    """Run a process, which gets a fault at the nth call of a place if `deaths` has its first rank; kills are usual."""
+def _run(folder: Path, words: tuple[str, ...], deaths: Deaths, port: int, spares: int) -> Outcome:
+    """
+    Run a process, which gets a fault at the nth call of a place if `deaths` has its first rank; kills are usual.
+
+    The last `spares` processes start when the others have begun.
+    """
     put(joining, "SURVIVING_BACKENDS", ("gloo", "nccl"))
+    if spares:
+        _start_as_member_or_spare(spares)
     if port:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
         os.environ["MASTER_PORT"] = str(port)
@@ -82,13 +92,28 @@ def _run(folder: Path, words: tuple[str, ...], deaths: Deaths, port: int) -> Out
     return command(folder, ("run", "recipe.toml", *words), None)
 
 
+def _start_as_member_or_spare(spares: int) -> None:
+    """Set a member's or a spare's variables, as `drawloom launch --spares` does; a spare waits for the run to begin."""
+    ranks, rank = int(os.environ["WORLD_SIZE"]) - spares, int(os.environ["RANK"])
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    if rank >= ranks:
+        os.environ |= {"RANK": str(rank % ranks), "LOCAL_RANK": str(rank % ranks)}
+        launch = read_launch()
+        store = connect_to_launch_store(launch.address, launch.port, launch.attempt, 60.0)
+        store.wait([CURRENT])
+
+
 def survive(
-    folder: Path, ranks: int, deaths: Deaths, *words: str, port: int = 0
+    folder: Path, ranks: int, deaths: Deaths, *words: str, port: int = 0, spares: int = 0
 ) -> tuple[dict[int, str], dict[int, Outcome]]:
-    """Return how ranks died, and how the others ended. With a `port`, rank 0 hosts the store there."""
+    """
+    Return how processes died, and how the others ended, by their first ranks.
+
+    With a `port`, rank 0 hosts the store there. `spares` more processes wait for a loss, numbered after the ranks.
+    """
     words = ("processes.on_failure=continue", *words)
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(_run, ranks, folder, words, deaths, port, timeout=90, grace=60)
+        run_ranks(_run, ranks + spares, folder, words, deaths, port, spares, timeout=90, grace=60)
     return caught.value.failures, caught.value.values
 
 
@@ -131,31 +156,36 @@ before."@report" = ["@waiting"]
 '''
 
 
-def replace_worker(folder: Path, count: int, words: tuple[str, ...]) -> tuple[int, str]:
+def replace_workers(folder: Path, count: int, words: tuple[str, ...]) -> tuple[int, str]:
     """
-    Run `drawloom launch`, kill rank 1's process and, when another one has joined, rank 0's.
+    Run `drawloom launch` with a spare, and kill rank 1's process, then the spare that has replaced it.
 
-    Return the exit code and the output.
+    When the process joins that the launcher starts instead of the first one, kill rank 0's. Return the exit code and
+    the output.
     """
     code, _, recipe = WAITING.partition("[waiting]")
     (folder / "waiting.py").write_text(code, "utf-8")
     (folder / "recipe.toml").write_text(f"{RECIPE}\n[waiting]{recipe}", "utf-8")
-    start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(count), "--max-restarts", "1", "run"]
+    start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(count), "--max-restarts", "1"]
     libraries = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])  # which may have the libraries
     environment = {"PYTHONPATH": libraries, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
-    with (folder / "errors").open("wb") as file:
-        command = [*start, "recipe.toml", "processes.on_failure=continue", *words]
+    errors, path = folder / "errors", folder / "runs/tiny/metrics.jsonl"
+    with errors.open("wb") as file:
+        command = [*start, "--spares", "1", "run", "recipe.toml", "processes.on_failure=continue", *words]
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file) as launcher:
-            path = folder / "runs/tiny/metrics.jsonl"
-            _wait(lambda: path.exists() and path.read_bytes().count(b"\n") >= 3, launcher)
-            os.kill(find_worker(launcher.pid, 1), signal.SIGKILL)
-            _wait(lambda: "join" in (folder / "errors").read_text("utf-8"), launcher)
+            _wait(lambda: path.exists() and len(_list_workers(launcher)) == count + 1, launcher)
+            spare = _list_workers(launcher)[-1]
+            _wait(lambda: spare in find_waiting_spares(spare), launcher)
+            os.kill(_list_workers(launcher)[1], signal.SIGKILL)
+            _wait(lambda: "1 process joins" in errors.read_text("utf-8"), launcher)
+            os.kill(spare, signal.SIGKILL)
+            _wait(lambda: errors.read_text("utf-8").count("join") == 2, launcher)
             (folder / "go").touch()
             lines = path.read_bytes().count(b"\n")
             _wait(lambda: path.read_bytes().count(b"\n") >= lines + 3, launcher)
-            os.kill(find_worker(launcher.pid, 0), signal.SIGKILL)
+            os.kill(_list_workers(launcher)[0], signal.SIGKILL)
             launcher.wait(60)
-    return launcher.returncode, (folder / "errors").read_text("utf-8")
+    return launcher.returncode, errors.read_text("utf-8")
 
 
 def _wait(is_done: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
@@ -165,9 +195,15 @@ def _wait(is_done: Callable[[], bool], process: "subprocess.Popen[bytes]") -> No
         time.sleep(0.02)
 
 
-def find_worker(launcher: int, rank: int) -> int:
-    """Return the process of a rank, a child of the launcher with RANK in its environment."""
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return int(child)
-    raise AssertionError("there is no such worker")
+def _list_workers(launcher: "subprocess.Popen[bytes]") -> list[int]:
+    """Return the launcher's processes, the oldest first."""
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+def find_waiting_spares(worker: int) -> list[int]:
+    """Return the waiting spares of the launch with this worker."""
+    lines = Path(f"/proc/{worker}/environ").read_text("utf-8").split("\0")
+    launch = read_launch(dict(line.split("=", 1) for line in lines if "=" in line))
+    store = connect_to_launch_store(launch.address, launch.port, launch.attempt, 10.0)
+    run = Generation.from_json(store.get(CURRENT).decode()).run
+    return [spare.pid for spare in Spares(PrefixStore(run, store)).find_waiting_spares().values()]

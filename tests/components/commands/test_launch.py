@@ -54,6 +54,7 @@ def test_a_failure_is_printed_only_if_no_process_has(
         (["--nproc-per-node", "0", "run", "x"], "'0' is not a positive integer"),
         (["run", "x"], "the following arguments are required: --nproc-per-node"),
         (["--nproc-per-node", "2", "--nnodes", "2", "run", "x"], "several machines need --rdzv-endpoint HOST:PORT"),
+        (["--nproc-per-node", "1", "--spares", "1", "run", "x"], "--spares: a run needs two processes or more"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_process_starts(

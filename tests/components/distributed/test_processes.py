@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -129,11 +130,21 @@ def test_a_changed_timeout_holds_for_groups_that_exist() -> None:
     assert run_ranks(_slow_partner, 2, 0.5) == ["gave up", "late"]
 
 
-def test_nccl_is_refused_in_a_run_that_survives_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names the setting and the backend, and no process group is made."""
-    monkeypatch.setattr(joining, "read_launch", lambda: Launch(world_size=2))
-    processes = TorchProcesses(device=ComputeDevice(kind="cpu", backend="nccl"), on_failure="continue")
-    with pytest.raises(UserError, match=r"on_failure: 'continue' needs device.backend = 'gloo'.*'nccl'"):
+@pytest.mark.parametrize(
+    ("launch", "backend", "on_failure", "words"),
+    [
+        (Launch(world_size=2), "nccl", "continue", "on_failure: 'continue' needs device.backend = 'gloo'.*'nccl'"),
+        (Launch(world_size=2, spares=1), "gloo", "stop", r"1 spare.*--spares.*write on_failure = 'continue'"),
+    ],
+    ids=["backend", "spares"],
+)
+def test_settings_that_survive_no_loss_are_refused(
+    launch: Launch, backend: str, on_failure: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the setting and the reason, and no process group is made."""
+    monkeypatch.setattr(joining, "read_launch", lambda: launch)
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu", backend=backend), on_failure=on_failure)
+    with pytest.raises(UserError, match=words):
         processes.open()
     assert not dist.is_initialized()
 

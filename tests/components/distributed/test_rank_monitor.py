@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from drawloom.components.distributed import rank_monitor
 from drawloom.components.distributed.launch_store import Failure
 from drawloom.components.distributed.rank_errors import RankError
-from drawloom.components.distributed.rank_monitor import RankMonitor
+from drawloom.components.distributed.rank_monitor import STOPPED_POLLS, RankMonitor, is_stopped
 from drawloom.graph import UserError
 
 
@@ -206,6 +207,35 @@ def test_a_rank_without_heartbeats_is_lost(store: Any, monkeypatch: pytest.Monke
     assert not zero.losses and not calls
     pass_seconds(1, 1, 1, beating=(zero,))
     assert zero.losses == {1: "has sent no heartbeat for 5 s"} and calls
+
+
+def test_a_stopped_process_is_lost_and_killed_unless_it_continues(store: Any) -> None:
+    """It is lost if several polls in a row find it stopped, long before heartbeats are missed."""
+    calls: list[int] = []
+    zero = RankMonitor(0, 2, store, on_loss=lambda: calls.append(0))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        zero.peers = {1: process.pid}
+        zero.watch_peers()
+        for _ in range(2):
+            _signal_and_wait(process.pid, signal.SIGSTOP, stops=True)
+            for _ in range(STOPPED_POLLS - 1):
+                zero.poll_peers_for_failures()
+            _signal_and_wait(process.pid, signal.SIGCONT, stops=False)
+            zero.poll_peers_for_failures()
+        assert not zero.losses
+        _signal_and_wait(process.pid, signal.SIGSTOP, stops=True)
+        for _ in range(STOPPED_POLLS):
+            zero.poll_peers_for_failures()
+        assert zero.losses == {1: "is stopped (SIGSTOP)"} and calls
+        assert process.wait(10) == -signal.SIGKILL
+    zero.close()
+
+
+def _signal_and_wait(process: int, number: signal.Signals, *, stops: bool) -> None:
+    """Send a signal, and wait until the process is stopped, or is not."""
+    os.kill(process, number)
+    while is_stopped(process) != stops:
+        time.sleep(0.01)
 
 
 def test_a_lost_rank_ends_when_it_wakes_up(store: Any) -> None:

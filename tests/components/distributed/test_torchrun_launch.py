@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.distributed.torchrun import VARIABLES, Launch, read_launch
+from drawloom.components.distributed.torchrun import SPARES, VARIABLES, Launch, read_launch
 from drawloom.graph import UserError
 
 TORCHRUN = {
@@ -34,6 +34,7 @@ def test_attempts_of_torchrun_are_distinguished() -> None:
     launch = read_launch(TORCHRUN | more | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert (launch.attempt, launch.error_file, launch.agent_store) == ("ab-2", "/tmp/error", True)
     assert not read_launch(TORCHRUN | more | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
+    assert read_launch(TORCHRUN | {SPARES: "2"}).spares == 2
 
 
 def test_without_variables_there_is_one_process() -> None:
