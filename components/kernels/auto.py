@@ -35,6 +35,7 @@ from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8, linears_float8, mlp_float8
 from drawloom.kernels.moe import Routes as RoutingTables
 from drawloom.kernels.recompute import call_recomputable, record_recomputable_call
+from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
 from drawloom.kernels.weight_formats import WeightFormat
 
 NOT_ON_GPU = "batch_invariant has been shown on CPUs only"
@@ -234,13 +235,13 @@ class AutoKernels:
         eps: float,
         zero_centered: bool = False,
         float8: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> NormAndSum:
         normed, summed = self._functions_by_operation["add_rms_norm"](x, residual, weight, eps, zero_centered, float8)
         # Recomputation starts from the sum, which is saved anyway, not from its terms.
         record_recomputable_call(
             normed, self._functions_by_operation["norm_of_sum"], summed, weight, eps, zero_centered
         )
-        return normed, summed
+        return NormAndSum(normed, summed)
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
         return call_recomputable(self._functions_by_operation["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
@@ -332,7 +333,7 @@ class AutoKernels:
         targets: Tensor,
         token_weights: Tensor | None = None,
         part: VocabularyPart | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> TokenLosses:
         """
         Return losses and log-sum-exp, float32 (...), for logits hidden (..., hidden_size) @ weight.T (vocab_size, ...).
 
@@ -345,7 +346,7 @@ class AutoKernels:
             cut = LogitCut(ignore_index=IGNORE_INDEX, tile=(MIN_ROWS, 1), part=part)
             both = cut_cross_entropy_eager(tokens, weight, flat, cut)
             losses, lse = (result[: targets.numel()].view(targets.shape) for result in both)
-            return multiply_by_token_weights(losses, token_weights), lse
+            return TokenLosses(multiply_by_token_weights(losses, token_weights), lse)
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
             return self._vocab_parallel_loss(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
@@ -361,7 +362,7 @@ class AutoKernels:
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
-    def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+    def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
         return call_recomputable(self._functions_by_operation["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
