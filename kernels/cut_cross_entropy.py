@@ -22,6 +22,7 @@ from drawloom.kernels.deferred_grads import (
 )
 from drawloom.kernels.logsumexp import logsumexp_by_halves
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable, upcast
+from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.vocab_parallel import (
     SplitVocabulary,
     all_reduce_gradient,
@@ -75,7 +76,7 @@ class CutCrossEntropyImplementation(NamedTuple):
 
 def cut_cross_entropy_eager(
     hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> TokenLosses:
     """
     Return by token the loss, -log softmax(hidden @ weight.T)[target], and the logits' log-sum-exp.
 
@@ -93,12 +94,13 @@ def apply_cut_cross_entropy(
     targets: Tensor,
     cut: LogitCut,
     token_weights: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> TokenLosses:
     """Compute `cut_cross_entropy_eager` by an implementation: hidden (..., width), weight (vocabulary, width)."""
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     weight_gradient = get_weight_gradient_function(weight)
     losses, lse = _CutCrossEntropy.apply(tokens, weight, flat, cut, implementation, weight_gradient)  # type: ignore[no-untyped-call]
-    return multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    weighted = multiply_by_token_weights(losses.reshape(targets.shape), token_weights)
+    return TokenLosses(weighted, lse.reshape(targets.shape))
 
 
 def multiply_by_token_weights(losses: Tensor, token_weights: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ elements) begin anew in every row, so slicing rows changes neither codes nor sca
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,11 +56,18 @@ def decode_8bit(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return values[codes.int()] * scales.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
 
 
-def encode_8bit(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the nearest codes uint8 (rows, width), and scales float32 (rows, blocks), for float32 (rows, width)."""
+class EightBitCodes(NamedTuple):
+    """Codes uint8 (rows, width), and their blocks' scales float32 (rows, blocks)."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def encode_8bit(numbers: Tensor, signed: bool) -> EightBitCodes:
+    """Return the nearest codes to numbers, float32 (rows, width)."""
     _, midpoints = compute_values_and_midpoints(signed, numbers.device)
     rows, width = numbers.shape
     padded = F.pad(numbers, (0, -width % BLOCK)).view(rows, -1, BLOCK)
     scales = padded.abs().amax(2)
     codes = torch.bucketize(padded / scales.clamp_min(SMALLEST).unsqueeze(2), midpoints, out_int32=True)
-    return codes.to(torch.uint8).view(rows, -1)[:, :width].contiguous(), scales
+    return EightBitCodes(codes.to(torch.uint8).view(rows, -1)[:, :width].contiguous(), scales)

@@ -18,8 +18,8 @@ from drawloom.kernels.deferred_grads import (
     get_weight_gradient_function,
     supports_deferred_weight_gradient,
 )
-from drawloom.kernels.float8 import Float8Rows
-from drawloom.kernels.grouped_float8 import GroupedFloat8Kernels, ScaledRows, allocate_rounded_experts
+from drawloom.kernels.float8 import Float8Rows, ScaledRows
+from drawloom.kernels.grouped_float8 import GroupedFloat8Kernels, allocate_rounded_experts
 from drawloom.kernels.linear_float8 import (
     FactorProduct,
     GradientDispatcher,

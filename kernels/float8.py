@@ -29,6 +29,13 @@ MIN_SCALE_EXPONENT = 27
 """Smallest biased exponent for a scale, 2^-100: a row with zeros gets it, and its inverse is finite."""
 
 
+class ScaledRows(NamedTuple):
+    """Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,), or (experts,) for experts' matrices."""
+
+    data: Tensor
+    scale: Tensor
+
+
 class Float8Rows(NamedTuple):
     """
     Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
@@ -64,8 +71,8 @@ class Float8Kernels(Protocol):
         """Transpose e4m3 (rows, width) to (width, padded rows)."""
         ...
 
-    def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Round weights (outputs, inputs) by rows: elements (all outputs, inputs) and scales (all outputs,)."""
+    def quantize_weights(self, weights: Sequence[Tensor]) -> ScaledRows:
+        """Round weights (outputs, inputs) by rows: data (all outputs, inputs) and scale (all outputs,)."""
         ...
 
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
@@ -147,8 +154,9 @@ class EagerFloat8:
     def transpose(self, data: Tensor) -> Tensor:
         return _transpose_rows(data)
 
-    def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return self.quantize_rows(torch.cat([*weights]), False)[:2]
+    def quantize_weights(self, weights: Sequence[Tensor]) -> ScaledRows:
+        rows = self.quantize_rows(torch.cat([*weights]), False)
+        return ScaledRows(rows.data, rows.scale)
 
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         return _transpose_rows((torch.cat([*weights]).float() / scale[:, None]).to(E4M3))

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels import grouped_gemm
-from drawloom.kernels.float8 import E4M3, EagerFloat8, Float8Kernels, Float8Rows, compute_power_of_two_scales
+from drawloom.kernels.float8 import (
+    E4M3,
+    EagerFloat8,
+    Float8Kernels,
+    Float8Rows,
+    ScaledRows,
+    compute_power_of_two_scales,
+)
 from drawloom.kernels.moe import Routes, gather_rows
 from drawloom.kernels.operation import upcast
 from drawloom.kernels.swiglu import compute_swiglu_gradients, swiglu_eager
@@ -23,11 +30,27 @@ MIN_SCALE = 2.0**-100
 """Smallest scale for an expert's gradient, whose inverse is finite."""
 
 
-class ScaledRows(NamedTuple):
-    """Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,)."""
+class ExpertRows(NamedTuple):
+    """
+    Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
+
+    `probabilities` (rows,) are their choices', or empty if they were not requested.
+    """
 
     data: Tensor
     scale: Tensor
+    probabilities: Tensor
+
+
+class SwigluGradient(NamedTuple):
+    """
+    Rounded gradient of gate and up: `data` e4m3 (rows, 2 * width) times `scale` float32 (rows,), and the gradients of
+    probabilities (rows,).
+    """
+
+    data: Tensor
+    scale: Tensor
+    grad_probabilities: Tensor
 
 
 class GroupedFactors(NamedTuple):
@@ -48,14 +71,11 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
     Casts and products in float8 for experts; `ends` are the rows' ends by expert, int32 (experts,).
     """
 
-    def copy_tokens_to_expert_rows(
-        self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def copy_tokens_to_expert_rows(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> ExpertRows:
         """
-        Copy rounded tokens (tokens, width) to their choices' rows.
+        Copy rounded tokens (tokens, width) to their choices' rows, and probabilities (tokens, top_k) if any.
 
-        Returns e4m3 (rows, width), scales (rows,) and the choices' probabilities (rows,), given as (tokens, top_k);
-        without probabilities the last is empty. Unused rows are zeros.
+        Unused rows are zeros.
         """
         ...
 
@@ -67,8 +87,8 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         """
         ...
 
-    def quantize_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Round a weight (experts, outputs, inputs) by expert: e4m3 with this shape, and scales (experts,)."""
+    def quantize_experts(self, weight: Tensor) -> ScaledRows:
+        """Round a weight (experts, outputs, inputs) by expert: data with this shape, and scale (experts,)."""
         ...
 
     def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
@@ -79,21 +99,16 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         """Fill `rows` with a weight's elements, scales by expert and transposed copy."""
         ...
 
-    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Round silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up:
-        e4m3 (rows, width) and scales (rows,).
-        """
+    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
+        """Round silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up."""
         ...
 
     def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> SwigluGradient:
         """
         Round the gradient of `gate_and_up` (rows, 2 * width) by rows, given the gradient of the product above, (rows,
         width).
-
-        Returns e4m3 (rows, 2 * width), scales (rows,) and the probabilities' gradients (rows,).
         """
         ...
 
@@ -138,9 +153,7 @@ def allocate_rounded_experts(weight: Tensor) -> Float8Rows:
 class EagerGroupedFloat8(EagerFloat8):
     """Casts and products in plain torch: operands are widened to float32."""
 
-    def copy_tokens_to_expert_rows(
-        self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def copy_tokens_to_expert_rows(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> ExpertRows:
         top_k = max(routes.dest_row.shape[1], 1)
         is_used = routes.source_choice >= 0
         choice = routes.source_choice.where(is_used, 0).long()
@@ -149,7 +162,7 @@ class EagerGroupedFloat8(EagerFloat8):
         by_row = rows.scale.new_empty(0)
         if probabilities is not None:
             by_row = probabilities.flatten()[choice].where(is_used, 0)
-        return data, rows.scale[token].where(is_used, 1), by_row
+        return ExpertRows(data, rows.scale[token].where(is_used, 1), by_row)
 
     def sum_rows_and_gather_scalars(
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
@@ -158,10 +171,10 @@ class EagerGroupedFloat8(EagerFloat8):
         by_choice = rows.new_empty(0) if scalars is None else gather_rows(scalars.unsqueeze(1), dest_row).squeeze(2)
         return summed, by_choice
 
-    def quantize_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_experts(self, weight: Tensor) -> ScaledRows:
         wide = weight.float()
         scale = compute_power_of_two_scales(wide.abs().amax((1, 2)))
-        return (wide / scale[:, None, None]).to(E4M3), scale
+        return ScaledRows((wide / scale[:, None, None]).to(E4M3), scale)
 
     def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
         return (weight.float() / scale[:, None, None]).to(E4M3).transpose(1, 2).contiguous()
@@ -171,17 +184,18 @@ class EagerGroupedFloat8(EagerFloat8):
         for target, source in zip(rows, (data, scale, data.transpose(1, 2)), strict=True):
             target.copy_(source)
 
-    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
         gate, up = gate_and_up.float().chunk(2, -1)
-        return self.quantize_rows(swiglu_eager(gate, up, probabilities.float()), False)[:2]
+        return ScaledRows._make(self.quantize_rows(swiglu_eager(gate, up, probabilities.float()), False)[:2])
 
     def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> SwigluGradient:
         (gate, up), wide = gate_and_up.float().chunk(2, -1), upcast(grad)
         grad_probabilities = (swiglu_eager(gate, up) * wide).sum(-1).to(probabilities.dtype)
         gradients = compute_swiglu_gradients(gate, up, wide * probabilities.float().unsqueeze(-1))
-        return *self.quantize_rows(torch.cat(gradients, 1), False)[:2], grad_probabilities
+        data, scale, _ = self.quantize_rows(torch.cat(gradients, 1), False)
+        return SwigluGradient(data, scale, grad_probabilities)
 
     def prepare_outer_product_factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor

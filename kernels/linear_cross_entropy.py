@@ -24,6 +24,7 @@ from drawloom.kernels.deferred_grads import (
     supports_deferred_weight_gradient,
 )
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable
+from drawloom.kernels.results import TokenLosses
 
 MIN_CHUNK_TOKENS = 2048
 MIN_CHUNK_LOGITS = 2**24
@@ -32,7 +33,7 @@ MIN_CHUNK_LOGITS = 2**24
 
 def linear_cross_entropy_eager(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> TokenLosses:
     """
     Return every token's loss, -log softmax(hidden @ weight.T)[target], and its logits' log-sum-exp.
 
@@ -46,7 +47,8 @@ def linear_cross_entropy_eager(
         return cut_cross_entropy_eager(hidden, weight, targets, cut, token_weights)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     losses, lse = _WholeProbabilities.apply(tokens, weight, flat, ignore_index, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call]
-    return multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    weighted = multiply_by_token_weights(losses.reshape(targets.shape), token_weights)
+    return TokenLosses(weighted, lse.reshape(targets.shape))
 
 
 @supports_deferred_weight_gradient

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcast
+from drawloom.kernels.results import PermutedRows
 
 DROPPED = -1
 """Expert index of a dropped choice, which is not computed, and row of such a choice."""
@@ -45,15 +46,14 @@ def moe_routes_eager(expert_indices: Tensor, num_experts: int) -> Routes:
     )
 
 
-def moe_permute_eager(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+def moe_permute_eager(x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
     """
     Copy tokens to their choices' rows: x (tokens, hidden_size), probabilities (tokens, top_k).
 
     Returns the rows (len(routes.source_choice), hidden_size) in x's dtype, and the rows' probabilities. Unused rows
     come last and are zero.
     """
-    permuted: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
-    return permuted
+    return PermutedRows._make(_Permute.apply(x, probabilities, *routes))  # type: ignore[no-untyped-call]
 
 
 def moe_unpermute_eager(rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:

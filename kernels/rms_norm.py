@@ -9,6 +9,7 @@ from torch.autograd import Function
 from drawloom.kernels.float8 import EAGER
 from drawloom.kernels.linear_float8 import keep_rounded_rows
 from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_differentiable
+from drawloom.kernels.results import NormAndSum
 
 
 def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False) -> Tensor:
@@ -26,14 +27,14 @@ def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = 
 
 def add_rms_norm_eager(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> NormAndSum:
     """
     Return the norm of x + residual, and the sum; all are (..., hidden_size), and results have x's dtype.
 
     The sum is rounded to x's dtype before it is normalized, as after a separate addition.
     """
     summed = (x + residual).to(x.dtype)
-    return rms_norm_eager(summed, weight, eps, zero_centered, float8), summed
+    return NormAndSum(rms_norm_eager(summed, weight, eps, zero_centered, float8), summed)
 
 
 class _RmsNorm(Function):

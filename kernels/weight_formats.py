@@ -16,6 +16,7 @@ bfloat16 matrix.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,13 @@ FP4_MAX_EXPONENT = 2
 """Exponent of the largest MXFP4 value, 1.5 * 2^2."""
 
 
+class ScaledCodes(NamedTuple):
+    """Codes uint8 (..., blocks, bytes), and their blocks' scales (..., blocks)."""
+
+    codes: Tensor
+    scales: Tensor
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """
@@ -70,7 +78,7 @@ class WeightFormat:
     block: int
     units: int
     scale_dtype: torch.dtype
-    encode: Callable[[Tensor], tuple[Tensor, Tensor]]
+    encode: Callable[[Tensor], ScaledCodes]
     decode: Callable[[Tensor, Tensor], Tensor]
 
     def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -97,11 +105,11 @@ class WeightFormat:
         heads = scales.to(self.scale_dtype).unsqueeze(-1).contiguous().view(torch.uint8)
         return torch.cat([heads, codes], -1).view(STORAGE).flatten(-2)
 
-    def unpack_storage(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack_storage(self, stored: Tensor) -> ScaledCodes:
         """Return codes and scales, the arguments of `pack_storage`, from storage (..., units)."""
         blocks = split_into_blocks(stored.contiguous().view(torch.uint8), self.units * STORAGE.itemsize)
         heads, codes = blocks.tensor_split([self.scale_dtype.itemsize], -1)
-        return codes, heads.contiguous().view(self.scale_dtype).squeeze(-1)
+        return ScaledCodes(codes, heads.contiguous().view(self.scale_dtype).squeeze(-1))
 
     def dequantize(self, stored: Tensor) -> Tensor:
         """Return the weight (..., outputs, inputs), bfloat16, from its storage (..., outputs, units)."""
@@ -118,14 +126,14 @@ def _upload_values(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)
 
 
-def _encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_nf4(weight: Tensor) -> ScaledCodes:
     table = _upload_values(NF4_VALUES, weight.device)
     blocks = split_into_blocks(weight, NF4.block)
     scales = blocks.abs().amax(-1)
     # bitsandbytes multiplies by the inverse, and rounds a midpoint down.
     relative = blocks * (1 / scales.clamp_min(1e-38)).unsqueeze(-1)
     codes = torch.bucketize(relative, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
-    return codes[..., ::2] << 4 | codes[..., 1::2], scales
+    return ScaledCodes(codes[..., ::2] << 4 | codes[..., 1::2], scales)
 
 
 def _decode_nf4(codes: Tensor, scales: Tensor) -> Tensor:
@@ -133,20 +141,20 @@ def _decode_nf4(codes: Tensor, scales: Tensor) -> Tensor:
     return _upload_values(NF4_VALUES, codes.device)[both.int()] * scales.unsqueeze(-1)
 
 
-def _encode_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_float8(weight: Tensor) -> ScaledCodes:
     rows = len(weight)
     tiles = F.pad(weight, (0, 0, 0, -rows % TILE)).view(-1, TILE, weight.shape[1] // TILE, TILE)
     largest = tiles.abs().amax((1, 3))
     scales = (largest / E4M3_MAX).masked_fill(largest == 0, 1.0).repeat_interleave(TILE, 0)[:rows]
     relative = split_into_blocks(weight, TILE) / scales.unsqueeze(-1)
-    return relative.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.uint8), scales
+    return ScaledCodes(relative.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.uint8), scales)
 
 
 def _decode_float8(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.view(E4M3).float() * scales.unsqueeze(-1)
 
 
-def _encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_mxfp4(weight: Tensor) -> ScaledCodes:
     magnitudes = _upload_values(FP4_MAGNITUDES, weight.device)
     blocks = split_into_blocks(weight, MXFP4.block)
     largest = blocks.abs().amax(-1)
@@ -160,7 +168,7 @@ def _encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     up = torch.bucketize(relative.abs(), midpoints, out_int32=True, right=True)
     codes = torch.where(down % 2 == 0, down, up) | (relative.signbit().int() << 3)
     codes = codes.to(torch.uint8)
-    return codes[..., ::2] | codes[..., 1::2] << 4, scales
+    return ScaledCodes(codes[..., ::2] | codes[..., 1::2] << 4, scales)
 
 
 def _decode_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=integer_parser(0),
         default=0,
         metavar="N",
-        help="hot spares per machine: processes that wait to replace lost ones (processes.on_failure; default: 0)",
+        help="hot spares per machine: processes waiting to replace lost ones (processes.on_failure; default: 0)",
     )
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, such as: run first_run"
@@ -102,7 +102,7 @@ class _Agent(LocalElasticAgent):
 
     _surviving = ""  # the attempt whose workers survive losses
     _replaced = 0  # lost workers that were started again
-    _spares_missing = 0  # spares that this attempt has still to start
+    _spares_missing = 0  # spares still to be started in this attempt
     _next_query = 0.0  # time of the next question whether spares may start
 
     def __init__(self, spares: int, **options: Any) -> None:
@@ -110,7 +110,7 @@ class _Agent(LocalElasticAgent):
         self._spares = spares
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the workers; spares follow as soon as there is a run that they can join."""
+        """Start the workers; spares follow as soon as there is a run to join."""
         self._spares_missing = self._spares
         pids: dict[int, Any] = super()._start_workers(worker_group)
         return pids

@@ -24,6 +24,7 @@ from drawloom.components.ports.pipeline import (
 )
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.graph.testing import BrokenContractError, expect
+from drawloom.kernels.results import TokenLosses
 
 # One rank and several. With fewer microbatches than ranks, schedules have only a warm-up and a cool-down.
 LAYOUTS = tuple((ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (1, 2, 4, 8))
@@ -108,11 +109,11 @@ class _Head:
         generator = torch.Generator().manual_seed(1)
         self.weight = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> TokenLosses:
         logits = self.logits(hidden)
         losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         losses = losses.view(targets.shape)
-        return losses if weights is None else losses * weights, logits.logsumexp(-1)
+        return TokenLosses(losses if weights is None else losses * weights, logits.logsumexp(-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.weight.T

@@ -46,6 +46,7 @@ from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float
 from drawloom.kernels.moe import Routes as RoutingTables
 from drawloom.kernels.operation import why_no_triton
 from drawloom.kernels.recompute import call_recomputable, record_recomputable_call
+from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
 from drawloom.kernels.weight_formats import WeightFormat
 
 WIDE_PRODUCTS = (
@@ -53,7 +54,7 @@ WIDE_PRODUCTS = (
     "batch_invariant = false"
 )
 BATCH_INVARIANT = {"attention": "blocks", "grouped_gemm": "fixed tiles"}
-"""Implementations by operation that `batch_invariant` chooses."""
+"""Implementations by operation, chosen by `batch_invariant`."""
 
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
@@ -193,7 +194,7 @@ class AutoKernels:
 
     @property
     def _batch_invariant_functions(self) -> dict[str, Any]:
-        """Return the operations that have an implementation of their own if batch-invariant."""
+        """Return the operations with a batch-invariant implementation of their own."""
         if self._triton_blocks is None:
             return {"attention": BLOCKS, "grouped_gemm": multiply_experts_by_padded_rows}
         grouped_gemm = import_module("drawloom.kernels.triton.grouped_gemm")
@@ -286,13 +287,13 @@ class AutoKernels:
         eps: float,
         zero_centered: bool = False,
         float8: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> NormAndSum:
         normed, summed = self._functions_by_operation["add_rms_norm"](x, residual, weight, eps, zero_centered, float8)
         # Recomputation starts from the sum, which is saved anyway, not from its terms.
         record_recomputable_call(
             normed, self._functions_by_operation["norm_of_sum"], summed, weight, eps, zero_centered
         )
-        return normed, summed
+        return NormAndSum(normed, summed)
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
         return call_recomputable(self._functions_by_operation["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
@@ -389,7 +390,7 @@ class AutoKernels:
         targets: Tensor,
         token_weights: Tensor | None = None,
         part: VocabularyPart | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> TokenLosses:
         """
         Return losses and log-sum-exp, float32 (...), for logits hidden (..., hidden_size) @ weight.T (vocab_size, ...).
 
@@ -405,7 +406,7 @@ class AutoKernels:
             cut = LogitCut(ignore_index=IGNORE_INDEX, tile=(MIN_ROWS, 1), part=part)
             both = cut_cross_entropy_eager(tokens, weight, flat, cut)
             losses, lse = (result[: targets.numel()].view(targets.shape) for result in both)
-            return multiply_by_token_weights(losses, token_weights), lse
+            return TokenLosses(multiply_by_token_weights(losses, token_weights), lse)
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
             return self._vocab_parallel_loss(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
@@ -421,7 +422,7 @@ class AutoKernels:
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
-    def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+    def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
         return call_recomputable(self._functions_by_operation["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:

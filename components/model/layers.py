@@ -23,6 +23,8 @@ from drawloom.components.ports.parameter_roles import (
     Role,
 )
 from drawloom.kernels.logsumexp import logsumexp_by_halves
+from drawloom.kernels.results import TokenLosses
+
 
 VOCABULARY = SplitDim(0, uneven=True)
 """Split of a table's rows among ranks; cross entropy and lookups accept parts of any size."""
@@ -242,7 +244,7 @@ class LinearHead(_Chunked):
     kernels: Kernels
     ranks: TensorRanks = ALONE
 
-    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> TokenLosses:
         part = self.ranks.get_vocabulary_part(self.vocab_size)
         return self.kernels.linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, targets, weights, part)
 
@@ -272,10 +274,10 @@ class ChunkedHead(_Chunked):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ranks.gather_last_dimension(self.project(self.ranks.copy_to_ranks(hidden)), self.vocab_size)
 
-    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> TokenLosses:
         both = self.map_logits(_gather_target_logit_and_lse, hidden, targets)
         losses = (both[..., 1] - both[..., 0]).masked_fill(targets == IGNORE_INDEX, 0.0)
-        return losses if weights is None else losses * weights, both[..., 1]
+        return TokenLosses(losses if weights is None else losses * weights, both[..., 1])
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
         return self.map_logits(lambda logits: logits.mean(-1, dtype=_at_least_float32(logits)), hidden)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import attrs
 
@@ -179,10 +179,18 @@ def _pair_with_group_index(names: Sequence[str], targets: Mapping[str, Sequence[
     ]
 
 
+class _PatternFault(NamedTuple):
+    """What is wrong with a pattern of a group, whose index counts from 0."""
+
+    group_index: int
+    pattern: str
+    fault: str
+
+
 def _find_pattern_faults(
     pairs: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[str]], kind: ParameterKind
-) -> Iterator[tuple[int, str, str]]:
-    """Yield (0-based group index, pattern, fault) for patterns without a match, or only in other groups."""
+) -> Iterator[_PatternFault]:
+    """Yield a fault for patterns without a match, or only in other groups."""
     # A model without trained parameters is not a fault of the patterns.
     if not pairs:
         return
@@ -191,11 +199,13 @@ def _find_pattern_faults(
             matched = [(name, index) for name, index in pairs if fnmatchcase(name, pattern)]
             if not matched:
                 # The example comes from the middle, which is a layer: most patterns are for layers.
-                yield number, pattern, f"matches no trained {kind}; one is called {pairs[len(pairs) // 2][0]!r}"
+                yield _PatternFault(
+                    number, pattern, f"matches no trained {kind}; one is called {pairs[len(pairs) // 2][0]!r}"
+                )
             elif all(index != number + 1 for _, index in matched):
                 name, index = matched[0]
                 text = f"matches {name!r}, but that is in {[*targets][index - 1]}; write {setting_name} before it"
-                yield number, pattern, text
+                yield _PatternFault(number, pattern, text)
 
 
 def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:

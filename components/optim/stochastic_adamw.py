@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import attrs
 import torch
@@ -391,23 +391,31 @@ def compute_scales_slice(name: str, part: TensorSlice | None) -> TensorSlice | N
     )
 
 
-def compute_flat_slice_layout(part: TensorSlice | None) -> tuple[int, int, int]:
+class FlatLayout(NamedTuple):
+    """Layout of a slice in the flat tensor: the first element's index, the rows' width and stride, in elements."""
+
+    first: int
+    width: int
+    stride: int
+
+
+def compute_flat_slice_layout(part: TensorSlice | None) -> FlatLayout:
     """
-    Return the layout of a slice in the flat tensor: first element's index, row width and row stride, in elements.
+    Return the layout of a slice in the flat tensor.
 
     None is the whole tensor. Raises UserError for a slice whose rows are not equally far apart.
     """
     if part is None or not part.numel:
-        return 0, ALL, 0
+        return FlatLayout(0, ALL, 0)
     strides = [prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
     first = sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True))
     last = max((dim for dim, size in enumerate(part.shape) if part.size[dim] != size), default=0)
     numbers_rows = [dim for dim in range(last) if part.size[dim] > 1]
     if not numbers_rows:
-        return first, ALL, 0
+        return FlatLayout(first, ALL, 0)
     if any(strides[dim] != strides[inner] * part.size[inner] for dim, inner in pairwise(numbers_rows)):
         text = f"a slice of shape {part.size} at {part.offsets} of a tensor of shape {part.shape}"
         raise UserError(
             f"optim.stochastic_adamw can't number the noise for {text}; change the mesh, or use optim.adamw"
         )
-    return first, part.size[last] * strides[last], strides[numbers_rows[-1]]
+    return FlatLayout(first, part.size[last] * strides[last], strides[numbers_rows[-1]])

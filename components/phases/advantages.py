@@ -7,7 +7,7 @@ et al. 2025, "Understanding R1-Zero-Like Training", arXiv 2503.20783 (Dr. GRPO: 
 (groups with equal rewards).
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,13 +79,18 @@ class Advantages:
         return PolicyBatch(**arguments)
 
 
-def compute_group_advantages(
-    total_rewards: Tensor, group_size: int, baseline: str, scale: str
-) -> tuple[Tensor, Tensor]:
-    """
-    Return advantages, float64 (rows,), 0 for rows without a reward, and whether the row's group has equal rewards.
+class GroupAdvantages(NamedTuple):
+    """Advantages, float64 (rows,), 0 for rows without a reward; and whether a row's group has equal rewards."""
 
-    totals: float64 (rows,), NaN for rows without a reward; groups are `group_size` rows in succession.
+    advantages: Tensor
+    has_equal_rewards: Tensor
+
+
+def compute_group_advantages(total_rewards: Tensor, group_size: int, baseline: str, scale: str) -> GroupAdvantages:
+    """
+    Compare every reward with its group's rewards.
+
+    total_rewards: float64 (rows,), NaN for rows without a reward; groups are `group_size` rows in succession.
     """
     groups = total_rewards.view(-1, group_size)
     is_scored = ~groups.isnan()
@@ -102,4 +107,4 @@ def compute_group_advantages(
     if scale == "std":
         std = (centred.square().sum(1, keepdim=True) / (counts - 1).clamp_min(1)).sqrt()
         advantages = advantages / (std + STD_FLOOR)
-    return advantages.flatten(), is_equal.expand_as(groups).flatten()
+    return GroupAdvantages(advantages.flatten(), is_equal.expand_as(groups).flatten())

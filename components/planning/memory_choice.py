@@ -12,6 +12,7 @@ arXiv 2410.21316).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -32,6 +33,15 @@ HOST_FRACTIONS = tuple(part / 16 for part in range(17))
 """Fractions of the optimizer's state in host memory among which a rank chooses."""
 
 Costs = Mapping[int, StageCosts]
+
+
+class _Candidate(NamedTuple):
+    """A rank's choice: its busy seconds, offloaded stages, recompute policies by stage, and cost table."""
+
+    busy_seconds: float
+    offloaded: frozenset[int]
+    policies: Mapping[int, Recompute]
+    cost_table: CostTable
 
 
 @attrs.frozen
@@ -101,7 +111,9 @@ class StagePolicies:
         stages = np.unique(alone.stage).tolist()
         best = _RankChoice(dict.fromkeys(stages, "none"), frozenset(), 0.0)  # for a rank without stages
         best_seconds, smallest, update = np.inf, (np.inf, np.inf), self.placements[rank][0].seconds
-        for busy, offloaded, policies, table in sorted(self._list_choices(alone, stages), key=lambda item: item[0]):
+        for busy, offloaded, policies, table in sorted(
+            self._list_choices(alone, stages), key=lambda item: item.busy_seconds
+        ):
             if busy + update >= best_seconds:
                 break  # waits for the link only add to the busy time
             program = attrs.evolve(self.program, offloaded=offloaded)
@@ -124,10 +136,8 @@ class StagePolicies:
         fitting = (item for item in possible if _is_within(needed.device - item.saved, self.limit))
         return next(fitting, None) or max(possible or placements[:1], key=lambda item: item.saved)
 
-    def _list_choices(
-        self, alone: Program, stages: Sequence[int]
-    ) -> Iterator[tuple[float, frozenset[int], Mapping[int, Recompute], CostTable]]:
-        """Yield a rank's choices: busy seconds, offloaded stages, policies by stage, and the cost table."""
+    def _list_choices(self, alone: Program, stages: Sequence[int]) -> Iterator[_Candidate]:
+        """Yield a rank's choices."""
         actions = [alone.action(row) for row in range(len(alone.stage))]
         waiting = [
             stage for stage in stages if self.may_offload and pair_offloaded_forward_and_backward(actions, {stage})
@@ -147,7 +157,7 @@ class StagePolicies:
             policies = dict(zip(stages, way, strict=True))
             table = self.build_table(self._select_costs(policies))
             busy = float(table.get_durations(alone).sum())
-            yield from ((busy, offloaded, policies, table) for offloaded in subsets)
+            yield from (_Candidate(busy, offloaded, policies, table) for offloaded in subsets)
 
     def _select_costs(self, policies: Mapping[int, Recompute]) -> Costs:
         """Return all stages' costs with these policies; other ranks' stages keep everything."""

@@ -56,7 +56,7 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     """
     helpful = [
         remedy
-        for values, cost, ranks in _list_candidate_settings(Nodes.of(recipe), planned)
+        for values, cost, ranks in _list_settings_with_cost_and_rank_count(Nodes.of(recipe), planned)
         if (remedy := _plan_with_remedy(recipe, values, cost, planned, ranks)) is not None
     ]
     helpful.sort(key=lambda remedy: -max(remedy.plan.peak_memory_bytes))
@@ -90,7 +90,7 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
     """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
-    for values, _, ranks in _list_candidate_settings(Nodes.of(recipe), planned):
+    for values, _, ranks in _list_settings_with_cost_and_rank_count(Nodes.of(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
         remedy = _plan_with_remedy(recipe, merged, "together", best, ranks)
         if remedy is not None:
@@ -112,7 +112,7 @@ def _plan_with_remedy(
     return Remedy(values, cost_in_words, changed_plan) if less else None
 
 
-def _list_candidate_settings(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
+def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
     ranks, stages = planned.ranks, nodes.settings_of_node(nodes.stages_node)
     chooses = bool(nodes.memory_policy_nodes)

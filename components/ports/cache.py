@@ -59,7 +59,7 @@ class KeyValueCache:
         return self._states[self._next_state - 1]
 
     def write_state_read_last(self, state: Tensor) -> None:
-        """Store a state (any shape) for the operation that called `read_next_state` last."""
+        """Store a state (any shape) for the operation whose `read_next_state` was last."""
         self._states[self._next_state - 1] = state
 
     def end_pass(self, tokens: int) -> None:

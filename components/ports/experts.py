@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import port
+from drawloom.kernels.results import PermutedRows
 from drawloom.kernels.weight_formats import WeightFormat
 
 
@@ -38,9 +39,7 @@ class ExpertKernels(Kernels, Protocol):
         """Return routes for integers (tokens, top_k) from 0 to num_experts - 1, or -1 for dropped choices."""
         ...
 
-    def moe_permute(
-        self, x: Tensor, probabilities: Tensor, routes: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def moe_permute(self, x: Tensor, probabilities: Tensor, routes: tuple[Tensor, Tensor, Tensor]) -> PermutedRows:
         """
         Copy x (tokens, width) to rows (tokens * top_k, width), and probabilities (tokens, top_k) to rows.
         """

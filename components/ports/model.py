@@ -14,6 +14,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.results import NormAndSum, TokenLosses
 from drawloom.kernels.weight_formats import WeightFormat
 
 
@@ -119,7 +120,7 @@ class Head(Protocol):
     A loss does not see the head's weights, which may be tied, have a bias, be capped or be split over ranks.
     """
 
-    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> TokenLosses:
         """
         Compute cross entropies by token, in nats, and the log-sum-exp over logits, without storing all logits.
 
@@ -494,7 +495,7 @@ class Kernels(Protocol):
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    ) -> NormAndSum:
         """Return `rms_norm` of x + residual, both (..., width), and the sum."""
         ...
 
@@ -577,7 +578,7 @@ class Kernels(Protocol):
         targets: Tensor,
         token_weights: Tensor | None = None,
         part: VocabularyPart | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> TokenLosses:
         """
         Return losses and log-sum-exps by token, float32 (...), for logits hidden (..., width) @ weight.T
         (vocabulary, width).

@@ -31,7 +31,7 @@ FOLDER = "{folder}"
 """Text in a request's body that stands for the exported folder's absolute path."""
 
 TRAIN = "train"
-"""Purpose of the rollouts that the policy learns from."""
+"""Purpose of the rollouts for learning."""
 
 SEED_BITS = 53
 """Bits of a seed in JSON, whose numbers are float64 in some servers."""
@@ -75,7 +75,7 @@ class ServerRollouts:
     from the training pass as `sampler_difference`. Entropies are estimated by the sampled tokens: minus their
     log-probabilities.
 
-    With `update_every` above 1, checkpoints contain the export that the server has, so a resumed run samples from the
+    With `update_every` above 1, checkpoints contain the server's export, so a resumed run samples from the
     same weights as a run without interruption. One rank of each model replica sends requests.
     """
 

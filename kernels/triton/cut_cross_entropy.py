@@ -26,6 +26,7 @@ from drawloom.kernels.cut_cross_entropy import (
 )
 from drawloom.kernels.logsumexp import logsumexp_by_halves
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
 from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.primitives import addmm_fp32, cdiv, check_floats, contiguous_last_dim
@@ -44,7 +45,7 @@ STAGES = 4
 
 def cut_cross_entropy_triton(
     hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> TokenLosses:
     """
     Compute cut_cross_entropy_eager, float32 (...), for float32, bfloat16 and float16.
 

@@ -23,6 +23,7 @@ from drawloom.kernels.float8 import (
     Float8Kernels,
     Float8Rows,
     Gradient,
+    ScaledRows,
     compute_padded_row_count,
 )
 from drawloom.kernels.operation import register_kernel
@@ -61,8 +62,8 @@ class TritonFloat8:
     def transpose(self, data: Tensor) -> Tensor:
         return _transpose(data)  # type: ignore[no-any-return]
 
-    def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return _quantize_weights([*weights])  # type: ignore[no-any-return]
+    def quantize_weights(self, weights: Sequence[Tensor]) -> ScaledRows:
+        return ScaledRows._make(_quantize_weights([*weights]))
 
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         return _quantize_transposed_weights([*weights], scale)  # type: ignore[no-any-return]

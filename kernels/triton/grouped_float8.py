@@ -13,13 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
-from drawloom.kernels.float8 import E4M3, Float8Rows
+from drawloom.kernels.float8 import E4M3, Float8Rows, ScaledRows
 from drawloom.kernels.grouped_float8 import (
     GROUP,
     MIN_SCALE,
+    ExpertRows,
     GroupedFactors,
     GroupedFloat8Kernels,
-    ScaledRows,
+    SwigluGradient,
     count_padded_columns,
 )
 from drawloom.kernels.moe import Routes
@@ -58,18 +59,17 @@ Accumulation in float32 after each GROUP summands needs twice the registers. On 
 class TritonGroupedFloat8(TritonFloat8):
     """Casts and products in Triton."""
 
-    def copy_tokens_to_expert_rows(
-        self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _copy_tokens_to_expert_rows(*rows, probabilities, routes.source_choice, max(routes.dest_row.shape[1], 1))  # type: ignore[no-any-return]
+    def copy_tokens_to_expert_rows(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> ExpertRows:
+        top_k = max(routes.dest_row.shape[1], 1)
+        return ExpertRows._make(_copy_tokens_to_expert_rows(*rows, probabilities, routes.source_choice, top_k))
 
     def sum_rows_and_gather_scalars(
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
     ) -> tuple[Tensor, Tensor]:
         return sum_rows_and_gather_scalars(rows, None, scalars, dest_row)  # type: ignore[no-any-return]
 
-    def quantize_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return _quantize_experts(weight)  # type: ignore[no-any-return]
+    def quantize_experts(self, weight: Tensor) -> ScaledRows:
+        return ScaledRows._make(_quantize_experts(weight))
 
     def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
         return _quantize_transposed_experts(weight, scale)  # type: ignore[no-any-return]
@@ -79,13 +79,13 @@ class TritonGroupedFloat8(TritonFloat8):
             _launch_quantize_experts(weight, rows.data, rows.scale)
             _launch_scale_and_round_experts(weight, None, rows.scale, rows.transposed)
 
-    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        return _quantize_swiglu(gate_and_up, probabilities)  # type: ignore[no-any-return]
+    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
+        return ScaledRows._make(_quantize_swiglu(gate_and_up, probabilities))
 
     def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _quantize_swiglu_gradient(grad, gate_and_up, probabilities)  # type: ignore[no-any-return]
+    ) -> SwigluGradient:
+        return SwigluGradient._make(_quantize_swiglu_gradient(grad, gate_and_up, probabilities))
 
     def prepare_outer_product_factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor

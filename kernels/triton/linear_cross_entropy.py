@@ -35,6 +35,7 @@ from drawloom.kernels.deferred_grads import (
     supports_deferred_weight_gradient,
 )
 from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.triton.cut_cross_entropy import TRITON
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_power_of_2
@@ -54,7 +55,7 @@ BLOCK, DEPTH = 4096, 2
 
 def linear_cross_entropy_triton(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> TokenLosses:
     """
     Compute linear_cross_entropy_eager, float32 (...), for float32, bfloat16 and float16.
 
@@ -66,12 +67,13 @@ def linear_cross_entropy_triton(
     common = tokens, weight, flat, ignore_index, torch.is_grad_enabled(), get_weight_gradient_function(weight)
     if len(tokens) * len(weight) <= MAX_LOGITS:
         losses, lse = _WholeLogits.apply(*common)  # type: ignore[no-untyped-call]
-        return multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+        weighted = multiply_by_token_weights(losses.reshape(targets.shape), token_weights)
+        return TokenLosses(weighted, lse.reshape(targets.shape))
     factors = (flat != ignore_index).to(torch.float32)
     if token_weights is not None:
         factors = factors * token_weights.detach().reshape(-1)
     losses, lse = _InChunks.apply(*common, factors)  # type: ignore[no-untyped-call]
-    return losses.reshape(targets.shape), lse.reshape(targets.shape)
+    return TokenLosses(losses.reshape(targets.shape), lse.reshape(targets.shape))
 
 
 @supports_deferred_weight_gradient

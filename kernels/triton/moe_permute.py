@@ -16,6 +16,7 @@ from torch.autograd import Function
 from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.results import PermutedRows
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import check_floats, next_power_of_2, view_as_rows
 
@@ -29,7 +30,7 @@ FILLERS = 64
 """Programs that zero unused rows."""
 
 
-def moe_permute_triton(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+def moe_permute_triton(x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
     """
     Compute moe_permute_eager for float32, bfloat16 and float16.
 
@@ -37,8 +38,7 @@ def moe_permute_triton(x: Tensor, probabilities: Tensor, routes: Routes) -> tupl
     (tokens * top_k,).
     """
     check_floats("moe_permute_triton", x, probabilities)
-    permuted: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
-    return permuted
+    return PermutedRows._make(_Permute.apply(x, probabilities, *routes))  # type: ignore[no-untyped-call]
 
 
 def moe_unpermute_triton(rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:

@@ -18,6 +18,7 @@ from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import E4M3, Float8Rows
 from drawloom.kernels.linear_float8 import keep_rounded_rows
 from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.results import NormAndSum
 from drawloom.kernels.triton.float8 import get_magnitude_bits, scale_and_inverse
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
@@ -45,7 +46,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool =
 
 def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> NormAndSum:
     """
     Compute add_rms_norm_eager for float32, bfloat16 and float16.
 
@@ -53,7 +54,7 @@ def add_rms_norm_triton(
     """
     check_floats("add_rms_norm_triton", x, residual, weight)
     normed, summed, *rows = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return _keep_rounded_rows(normed, rows), summed
+    return NormAndSum(_keep_rounded_rows(normed, rows), summed)
 
 
 def _keep_rounded_rows(normed: Tensor, rows: list[Tensor]) -> Tensor:

@@ -342,5 +342,10 @@ from drawloom.kernels.attention_options import (
     AttentionOptions as AttentionOptions,
     PLAIN_ATTENTION as PLAIN_ATTENTION,
 )
+from drawloom.kernels.results import (
+    NormAndSum as NormAndSum,
+    PermutedRows as PermutedRows,
+    TokenLosses as TokenLosses,
+)
 
 __all__ = [name for name in dir() if name[0].isalpha()]

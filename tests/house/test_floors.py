@@ -31,14 +31,21 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components": (set(), set()),
     # Values of a step know nothing of training.
     "components.state": (set(), {"attrs", "torch"}),
-    # Options of an operation and formats of weights are classes of the kernels, which ports name. Samplers and losses
-    # have the same bits by one formula of a log-sum-exp.
+    # Options and results of an operation, and formats of weights, are classes of the kernels, which ports name. Samplers
+    # and losses have the same bits by one formula of a log-sum-exp.
     "components.ports": (
-        {"graph", "components.state", "kernels.attention_options", "kernels.logsumexp", "kernels.weight_formats"},
+        {
+            "graph",
+            "components.state",
+            "kernels.attention_options",
+            "kernels.logsumexp",
+            "kernels.results",
+            "kernels.weight_formats",
+        },
         {"attrs", "numpy", "torch"},
     ),
     "components.contracts": (
-        {"graph", "components.ports", "components.state", "kernels.attention_options"},
+        {"graph", "components.ports", "components.state", "kernels.attention_options", "kernels.results"},
         {"attrs", "numpy", "torch"},
     ),
     "components.storage": (
@@ -83,6 +90,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "kernels.attention_options",
             "kernels.logsumexp",
             "kernels.recompute",
+            "kernels.results",
             "kernels.rope_frequencies",
             "components.experts.local",
         },

@@ -23,6 +23,7 @@ from drawloom.components.model.decoder.specs import (
 )
 from drawloom.components.model.layers import RMSNorm
 from drawloom.components.ports.model import Kernels, RoundsInput
+from drawloom.kernels.results import NormAndSum
 
 PARTS: dict[type[PartSpec], Any] = {
     AttentionSpec: Attention,
@@ -72,15 +73,13 @@ class Block(nn.Module):
                 output = output * self.residual_multiplier
         return hidden if output is None else hidden + output
 
-    def _add_and_norm(
-        self, output: Tensor | None, hidden: Tensor, name: str | None, float8: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _add_and_norm(self, output: Tensor | None, hidden: Tensor, name: str | None, float8: bool) -> NormAndSum:
         """Add a branch's output to the residual stream; return the next branch's normed input and the stream."""
         if name is None:
             summed = hidden if output is None else hidden + output
-            return summed, summed
+            return NormAndSum(summed, summed)
         norm: Any = self.get_submodule(name)
         if output is None:
-            return norm(hidden, float8), hidden
+            return NormAndSum(norm(hidden, float8), hidden)
         # One kernel adds and norms, which saves a pass over memory.
         return self.kernels.add_rms_norm(output, hidden, norm.weight, norm.eps, norm.zero_centered, float8)

@@ -1,7 +1,7 @@
 """The router of a layer with experts: which experts each token is sent to, and the losses that keep it in balance."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import attrs
 import torch
@@ -84,6 +84,13 @@ def compute_router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
     return (logits.logsumexp(-1).square() * weights.to(logits.dtype)).sum()
 
 
+class ExpertChoices(NamedTuple):
+    """Chosen experts, int64 (..., choices), and their weights, at least float32 (..., choices)."""
+
+    experts: Tensor
+    weights: Tensor
+
+
 class Router(Linear, RowSums):
     """
     Router that scores the experts for every token and chooses some. It is not a `Linear` to adapters: PEFT has none for
@@ -135,9 +142,9 @@ class Router(Linear, RowSums):
         """Stop calling `observer`."""
         self._observers.remove(observer)
 
-    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> ExpertChoices:  # type: ignore[override]
         """
-        Choose experts for all tokens: int64 indices, and the experts' weights, at least float32.
+        Choose experts for all tokens.
 
         hidden is (rows, length, hidden_size), the results (rows, length, choices); if several `ranks` split the tokens,
         (tokens, hidden_size) and (tokens, choices). Given token weights, float32 (rows, length), the backward pass adds
@@ -165,7 +172,7 @@ class Router(Linear, RowSums):
         if self.routing.norm_topk_prob:
             best = self._divide_by_sum(best)
         factor = self.routing.routed_scaling_factor
-        return chosen, best if factor == 1.0 else best * factor
+        return ExpertChoices(chosen, best if factor == 1.0 else best * factor)
 
     def _compute_linear_aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """

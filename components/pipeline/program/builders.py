@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,13 +119,22 @@ class RowSchedule(ABC):
         return build_program(rows, self.stage_to_rank(ranks), microbatches, newest_first=self.newest_first)
 
 
-def _decode_op_codes(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
+class _Actions(NamedTuple):
+    """A rank's actions: local stage, op, microbatch, and overlap with the previous action, all (actions,)."""
+
+    local_stage: Ints
+    op: Ints
+    microbatch: Ints
+    overlaps: Bools
+
+
+def _decode_op_codes(op_codes: Ints) -> _Actions:
     """
-    Decode a row's op codes to local stage, op, microbatch, and overlap with the previous action.
+    Decode a row's op codes.
 
     Op codes have no microbatches: a stage's microbatches are in order, and the n-th W belongs to the n-th I.
     """
-    op_codes, overlaps = _split_overlaps(op_codes)
+    op_codes, overlaps = _split_and_mark_overlaps(op_codes)
     local_stage, op = op_codes // 4 - 1, op_codes % 4
     microbatch = np.zeros_like(local_stage)
     for number in range(local_stage.max(initial=-1) + 1):
@@ -137,10 +146,10 @@ def _decode_op_codes(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
             local_stage, microbatch, of_stage & (op == BACKWARD_INPUT), of_stage & (op == BACKWARD_WEIGHT)
         )
     _copy_input_grad_microbatches(local_stage, microbatch, op == BACKWARD_INPUT, local_stage == -1)
-    return local_stage, op, microbatch, overlaps
+    return _Actions(local_stage, op, microbatch, overlaps)
 
 
-def _split_overlaps(op_codes: Ints) -> tuple[Ints, Bools]:
+def _split_and_mark_overlaps(op_codes: Ints) -> tuple[Ints, Bools]:
     """Split overlaps into two op codes; the second one is marked as overlapping the first."""
     second, first = np.divmod(op_codes, _SECOND)
     if not second.any():

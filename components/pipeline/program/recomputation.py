@@ -8,7 +8,7 @@ Large Transformer Models", MLSys 2023, choose by layer in the same way, equally 
 
 from collections.abc import Sequence
 from itertools import groupby, product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import attrs
 import numpy as np
@@ -62,6 +62,13 @@ class Recomputed:
     kept: Floats
 
 
+class ChosenOptions(NamedTuple):
+    """Recompute options as indices (partitions, stages), and whether a partition fits (partitions,)."""
+
+    options: Ints
+    fits: NDArray[np.bool_]
+
+
 @attrs.frozen(eq=False)
 class Options:
     """
@@ -77,12 +84,8 @@ class Options:
     kept: Floats
     pending: Floats
 
-    def choose_fastest(self, ranks: Sequence["LiveMicrobatches"], limit: float) -> tuple[Ints, NDArray[np.bool_]]:
-        """
-        Return the options (partitions, stages), as indices, with the least repeated time within `limit` on every rank.
-
-        The second result (partitions,) is whether a partition fits; its options are 0 if not.
-        """
+    def choose_fastest(self, ranks: Sequence["LiveMicrobatches"], limit: float) -> ChosenOptions:
+        """Choose the options with the least repeated time within `limit` on every rank; 0 if no options fit."""
         chosen, fits = np.zeros(self.pending.shape, dtype=np.int64), np.ones(len(self.pending), dtype=bool)
         for rank in ranks:
             nothing, partitions = np.zeros((1, len(rank.stages)), dtype=np.int64), np.arange(len(self.pending))
@@ -96,7 +99,7 @@ class Options:
                 over = over[more[best, np.arange(len(over))] == np.inf]
             fits[over] = False
         chosen[~fits] = 0
-        return chosen, fits
+        return ChosenOptions(chosen, fits)
 
     def _compute_peaks(self, rank: "LiveMicrobatches", tried: Ints, partitions: Ints) -> Floats:
         """Compute a rank's peak activations (ways, partitions) for recompute choices `tried` (ways, stages)."""

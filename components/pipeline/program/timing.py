@@ -9,6 +9,7 @@ ranks.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -218,15 +219,21 @@ _NO_INPUT = 0
 """Cell of actions without an input, which is ready from the start."""
 
 
-def list_output_and_input_cells(
-    program: Program, costs: Costs
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+class Cells(NamedTuple):
     """
-    Return the actions' output cells, their input cells, and their inputs' message delays.
+    Actions' output cells, input cells, and their inputs' message delays, all (actions,).
 
-    All have shape (actions,). A cell is the time when an activation or gradient is ready. Cell 0 belongs to actions
-    without an input, and the last cell to results without a consumer.
+    A cell is the time when an activation or gradient is ready. Cell 0 belongs to actions without an input, and the last
+    cell to results without a consumer.
     """
+
+    outputs: NDArray[np.int64]
+    inputs: NDArray[np.int64]
+    delays: NDArray[np.float64]
+
+
+def list_output_and_input_cells(program: Program, costs: Costs) -> Cells:
+    """Return the cells that a program's actions read and write."""
     stage, op, last = program.stage, program.op, program.stages - 1
     forward, weight = op == FORWARD, op == BACKWARD_WEIGHT
     direction = np.where(forward, 1, -1)
@@ -242,7 +249,7 @@ def list_output_and_input_cells(
     source = np.clip(stage - direction, 0, last)
     delay = np.where(stage_to_rank[source] != stage_to_rank[stage], costs.comm, 0.0)
     delay[consumes == _NO_INPUT] = 0.0
-    return produces, consumes, delay
+    return Cells(produces, consumes, delay)
 
 
 def _describe_deadlock(program: Program, actions: NDArray[np.int64]) -> str:

@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -40,6 +40,13 @@ from drawloom.graph import UserError
 log = logging.getLogger("drawloom.pipeline")
 
 
+class StageResult(NamedTuple):
+    """A stage's output and, on the last stage, the losses; None on others."""
+
+    output: Any
+    losses: Any
+
+
 @attrs.define(eq=False)
 class Slot:
     """CUDA graphs for a stage's passes on one microbatch at a time; `runner` records them with microbatch number 0."""
@@ -60,11 +67,10 @@ class Slot:
         for name in ("backward_input", "backward_weight") if self.runner.split else ("backward",):
             self._passes[name] = self.record(partial(self._run_backward, name))
 
-    def forward(self, inputs_context_batch: Any) -> tuple[Any, Any]:
-        """Return copies of the stage's output and, on the last stage, the losses; None on others."""
+    def forward(self, inputs_context_batch: Any) -> StageResult:
+        """Return copies of a forward pass's results."""
         _copy_tree_into(self._given, inputs_context_batch)
-        output, losses = self._replay_pass("forward")
-        return output, losses
+        return StageResult._make(self._replay_pass("forward"))
 
     def backward(self, grads: list[Tensor] | None) -> list[Tensor]:
         """Compute all gradients from the outputs' gradients, and return the inputs' gradients."""

@@ -19,6 +19,7 @@ from drawloom.components.loss.simpo import SimPo
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.graph import UserError
+from drawloom.kernels.results import TokenLosses
 from support.losses import sample
 
 BETA = 0.3
@@ -167,8 +168,8 @@ class OneLoss:
     def __init__(self, losses: Tensor) -> None:
         self.losses = losses
 
-    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.losses, self.losses
+    def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> TokenLosses:
+        return TokenLosses(self.losses, self.losses)
 
 
 def test_long_answers_are_summed_without_rounding() -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
-from drawloom.kernels.grouped_float8 import EAGER, ScaledRows, allocate_rounded_experts
+from drawloom.kernels.float8 import ScaledRows
+from drawloom.kernels.grouped_float8 import EAGER, allocate_rounded_experts
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.triton.grouped_float8 import TRITON
 from support.kernels import DEVICE
