@@ -98,15 +98,15 @@ class DeviceTransfers:
 
 def _allocate_zeros_in_huge_pages(size: int) -> Tensor:
     """
-    Return zeros, uint8 (size,), in memory that exists already, on Linux in pages of 2 MiB.
+    Return zeros, uint8 (size,), in pages of 2 MiB if the kernel has such pages.
 
-    Otherwise CUDA's call that pins it would make pages of 4 KiB, one after another: a minute for 60 GB.
+    All threads create the pages. CUDA's pinning would create pages of 4 KiB, one after another.
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pages") as threads:
-        parts = memory.split(MIN_SLAB_BYTES)
+        parts = torch.split(memory, MIN_SLAB_BYTES)  # type: ignore[no-untyped-call]
         list(threads.map(lambda part: ctypes.memset(part.data_ptr(), 0, part.numel()), parts))
     return memory
