@@ -107,6 +107,6 @@ def _allocate_zeros_in_huge_pages(size: int) -> Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pages") as threads:
-        parts = torch.split(memory, MIN_SLAB_BYTES)  # type: ignore[no-untyped-call]
+        parts = torch.split(memory, MIN_SLAB_BYTES)
         list(threads.map(lambda part: ctypes.memset(part.data_ptr(), 0, part.numel()), parts))
     return memory
