@@ -98,9 +98,9 @@ class DeviceTransfers:
 
 def _allocate_zeros_in_huge_pages(size: int) -> Tensor:
     """
-    Return zeros, uint8 (size,), in memory with its pages, on Linux in pages of 2 MiB.
+    Return zeros, uint8 (size,), in pages of 2 MiB if the kernel has such pages.
 
-    Otherwise CUDA, pinning it, would make pages of 4 KiB, one after another: a minute for 60 GB.
+    All threads create the pages. CUDA's pinning would create pages of 4 KiB, one after another.
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages

@@ -25,7 +25,6 @@ from drawloom.components.ports.parameter_roles import (
 from drawloom.kernels.logsumexp import logsumexp_by_halves
 from drawloom.kernels.results import TokenLosses
 
-
 VOCABULARY = SplitDim(0, uneven=True)
 """Split of a table's rows among ranks; cross entropy and lookups accept parts of any size."""
 

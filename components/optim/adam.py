@@ -14,6 +14,5 @@ class Adam(AdamSettings):
         default=0.0, check=at_least(0), doc="L2 weight decay coefficient: the gradient grows by this times the weight"
     )
 
-    def open(self) -> None:
-        """Create the parameters' optimizer."""
-        self._optimizers = [torch.optim.Adam(self._create_torch_param_groups(), fused=True, **self._options())]
+    def _create_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(self._create_torch_param_groups(), fused=True, **self._options())]

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
-import torch
-
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AMSGRAD_MOMENTS
 from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
@@ -34,7 +31,6 @@ class AdamSettings(TorchOptimizer):
     )
     maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
     groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
-    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return the two running means' names, and with `amsgrad` the largest one's."""

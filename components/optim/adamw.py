@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import torch
+
 from drawloom.components.optim.adam_settings import AdamSettings
 from drawloom.components.optim.adamw_step import create_fastest_adamw
 from drawloom.components.optim.parameter_groups import create_param_groups, find_betas_fault
@@ -22,7 +24,6 @@ class AdamW(AdamSettings):
     )
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
 
-    def open(self) -> None:
-        """Create the parameters' optimizer."""
+    def _create_optimizers(self) -> list[torch.optim.Optimizer]:
         groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
-        self._optimizers = [create_fastest_adamw(groups, **self._options())]
+        return [create_fastest_adamw(groups, **self._options())]

@@ -54,15 +54,15 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, **defaults)
-        self._steppers: dict[int, tuple[Sequence[nn.Parameter], Any]] = {}
+        self._steppers: dict[nn.Parameter, tuple[Sequence[nn.Parameter], Any]] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights and their state."""
-        for number, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             parts = [part for part in group["params"] if part.grad is not None]
             if parts:
-                self._update_weights(parts, group, self._get_or_create_stepper(number, parts, group["weight_decay"]))
+                self._update_weights(parts, group, self._get_or_create_stepper(parts, group["weight_decay"]))
 
     def _update_weights(self, parts: list[nn.Parameter], group: dict[str, Any], stepper: Any) -> None:
         # The device counts the steps, because the host learns too late which of them were skipped.
@@ -72,11 +72,11 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         # A list of tensors, because the host would read (and wait for) a single tensor without dimensions.
         torch._foreach_add_(steps, 1 if self.found_inf is None else [1 - self.found_inf] * len(steps))
 
-    def _get_or_create_stepper(self, number: int, parts: list[nn.Parameter], weight_decay: float) -> Any:
+    def _get_or_create_stepper(self, parts: list[nn.Parameter], weight_decay: float) -> Any:
         """
         Return a kernel launcher for these weights and their state, the cached one if the same weights have gradients.
         """
-        known, stepper = self._steppers.get(number, ((), None))
+        known, stepper = self._steppers.get(parts[0], ((), None))
         if len(known) != len(parts) or any(a is not b for a, b in zip(known, parts, strict=True)):
             # Imported here, because Triton is not available on every machine.
             from drawloom.kernels.triton.adamw import AdamwTriton
@@ -95,7 +95,7 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
                 ],
                 maximize=self.defaults["maximize"],
             )
-            self._steppers[number] = parts, stepper
+            self._steppers[parts[0]] = parts, stepper
         return stepper
 
     def _get_or_create_state(self, part: nn.Parameter) -> dict[str, Tensor]:

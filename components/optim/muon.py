@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -65,7 +64,6 @@ class Muon(TorchOptimizer):
     maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
     groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
-    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return one name for Muon's matrices, and AdamW's two names for other parameters."""
@@ -87,8 +85,8 @@ class Muon(TorchOptimizer):
         """Group with all ranks that have slices or copies of this rank's matrices."""
         return self.mesh.data_tensor_group
 
-    def open(self) -> None:
-        """Create both optimizers, and plan which rank orthogonalises which matrices."""
+    def _create_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Create both optimizers, and plan which rank orthogonalises which matrices. A collective."""
         chosen = self._find_muon_matrices()
         groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
         muon_groups, adamw_groups = (
@@ -103,10 +101,17 @@ class Muon(TorchOptimizer):
         slices = {name: known[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
         shared = SharedMatrices(slices, self._sharing_group)
         options = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
-        self._optimizers = [
+        return [
             MuonStep(muon_groups, matrices, slices, shared, self.adjust_lr_fn, maximize=self.maximize, **options),
             create_fastest_adamw(adamw_groups, lr=self.lr, betas=self.betas, eps=self.eps, maximize=self.maximize),
         ]
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, MuonStep) and optimizer in self._streamed:
+            self._streamed[optimizer].step(optimizer.update_momentum)
+            optimizer.step()  # ranks exchange all matrices at once
+        else:
+            super()._step(optimizer)
 
     def _find_muon_matrices(self) -> set[nn.Parameter]:
         """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
@@ -137,15 +142,21 @@ class MuonStep(WideGradientStep):
         self._slices = slices
         self._shared = shared
         self._adjust = adjust_lr_fn
+        self._updates: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def update_momentum(self) -> None:
+        """Update the running means of the parameters in `param_groups`, and keep their updates for `step`."""
+        for group in self.param_groups:
+            for part in group["params"]:
+                self._updates[self._names[part]] = self._average_gradient(part, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all weights and means."""
-        updates = {
-            self._names[part]: self._update_momentum(part, group)
-            for group in self.param_groups
-            for part in group["params"]
-        }
+        """Update all weights, and all running means unless `update_momentum` has done it."""
+        if not self._updates:
+            self.update_momentum()
+        updates, self._updates = self._updates, {}
         directions = self._shared.orthogonalize(updates, self.defaults["ns_steps"]) if updates else {}
         for group in self.param_groups:
             for part in group["params"]:
@@ -155,7 +166,7 @@ class MuonStep(WideGradientStep):
                 updated = part * (1 - group["lr"] * group["weight_decay"])
                 self._copy_unless_inf_found(part, updated.add_(directions[name], alpha=-rate))
 
-    def _update_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    def _average_gradient(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise."""
         state, gradient = self.state[parameter], get_or_create_gradient(parameter).to(parameter.dtype)
         gradient = -gradient if group["maximize"] else gradient

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -37,7 +36,6 @@ class SGD(TorchOptimizer):
     groups: list[ParameterGroup] = setting(
         factory=list, doc="parameter groups with their own options; the first match wins"
     )
-    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return `momentum_buffer` for every parameter, or no names without momentum."""
@@ -54,11 +52,16 @@ class SGD(TorchOptimizer):
             yield node.problem("nesterov", text, "write momentum = 0.9 and dampening = 0.0")
         elif dampening and not momentum:
             yield node.problem("dampening", "dampening does nothing without momentum", "write momentum = 0.9")
+        streams = node.settings["states"] == "host" or node.neighbour("memory")
+        if streams and not momentum:
+            yield node.problem("momentum", "without momentum there is no state to stream", "write states = 'device'")
+        if streams and dampening:
+            text = "momentum in host memory begins with zeros, and with dampening it begins with the first gradient"
+            yield node.problem("dampening", text, "write states = 'device', or dampening = 0.0")
 
-    def open(self) -> None:
-        """Create the parameters' optimizer."""
+    def _create_optimizers(self) -> list[torch.optim.Optimizer]:
         options = {name: getattr(self, name) for name in ("lr", "momentum", "dampening", "nesterov", "maximize")}
-        self._optimizers = [torch.optim.SGD(self._create_torch_param_groups(), fused=True, **options)]
+        return [torch.optim.SGD(self._create_torch_param_groups(), fused=True, **options)]
 
     def _update_weights(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
         has_begun = any("momentum_buffer" in state for state in optimizer.state.values())

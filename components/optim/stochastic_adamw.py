@@ -1,6 +1,6 @@
 """AdamW on bfloat16 weights with stochastic rounding, so small updates accumulate."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
-from drawloom.components.distributed.transfers import DeviceTransfers
+from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     AdamGroup,
     create_param_groups,
@@ -19,16 +19,11 @@ from drawloom.components.optim.parameter_groups import (
     warn_unmatched_patterns,
 )
 from drawloom.components.optim.streamed_states import (
-    SLOTS,
     Slots,
     StreamedStep,
     allocate_state_in_host_memory,
-    list_state_tensors,
-    round_up_to_alignment,
 )
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.memory import MemoryKind, Transfers
-from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, get_or_create_gradient
@@ -40,6 +35,13 @@ from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, compute_scales_shape
 from drawloom.kernels.operation import why_no_triton
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
+CODES_ARITHMETIC = 1010.0
+"""
+Operations per weight for means of 8 bits, at a GPU's float32 peak: decoding, a division, a root, noise and encoding.
+
+Measured with `kernels/triton/adamw_codes.py` alone on one H100: 15.1 ms for a billion weights, at 67 TFLOP/s.
+"""
+
 SCALES = ".scales"
 """End of the names of entries with the scales of a parameter's means, whose slices are those of blocks."""
 
@@ -59,7 +61,7 @@ class _Launch:
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
-class StochasticAdamW:
+class StochasticAdamW(HostStates):
     """
     AdamW with stochastic rounding for bfloat16 weights, without float32 master weights, or with split ones.
 
@@ -73,12 +75,12 @@ class StochasticAdamW:
     """
 
     defers_scaling: ClassVar[bool] = True
+    _cuts_parameters: ClassVar[bool] = True
 
     parameters: Parameters
     mesh: Mesh
     job: RunInfo
     device: Device
-    memory: MemoryPolicy | None = None
     lr: float = setting(check=above(0), doc="base learning rate")
     betas: tuple[float, float] = setting(
         default=(0.9, 0.95), check=find_betas_fault, doc="decay rates for the two running means"
@@ -104,22 +106,9 @@ class StochasticAdamW:
         doc="keep float32 master weights: a bfloat16 weight has their upper half, and the state 16 bits more; weights "
         "are then rounded to the nearest",
     )
-    states: Literal["device", "host"] = setting(
-        default="device",
-        impact="safe",
-        doc="memory for the state: the device's, or pinned memory of the host, which takes time to stream",
-    )
-    slot_bytes: int = setting(
-        default=2**28,
-        impact="safe",
-        check=above(0),
-        doc="bytes of each of three slots on the device, through which a state on the host is streamed",
-    )
     implementation: Literal["auto", "triton", "eager"] = setting(
         default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
     )
-    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
-    _transfers: Transfers | None = attrs.field(init=False, default=None)
     _params: dict[str, ParamState] = attrs.field(init=False, factory=dict)
     _launches: list[_Launch] = attrs.field(init=False, factory=list)
     _steps: int = attrs.field(init=False, default=0)
@@ -128,6 +117,7 @@ class StochasticAdamW:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Warn about groups without a parameter, and require a GPU for Triton."""
+        yield from super().constraints(node)
         yield from warn_unmatched_patterns(node)
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
@@ -135,12 +125,6 @@ class StochasticAdamW:
         if node.settings["amsgrad"] and node.settings["state_dtype"] == "uint8":
             text = "the largest mean of squares can't have 8 bits"
             yield node.problem("amsgrad", text, "write state_dtype = 'bfloat16', or amsgrad = false")
-        policy = node.neighbour("memory")
-        if node.settings["states"] == "host" and policy:
-            yield node.problem("states", f"[{policy.name}] chooses its memory", f"remove it, or [{policy.name}]")
-        if node.settings["states"] == "device" and not policy and node.settings["slot_bytes"] != 2**28:
-            text = "the state is on the device, so that nothing is streamed through slots"
-            yield node.problem("slot_bytes", text, "write states = 'host', or remove slot_bytes")
         stages = node.neighbour("parameters")
         precision = stages and stages.neighbour("precision")
         if node.settings["split_master_weights"] and precision and precision.settings.get("parameter") != "bfloat16":
@@ -200,7 +184,7 @@ class StochasticAdamW:
                 [get_or_create_gradient(part) for part in launch.parameters], scalars, number, skip, factors
             )
         if self._streamed_steps:
-            self._streamed_steps[0].start_prefetch()
+            self._streamed_steps[0].stream.start_prefetch()
 
     @property
     def _streamed_steps(self) -> list[StreamedStep]:
@@ -248,24 +232,13 @@ class StochasticAdamW:
                 fields["exp_avg"].fill_(ZERO_CODE)
         return state
 
-    def _make_streamed_stepper(self, implementation: Any, on_host: Sequence[str]) -> Any:
+    def _make_streamed_stepper(self, implementation: Any, on_host: list[str]) -> Any:
         """Return a function from ParamStates to a stepper that streams them; None without state in host memory."""
         if self._transfers is None:
             return None
-        total = sum(
-            round_up_to_alignment(tensor.nbytes)
-            for name in on_host
-            for tensor in list_state_tensors(self._params[name]).values()
-        )
-        slots = Slots(self._transfers, self.device.device, min(self.slot_bytes, total))
+        slots = Slots(self._transfers, self.device.device, self._compute_slot_size(on_host))
         slots.allocate_slots()
         return partial(StreamedStep, implementation, slots)
-
-    def close(self) -> None:
-        """Release the host memory."""
-        if self._transfers is not None:
-            self._transfers.close()
-            self._transfers = None
 
     def _states_by_parameter(self) -> dict[nn.Parameter, ParamState]:
         return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
@@ -277,34 +250,18 @@ class StochasticAdamW:
             self._last = None
         return self._steps
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of the state on the device, with the slots for a state in host memory."""
-        sizes, host = self._count_state_bytes(), self.host_bytes()
-        return {"optimizer_state": sum(sizes.values()) - host + SLOTS * min(self.slot_bytes, host)}
-
-    def _choose_host_parameters(self) -> list[str]:
-        """Return the parameters whose state is in host memory: the first ones, as many as policy or setting choose."""
-        fraction = float(self.states == "host")
-        if self.memory is not None:
-            fraction = self.memory.choose().host_states[self.mesh.indices.pipeline]
-        sizes, names, moved = self._count_state_bytes(), list[str](), 0
-        least = fraction * sum(sizes.values())
-        for name, size in sizes.items():
-            if moved < least:
-                names.append(name)
-                moved += size
-        return names
-
-    def host_bytes(self) -> int:
-        sizes = self._count_state_bytes()
-        return sum(sizes[name] for name in self._choose_host_parameters())
-
     def _count_state_bytes(self) -> dict[str, int]:
         """Return the bytes of the state by parameter."""
         return {
             name: sum(prod(shape) * dtype.itemsize for shape, dtype in self._compute_state_shapes(parameter).values())
             for name, parameter in self.parameters.named_parameters()
         }
+
+    def count_update_arithmetic(self) -> float:
+        """Return the operations for means of 8 bits; updates of other means take as long as their memory traffic."""
+        named = self.parameters.named_parameters()
+        coded = (parameter for _, parameter in named if "exp_avg_scale" in self._compute_state_shapes(parameter))
+        return CODES_ARITHMETIC * sum(parameter.numel() for parameter in coded)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         slices = dict(self.parameters.slices())
@@ -351,7 +308,7 @@ class StochasticAdamW:
         if self._transfers is not None:
             self._transfers.synchronize()
         for stepper in self._streamed_steps:
-            stepper.drop_prefetched()
+            stepper.stream.drop_prefetched()
         for name, param in self._params.items():
             for key, field in self._fields_by_key.items():
                 getattr(param, field).copy_(state[name][key])

@@ -1,5 +1,5 @@
 """
-AdamW steps with the optimizer's state in host memory: pieces of it are streamed through slots on the device.
+Optimizer steps with state in host memory: pieces of it are streamed through slots on the device.
 
 While the device updates a piece, the next ones arrive and the previous ones leave; both directions of the link are in
 use at once, as in llmq and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5). The arithmetic, and
@@ -7,13 +7,13 @@ therefore every bit, is that of a state on the device.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drawloom.components.ports.memory import Ticket, Transfers
 from drawloom.graph import UserError
@@ -118,27 +118,95 @@ def _slice_flat_state(tensor: Tensor, start: int, stop: int, count: int) -> Tens
 
 
 @attrs.frozen(eq=False)
-class _Piece:
-    """Ranges that are updated together in a slot, with the kernels' stepper and the copies in both directions."""
+class Piece:
+    """Ranges that are updated together in a slot, their state there by field, and the copies in both directions."""
 
     ranges: Sequence[Range]
     slot: int
-    stepper: Any
+    on_device: Sequence[Mapping[str, Tensor]]
     fetches: Sequence[tuple[Tensor, Tensor]]
     stores: Sequence[tuple[Tensor, Tensor]]
+
+
+class StateStream:
+    """Stream of state in host memory through slots on the device, in the ranges' order."""
+
+    def __init__(self, slots: Slots, ranges: Iterable[Range]) -> None:
+        """Lay out the ranges' state in slots. Raises UserError if a single range exceeds a slot."""
+        self._slots = slots
+        self.pieces = [self._place_piece_in_slot(group) for group in self._group_ranges_by_slot(ranges)]
+        self._stored: list[Ticket] = [None] * len(self.pieces)
+        self._arrivals: list[Ticket] = []
+
+    def pass_pieces(self) -> Iterator[Piece]:
+        """Yield every piece when its state is on the device; it leaves when the caller asks for the next one."""
+        arrivals, self._arrivals = self._arrivals, []
+        for number, piece in enumerate(self.pieces):
+            for ahead in range(len(arrivals), min(number + SLOTS, len(self.pieces))):
+                arrivals.append(self._start_fetch(ahead))
+            self._slots.transfers.make_computation_wait(arrivals[number])
+            yield piece
+            left = self._slots.transfers.copy_to_host(piece.stores, [self._slots.transfers.mark_computation()])
+            self._stored[number] = self._slots.free[piece.slot] = left
+
+    def start_prefetch(self) -> None:
+        """Start to fetch the first pieces of the next step, after all launches with the same slots."""
+        while len(self._arrivals) < min(SLOTS, len(self.pieces)):
+            self._arrivals.append(self._start_fetch(len(self._arrivals)))
+
+    def drop_prefetched(self) -> None:
+        """Drop prefetched pieces, because the state in host memory has changed; the next step fetches them again."""
+        self._arrivals = []
+
+    def _start_fetch(self, number: int) -> Ticket:
+        """Start to copy a piece's state into its slot, once the slot is free and the last step's state is stored."""
+        piece = self.pieces[number]
+        return self._slots.transfers.copy_to_device(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
+
+    def _group_ranges_by_slot(self, ranges: Iterable[Range]) -> Iterator[list[Range]]:
+        """Yield lists of ranges whose state fits into one slot."""
+        group: list[Range] = []
+        for part in ranges:
+            if group and sum(other.state_bytes for other in group) + part.state_bytes > self._slots.size:
+                yield group
+                group = []
+            group.append(part)
+        if group:
+            yield group
+
+    def _place_piece_in_slot(self, group: list[Range]) -> Piece:
+        """Lay out a group's state in the next slot. Raises UserError if a single row's state exceeds a slot."""
+        if (needed := sum(part.state_bytes for part in group)) > self._slots.size:
+            text = f"a row's optimizer state takes {needed} bytes, and a slot has {self._slots.size}"
+            raise UserError(f"optim.stochastic_adamw: {text}; write a larger slot_bytes", exit_code=2)
+        slot, offset = self._slots.take_next_slot(), 0
+        memory, on_device, fetches = self._slots.memory[slot], list[Mapping[str, Tensor]](), []
+        for part in group:
+            state = {}
+            for name, tensor in part.state.items():
+                state[name] = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
+                fetches.append((state[name], tensor))
+                offset += round_up_to_alignment(tensor.nbytes)
+            on_device.append(state)
+        return Piece(group, slot, on_device, fetches, [(host, device) for device, host in fetches])
 
 
 class StreamedStep:
     """Optimizer step like `AdamwEager`, for weights on a device whose state is in host memory."""
 
     def __init__(self, implementation: Any, slots: Slots, params: Sequence[ParamState], maximize: bool) -> None:
-        self._slots = slots
-        self._pieces = [
-            self._place_piece_in_slot(group, params, implementation, maximize)
-            for group in self._group_ranges_by_slot(params)
+        ranges = (part for number, param in enumerate(params) for part in cut_into_ranges(number, param, slots.size))
+        self.stream = StateStream(slots, ranges)
+        self._steppers = [
+            implementation(
+                [
+                    _slice_param_state(params[part.number], part, state)
+                    for part, state in zip(piece.ranges, piece.on_device, strict=True)
+                ],
+                maximize,
+            )
+            for piece in self.stream.pieces
         ]
-        self._stored: list[Ticket] = [None] * len(self._pieces)
-        self._arrivals: list[Ticket] = []
 
     def step(
         self,
@@ -150,62 +218,56 @@ class StreamedStep:
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step; scalars (6,)."""
         flat = [grad.reshape(-1) for grad in grads]
-        arrivals, self._arrivals = self._arrivals, []
-        for number, piece in enumerate(self._pieces):
-            for ahead in range(len(arrivals), min(number + SLOTS, len(self._pieces))):
-                arrivals.append(self._start_fetch(ahead))
-            self._slots.transfers.make_computation_wait(arrivals[number])
+        for piece, stepper in zip(self.stream.pass_pieces(), self._steppers, strict=True):
             parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]
-            piece.stepper.step(parts, scalars, counter, found_inf, factors)
-            left = self._slots.transfers.copy_to_host(piece.stores, [self._slots.transfers.mark_computation()])
-            self._stored[number] = self._slots.free[piece.slot] = left
+            stepper.step(parts, scalars, counter, found_inf, factors)
 
-    def start_prefetch(self) -> None:
-        """Start to fetch the first pieces of the next step, after all launches with the same slots."""
-        while len(self._arrivals) < min(SLOTS, len(self._pieces)):
-            self._arrivals.append(self._start_fetch(len(self._arrivals)))
 
-    def drop_prefetched(self) -> None:
-        """Drop prefetched pieces, because the state in host memory has changed; the next step fetches them again."""
-        self._arrivals = []
+class StreamedTorchStep:
+    """Steps of a torch optimizer for parameters with state in host memory: a piece of whole parameters at a time."""
 
-    def _start_fetch(self, number: int) -> Ticket:
-        """Start to copy a piece's state into its slot, once the slot is free and the last step's state is stored."""
-        piece = self._pieces[number]
-        return self._slots.transfers.copy_to_device(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, slots: Slots, states: Mapping[nn.Parameter, Mapping[str, Tensor]]
+    ) -> None:
+        """Divide the optimizer's parameters into pieces; `states` has the state in host memory, by parameter."""
+        self._optimizer = optimizer
+        self._states = states
+        self.parameters = [part for group in optimizer.param_groups for part in group["params"] if part in states]
+        self.stream = StateStream(
+            slots,
+            [
+                Range(number, 0, part.numel(), {name: tensor.view(-1) for name, tensor in states[part].items()})
+                for number, part in enumerate(self.parameters)
+            ],
+        )
+        self.attach_host_state()
 
-    def _group_ranges_by_slot(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
-        """Cut weights into ranges, and yield lists of ranges whose state fits into one slot."""
-        group: list[Range] = []
-        for part in (
-            part for number, param in enumerate(params) for part in cut_into_ranges(number, param, self._slots.size)
-        ):
-            if group and sum(other.state_bytes for other in group) + part.state_bytes > self._slots.size:
-                yield group
-                group = []
-            group.append(part)
-        if group:
-            yield group
+    def attach_host_state(self) -> None:
+        """Let the optimizer's state be that in host memory."""
+        for part in self.parameters:
+            self._optimizer.state[part].update(self._states[part])
 
-    def _place_piece_in_slot(
-        self, group: list[Range], params: Sequence[ParamState], implementation: Any, maximize: bool
-    ) -> _Piece:
-        """Lay out a group's state in the next slot. Raises UserError if a single row's state exceeds a slot."""
-        if (needed := sum(part.state_bytes for part in group)) > self._slots.size:
-            text = f"a row's optimizer state takes {needed} bytes, and a slot has {self._slots.size}"
-            raise UserError(f"optim.stochastic_adamw: {text}; write a larger slot_bytes", exit_code=2)
-        slot, offset = self._slots.take_next_slot(), 0
-        memory = self._slots.memory[slot]
-        states, fetches = [], []
-        for part in group:
-            on_device = {}
-            for name, tensor in part.state.items():
-                on_device[name] = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
-                fetches.append((on_device[name], tensor))
-                offset += round_up_to_alignment(tensor.nbytes)
-            states.append(_slice_param_state(params[part.number], part, on_device))
-        stores = [(host, device) for device, host in fetches]
-        return _Piece(group, slot, implementation(states, maximize), fetches, stores)
+    def step(self, advance: Callable[[], object]) -> None:
+        """Call `advance` for the parameters with state on the device, and for every piece while its state is there."""
+        groups = self._optimizer.param_groups
+        try:
+            self._select_parameters(groups, {part for group in groups for part in group["params"]} - {*self.parameters})
+            advance()
+            for piece in self.stream.pass_pieces():
+                members = [self.parameters[part.number] for part in piece.ranges]
+                for member, state in zip(members, piece.on_device, strict=True):
+                    on_device = {name: tensor.view(member.shape) for name, tensor in state.items()}
+                    self._optimizer.state[member].update(on_device)
+                self._select_parameters(groups, {*members})
+                advance()
+        finally:
+            self._optimizer.param_groups = groups
+            self.attach_host_state()
+
+    def _select_parameters(self, groups: Sequence[dict[str, Any]], members: Collection[nn.Parameter]) -> None:
+        """Let the optimizer's groups have only these parameters."""
+        chosen = [group | {"params": [part for part in group["params"] if part in members]} for group in groups]
+        self._optimizer.param_groups = [group for group in chosen if group["params"]]
 
 
 def _slice_param_state(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:

@@ -1,26 +1,29 @@
 """Base of torch's optimizers: the step at a scheduled learning rate, and state by parameter name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AdamWTriton, WideGradientStep
+from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
     create_param_groups,
     find_parametrization_faults,
     warn_unmatched_patterns,
 )
+from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep, allocate_state_in_host_memory
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem
+from drawloom.graph import Problem, inheritable
 from drawloom.graph.wiring.node import NodeView
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -37,11 +40,17 @@ def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Na
     return {name: dict(states.get(parameter, {})) for name, parameter in named}
 
 
-def load_named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named, state: dict[str, Any]) -> None:
+def load_named_state(
+    optimizers: Sequence[torch.optim.Optimizer],
+    named: Named,
+    state: dict[str, Any],
+    omitted: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> None:
     """
     Replace the optimizers' state by a copy of a saved state, empty before the first step.
 
-    Raises KeyError for other parameters' state.
+    `omitted` keys by parameter are left out, because torch would copy them to the device. Raises KeyError for other
+    parameters' state.
     """
     parameters = dict(named)
     if state and parameters.keys() != state.keys():
@@ -49,14 +58,16 @@ def load_named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named, 
     names = {parameter: name for name, parameter in named}
     for optimizer in optimizers:
         ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-        values = {number: _copy_tensors(state[name]) for number, name in enumerate(ordered) if state.get(name)}
+        kept = [(number, state.get(name, {}), omitted.get(name, ())) for number, name in enumerate(ordered)]
+        values = {number: values for number, parts, keys in kept if (values := _copy_tensors(parts, keys))}
         # torch moves each tensor to its parameter's device: a fused optimizer counts its steps on the accelerator.
         optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _copy_tensors(parts: dict[str, Any]) -> dict[str, Any]:
-    """Copy tensors, because the optimizer changes its state in place."""
-    return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in parts.items()}
+def _copy_tensors(parts: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:
+    """Copy tensors, because the optimizer changes its state in place; without the omitted keys."""
+    kept = {key: part for key, part in parts.items() if key not in omitted}
+    return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in kept.items()}
 
 
 def _describe_state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:
@@ -81,11 +92,14 @@ def _cast_gradients_to_parameter_dtypes(optimizer: torch.optim.Optimizer) -> Ite
         part.grad, part.grad_dtype = None, dtype
 
 
-class TorchOptimizer:
+@inheritable
+class TorchOptimizer(HostStates):
     """
-    Training phase and saved state for torch optimizers, created in subclasses' `open`.
+    Training phase and saved state for torch optimizers, which subclasses create.
 
-    Every trained parameter belongs to one optimizer.
+    Every trained parameter belongs to one optimizer. With `states = "host"`, running means are in host memory
+    (optimizer offload), and are streamed to the device and back in every step, in pieces of whole parameters; with
+    `memory`, as much of them as a plan chooses. Weights and state have the same bits as with the state on the device.
     """
 
     _scales_by_role: ClassVar[bool] = False
@@ -95,11 +109,15 @@ class TorchOptimizer:
     lr: float
     weight_decay: float
     groups: Sequence[ParameterGroup]
-    _optimizers: list[torch.optim.Optimizer]
+    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
+    _streamed: dict[torch.optim.Optimizer, StreamedTorchStep] = attrs.field(init=False, factory=dict)
+    _slots: Slots | None = attrs.field(init=False, default=None)
+    _host_state: dict[str, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Refuse parametrizations for others, and warn about unmatched groups and about updates lost by rounding."""
+        yield from super().constraints(node)
         yield from warn_unmatched_patterns(node)
         if not cls._scales_by_role:
             yield from find_parametrization_faults(node)
@@ -114,14 +132,38 @@ class TorchOptimizer:
         """Return the names of the running means kept for every parameter from its first step on."""
         raise NotImplementedError
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the moments' bytes, without the step counters, 4 bytes per parameter."""
+    def _create_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the torch optimizers of all trained parameters."""
+        raise NotImplementedError
+
+    def open(self) -> None:
+        """Create the optimizers, and allocate state in host memory."""
+        self._optimizers = self._create_optimizers()
+        on_host = self._choose_host_parameters()
+        if not on_host:
+            return
+        named, moments = dict(self.parameters.named_parameters()), self.moment_names_by_parameter()
+        device = named[on_host[0]].device
+        self._transfers = self.open_transfers(device)
+        specs = {name: dict.fromkeys(moments[name], (tuple(named[name].shape), named[name].dtype)) for name in on_host}
+        self._host_state = allocate_state_in_host_memory(self._transfers, specs)
+        self._slots = slots = Slots(self._transfers, device, self._compute_slot_size(on_host))
+        slots.allocate_slots()
+        states = {named[name]: state for name, state in self._host_state.items()}
+        self._streamed = {optimizer: StreamedTorchStep(optimizer, slots, states) for optimizer in self._optimizers}
+        self._create_step_counters()
+
+    def _create_step_counters(self) -> None:
+        """Create the counters of parameters with state in host memory, where torch expects them if there is state."""
+        for optimizer, streamed in self._streamed.items():
+            for part in streamed.parameters:
+                if {*ADAM_MOMENTS} <= optimizer.state[part].keys():
+                    optimizer.state[part].setdefault("step", torch.zeros((), device=part.device))
+
+    def _count_state_bytes(self) -> dict[str, int]:
+        """Return the moments' bytes by parameter, without the step counters, 4 bytes per parameter."""
         moments = self.moment_names_by_parameter()
-        return {
-            "optimizer_state": sum(
-                len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()
-            )
-        }
+        return {name: len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()}
 
     def forecast_state(self) -> dict[str, Any]:
         """Return the state after a step with a gradient for every parameter, on the meta device."""
@@ -144,6 +186,8 @@ class TorchOptimizer:
                 optimizer.factors = factors
             step.apply_update(partial(self._update_weights, optimizer, lr))
             optimizer.zero_grad()
+        for streamed in [*self._streamed.values()][:1]:
+            streamed.stream.start_prefetch()
 
     def _update_weights(self, optimizer: torch.optim.Optimizer, lr: float, skip: Tensor | None) -> None:
         for group in optimizer.param_groups:
@@ -154,6 +198,13 @@ class TorchOptimizer:
         with (
             nullcontext() if isinstance(optimizer, WideGradientStep) else _cast_gradients_to_parameter_dtypes(optimizer)
         ):
+            self._step(optimizer)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update an optimizer's weights and state, those in host memory piece by piece."""
+        if optimizer in self._streamed:
+            self._streamed[optimizer].step(optimizer.step)
+        else:
             optimizer.step()
 
     def _create_torch_param_groups(self) -> list[dict[str, Any]]:
@@ -165,8 +216,20 @@ class TorchOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name; tensors of any shape."""
+        if self._transfers is not None:
+            self._transfers.synchronize()
         return collect_state_by_name(self._optimizers, self.parameters.named_parameters())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""
-        load_named_state(self._optimizers, self.parameters.named_parameters(), state)
+        if self._transfers is not None:
+            self._transfers.synchronize()
+        load_named_state(self._optimizers, self.parameters.named_parameters(), state, self._host_state)
+        for name, own in self._host_state.items():
+            for key, tensor in own.items():
+                saved = state[name].get(key) if state else None
+                tensor.zero_() if saved is None else tensor.copy_(saved)
+        for streamed in self._streamed.values():
+            streamed.stream.drop_prefetched()
+            streamed.attach_host_state()
+        self._create_step_counters()

@@ -28,7 +28,7 @@ from drawloom.components.planning.rank_view import Elements, RankView, link_band
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
 from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, peak_host_bytes_of, peak_of
-from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateArithmetic, UpdateFlops
 from drawloom.components.ports.memory import HostMemoryUser, memory_by_kind
 from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
 from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
@@ -447,6 +447,7 @@ class Planner:
 
         sizes, host_bytes = count_state_bytes(0.0)
         update_flops = sum(user.count_update_flops() for user in users if isinstance(user, UpdateFlops))
+        arithmetic = sum(user.count_update_arithmetic() for user in users if isinstance(user, UpdateArithmetic))
         passes = 2 if self.device.is_gpu and self.nodes.defers_scaling else 4
         return RankView(
             mesh=mesh,
@@ -456,6 +457,7 @@ class Planner:
             count_state_bytes=count_state_bytes,
             gradient_passes=passes,
             update_flops=update_flops,
+            update_arithmetic=arithmetic,
             frozen_model=next(iter(frozen), None),
         )
 

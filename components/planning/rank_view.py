@@ -1,5 +1,6 @@
 """Pipeline rank in a plan: its stages on the meta device, its memory, and its exchanges with replicas."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -40,7 +41,8 @@ class RankView:
 
     `host_bytes` are streamed from host memory and back in every step; `count_state_bytes` returns both for a fraction
     of the optimizer's state in host memory. `gradient_passes` is how often an update reads or writes all gradients;
-    `update_flops` are the matrix product FLOPs in one optimizer step. `frozen_model` is the recipe's frozen second
+    `update_flops` are the matrix product FLOPs in one optimizer step, and `update_arithmetic` the other operations of
+    optimizers limited by them. `frozen_model` is the recipe's frozen second
     model, if it has one.
     """
 
@@ -51,6 +53,7 @@ class RankView:
     count_state_bytes: Callable[[float], tuple[Mapping[str, int], int]]
     gradient_passes: int
     update_flops: float
+    update_arithmetic: float
     frozen_model: FrozenModel | None = None
 
     def move_states(self, host_fraction: float) -> "RankView":
@@ -193,13 +196,14 @@ class RankView:
 
     def _update_seconds(self, device: DeviceModel) -> float:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
-        sizes = self.bytes_by_kind
-        state = self.host_bytes + sizes.get("optimizer_state", 0)
-        traffic: float = self.gradient_passes * sizes.get("gradients", 0)
-        traffic += 2 * self._weight_bytes_to_update + 2 * state
+        sizes, bandwidth = self.bytes_by_kind, device.bandwidth * device.reached.memory
+        state, gradients = self.host_bytes + sizes.get("optimizer_state", 0), sizes.get("gradients", 0)
+        traffic: float = gradients + 2 * self._weight_bytes_to_update + 2 * state
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
+        arithmetic = self.update_arithmetic / device.peaks.get("float32", math.inf)
         products = self.update_flops / device.compute_matmul_rate(torch.bfloat16)
-        update = traffic / (device.bandwidth * device.reached.memory) + products
+        norm = (self.gradient_passes - 1) * gradients / bandwidth
+        update = norm + max(traffic / bandwidth, arithmetic) + products
         # State in host memory is streamed in both directions at once, while the device updates.
         return max(update, self.host_bytes / device.host_link)
 

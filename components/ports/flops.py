@@ -59,6 +59,15 @@ class UpdateFlops(Protocol):
         ...
 
 
+@runtime_checkable
+class UpdateArithmetic(Protocol):
+    """An optimizer whose update takes longer than its memory traffic."""
+
+    def count_update_arithmetic(self) -> float:
+        """Return the float32 operations per update on this rank, without matrix products; works before `open`."""
+        ...
+
+
 def count_attended_pairs(document_ids: Tensor, window: int | None = None) -> int:
     """
     Count query-key pairs in causal attention inside documents, with at most `window` keys per query.

@@ -88,6 +88,7 @@ from drawloom.components.ports.experts import (
 from drawloom.components.ports.flops import (
     CountsFlops as CountsFlops,
     ForwardFlops as ForwardFlops,
+    UpdateArithmetic as UpdateArithmetic,
     UpdateFlops as UpdateFlops,
     count_attended_pairs as count_attended_pairs,
 )

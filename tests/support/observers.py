@@ -204,9 +204,11 @@ def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
 
 def memory_of_optimizer(use: str, values: Values, _place: Path) -> Any:
     """Return an optimizer's bytes on the device for bfloat16 weights."""
-    edges = {"parameters": _TwoParameters(torch.bfloat16), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
-    device = fake(Device, device=torch.device("cpu"), backend="gloo")
-    return build(use, **edges, device=device, **values).memory_bytes()
+    edges: dict[str, Any] = {"parameters": _TwoParameters(torch.bfloat16), "mesh": SingleRankMesh()}
+    if use == "optim.stochastic_adamw":
+        device = fake(Device, device=torch.device("cpu"), backend="gloo")
+        edges |= {"job": fake(RunInfo, **JOB), "device": device}
+    return build(use, **edges, **values).memory_bytes()
 
 
 def average_weights(use: str, values: Values, _place: Path) -> Any:

@@ -46,6 +46,10 @@ EVERY = {"every": 2}
 OTHER_RELOAD = {"path": "/update_weights_from_disk", "body": {"model_path": "{folder}"}}
 SPLIT = {"validation_fraction": 0.9}
 BETAS = {"lr": 0.02, "betas": [0.5, 0.6], "eps": 0.5, "weight_decay": 0.5}
+HOST_STATES: dict[str, Any] = {
+    "states": Change("host", {"slot_bytes": 6}, parts.memory_of_optimizer),
+    "slot_bytes": Change(4, {"states": "host"}, parts.memory_of_optimizer),
+}
 NORMS = [{"targets": ["*norm"], "lr_multiplier": 2.0}]
 GROUPS: dict[str, Any] = {
     "groups": NORMS,
@@ -687,14 +691,19 @@ ROWS: dict[str, Row] = {
     ),
     "model.qwen3.dense": Row(parts.model_of, SIZES, MODEL),
     "model.qwen3.moe": Row(parts.model_of, SPARSE_SIZES, MODEL | EXPERTS),
-    "optim.adam": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS),
-    "optim.adamw": Row(parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS),
+    "optim.adam": Row(
+        parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS | HOST_STATES
+    ),
+    "optim.adamw": Row(
+        parts.weights_after_steps, {"lr": 0.01}, BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS | HOST_STATES
+    ),
     "optim.muon": Row(
         parts.weights_after_steps,
         {"lr": 0.01},
         BETAS
         | GROUPS
         | BETAS_OF_GROUP
+        | HOST_STATES
         | {
             "targets": Change(["*norm"], refused=True),
             "adjust_lr_fn": "original",
@@ -708,6 +717,7 @@ ROWS: dict[str, Row] = {
         parts.weights_after_steps,
         {"lr": 0.01},
         GROUPS
+        | HOST_STATES
         | {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5, "dampening": 0.5, "nesterov": True, "maximize": True},
     ),
     "optim.stochastic_adamw": Row(
@@ -718,8 +728,7 @@ ROWS: dict[str, Row] = {
         | BETAS_OF_GROUP
         | VARIANTS
         | {"state_dtype": "float32", "split_master_weights": True}
-        | {"states": Change("host", {"slot_bytes": 6}, parts.memory_of_optimizer)}
-        | {"slot_bytes": Change(4, {"states": "host"}, parts.memory_of_optimizer)},
+        | HOST_STATES,
     ),
     "phases.budget": Row(parts.reasons_to_stop, {"tokens": 200}, {"tokens": 100, "minutes": 1.0}),
     "phases.divergence": Row(parts.end_after_lost_steps, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from drawloom import Recipe, RecipeError
 from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.optim.stochastic_adamw import CODES_ARITHMETIC
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.plan import Plan, plan
@@ -241,6 +242,20 @@ def test_updates_read_gradients_once_if_they_scale_them(words: tuple[str, ...], 
     traffic = passes * planned.memory[0].gradients + 2 * persistent["parameters"]
     traffic += 2 * persistent.get("optimizer_state", 0)
     assert planned.time.update == pytest.approx(traffic / (device.bandwidth * device.reached.memory), rel=0.02)
+
+
+def test_means_of_8_bits_are_limited_by_arithmetic() -> None:
+    """An update moves fewer bytes than with bfloat16 means, and takes longer: its operations at the float32 peak."""
+    device = find_device_model("h100")
+    words = (*DENSE[:-1], *OFFLOADED[:3], "stages.capture=true")
+    narrow, codes = (
+        plan(Recipe.load("first_run", *words, f"optimizer.state_dtype={dtype}"), device)
+        for dtype in ("bfloat16", "uint8")
+    )
+    weights = codes.elements[0].all
+    assert codes.memory[0].persistent["optimizer_state"] < narrow.memory[0].persistent["optimizer_state"]
+    assert codes.time.update > 2 * narrow.time.update
+    assert codes.time.update == pytest.approx(CODES_ARITHMETIC * weights / device.peaks["float32"], rel=0.1)
 
 
 def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
