@@ -31,8 +31,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components": (set(), set()),
     # Values of a step know nothing of training.
     "components.state": (set(), {"attrs", "torch"}),
-    # Options and results of an operation, and formats of weights, are classes of the kernels, which ports name. Samplers
-    # and losses have the same bits by one formula of a log-sum-exp.
+    # Options and results of an operation, and formats of weights, are classes of the kernels, which ports name.
+    # Samplers and losses have the same bits by one formula of a log-sum-exp.
     "components.ports": (
         {
             "graph",
