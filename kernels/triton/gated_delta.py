@@ -334,14 +334,15 @@ def _backward(
         *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *ends),
         **parts,
         num_warps=4,
-        num_stages=2,
+        num_stages=3 if sizes.itemsize == 2 else 2,
+        **sizes.limit_registers(128),
     )
     kernels.compute_key_gradients[(sizes.chunk_heads * sizes.key_parts,)](
         *(q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, decays, ids, before),
         *(part_decays, part_factors, grad_k, *ends),
         **parts,
         num_warps=4,
-        num_stages=2,
+        num_stages=1,  # with more, tiles would be overwritten while products read them
         **sizes.limit_registers(168),
     )
     kernels.sum_parts_kernel[(sizes.chunk_heads,)](

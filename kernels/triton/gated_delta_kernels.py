@@ -7,9 +7,9 @@ decays from the incoming state. Then the results are e Q S + (Q K^T D) N, and th
 plus (f K)^T N, where f has the decays to the chunk's end.
 
 Products of accumulated tiles in 16 bits take these as they are: Triton 3.6 multiplies their transposes wrongly on
-Hopper. A transposed product is computed from transposed loads, or stored and loaded again. A tile loaded in a loop is
-an operand of products, or read by other operations, and never both: Triton 3.6 then loads the next one over it while
-products still read it.
+Hopper. A transposed product is computed from transposed loads, or stored and loaded again. In a loop with several
+stages, a loaded tile is an operand of products or read by other operations, and never both: Triton 3.6 then loads the
+next tile over it while products still read it. `compute_key_gradients` has such tiles, and one stage.
 
 Heads follow each other in memory. Neighbouring programs have neighbouring heads, so that they read long pieces.
 """
@@ -388,11 +388,11 @@ def compute_system_gradients(
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
         grads = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
+        real = load_tile(v + head * V, first, HEADS * V, token, column, V, inside)
         wanted = tl.dot(solved, grads, input_precision=PRECISION)
         store_tile(grad_v + head * V, first, HEADS * V, token, column, V, inside, factors[:, None] * wanted)
         store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, wanted)
-        values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        to_factors += tl.sum(wanted * values, 1)
+        to_factors += tl.sum(wanted * real.to(tl.float32), 1)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
         by_pair -= tl.dot(wanted.to(values.dtype), tl.trans(values), input_precision=PRECISION)
     sums = tl.load(decays + by_head, mask=inside, other=0.0)
@@ -471,7 +471,7 @@ def compute_key_gradients(
     token, channel = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     through_state, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
-    products = tl.zeros((BV, BV), tl.float32)
+    along_state = tl.zeros((BK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
         at, is_state = tile_of_state(states, number * HEADS + head, channel, column, K, V)
@@ -482,10 +482,7 @@ def compute_key_gradients(
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
         through_state += tl.dot(wanted, tl.trans(state), input_precision=PRECISION)
         to_key += tl.dot(values, tl.trans(grad_state), input_precision=PRECISION)
-        products += tl.dot(tl.trans(state), grad_state, input_precision=PRECISION)
-    # The sum of products of the state and its gradient is a trace.
-    is_trace = tl.arange(0, BV)[:, None] == tl.arange(0, BV)[None, :]
-    along_state = tl.sum(tl.sum(tl.where(is_trace, products, 0.0), 1), 0)
+        along_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
     sums = tl.load(decays + by_head, mask=inside, other=0.0)
     total = tl.load(decays + (first + end) * HEADS + head)
@@ -495,17 +492,16 @@ def compute_key_gradients(
     to_key *= to_end[:, None]
     from_end = tl.sum(to_key * key.to(tl.float32), 1)
     along = -from_state * tl.sum(through_state * key.to(tl.float32), 1)
-    at_end = tl.sum(from_end, 0) + tl.where(last == incoming, tl.exp(total), 0.0) * along_state
+    at_end = tl.sum(from_end, 0) + tl.where(last == incoming, tl.exp(total), 0.0) * tl.sum(along_state, 0)
     grad_sums = factors * along - from_end + tl.where(token == end, at_end, 0.0)
     by_part = ((first + token) * PARTS + part) * HEADS + head
     grad_sums += tl.load(part_decays + by_part, mask=inside, other=0.0)
     tl.store(part_decays + by_part, grad_sums, mask=inside)
     tl.store(part_factors + by_part, along, mask=inside)
     to_key -= (factors * from_state)[:, None] * through_state
-    below = load_tile(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
-    above = load_transposed(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
-    pairs = tl.where(token[:, None] > token[None, :], below, above)
+    pairs = load_tile(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
     to_key += tl.dot(pairs, key, input_precision=PRECISION)
+    to_key += tl.dot(tl.trans(pairs), key, input_precision=PRECISION)
     query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     scores = load_tile(grad_scores + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
     to_key += tl.dot(scores, query, input_precision=PRECISION)
