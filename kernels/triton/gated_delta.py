@@ -330,14 +330,14 @@ def _backward(
         *(grads[5] if state is not None else None, *ends),
         **{**constants, "BV": block},
         num_warps=4 if block < MIN_BLOCK else 8,
-        num_stages=3 if sizes.fits_several_chunks else 1,
+        num_stages=(4 if block < MIN_BLOCK else 3) if sizes.fits_several_chunks else 1,
     )
     kernels.compute_system_gradients[(sizes.chunk_heads,)](
         *(k, v, beta, written, grad_written, decays, ids, grads[2], grad_pairs, grad_factors, grad_decays),
         *ends,
         **constants,
         num_warps=4,
-        num_stages=2,
+        num_stages=3 if sizes.itemsize == 2 else 2,
         **sizes.limit_registers(168),
     )
     kernels.compute_query_gradients[(sizes.chunk_heads // sizes.groups * sizes.key_parts,)](
