@@ -7,9 +7,9 @@ decays from the incoming state. Then the results are e Q S + (Q K^T D) N, and th
 plus (f K)^T N, where f has the decays to the chunk's end.
 
 Products of accumulated tiles in 16 bits take these as they are: Triton 3.6 multiplies their transposes wrongly on
-Hopper. A transposed product is computed from transposed loads, or stored and loaded again. A tile loaded in a loop is
-an operand of products, or read by other operations, and never both: Triton 3.6 then loads the next one over it while
-products still read it.
+Hopper. A transposed product is computed from transposed loads, or stored and loaded again. In a loop with several
+stages, a loaded tile is an operand of products or read by other operations, and never both: Triton 3.6 then loads the
+next tile over it while products still read it. `compute_key_gradients` has such tiles, and one stage.
 
 Heads follow each other in memory. Neighbouring programs have neighbouring heads, so that they read long pieces.
 """
@@ -148,29 +148,6 @@ def solve_chunks(
         values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside)
         solution = tl.dot(weighted, values, input_precision=PRECISION)
         store_tile(written + head * V, first, HEADS * V, token, column, V, inside, solution)
-
-
-# fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
-def multiply_keys(
-    k, beta, inverse, decays, ids, before, keys, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):
-    # fmt: on
-    """Store the inverse systems' products with keys, as `solve_chunks` does."""
-    _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
-    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
-    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
-    by_head = (first + token) * HEADS + head
-    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
-    sums = tl.load(decays + by_head, mask=inside, other=0.0)
-    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    solved = load_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside).to(tl.float32)
-    from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
-    product = tl.dot(weighted, key, input_precision=PRECISION)
-    store_tile(keys + head * K, first, HEADS * K, token, channel, K, inside, product)
 
 
 # fmt: off
@@ -326,12 +303,15 @@ def compute_score_gradients(
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def carry_gradients_back(
-    grad, grad_last, q, k, keys, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
+    grad, grad_last, q, k, beta, inverse, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Pass the state's gradient back through a row's chunks, and complete the written values' gradients."""
+    """
+    Pass the state's gradient back through a row's chunks. The gradients of the systems' right sides, divided by beta,
+    replace the written values'.
+    """
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -345,6 +325,7 @@ def carry_gradients_back(
         first = row.to(tl.int64) * length + chunk * CHUNK
         inside = chunk * CHUNK + token < length
         own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+        factors = tl.load(beta + (first + token) * HEADS + head, mask=inside, other=0.0).to(tl.float32)
         sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
         total = tl.load(decays + (first + end) * HEADS + head)
         to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
@@ -352,13 +333,15 @@ def carry_gradients_back(
         key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
         values = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         values += to_end[:, None] * tl.dot(key, narrow, input_precision=PRECISION)
-        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, values)
+        solved = load_transposed(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
+        wanted = tl.dot(solved, values.to(solved.dtype), input_precision=PRECISION)
+        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, wanted)
         query = load_transposed(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-        seen = load_transposed(keys + head * K, first, HEADS * K, token, channel, K, inside)
         grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
         carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), input_precision=PRECISION)
-        carried -= tl.dot(seen, values.to(seen.dtype), input_precision=PRECISION)
+        weighted = (factors * from_state)[:, None] * wanted
+        carried -= tl.dot(tl.trans(key), weighted.to(key.dtype), input_precision=PRECISION)
     if grad_state is not None:
         first_at, is_state = tile_of_state(grad_state, row * HEADS + head, channel, column, K, V)
         tl.store(first_at, carried, mask=is_state)
@@ -368,31 +351,29 @@ def carry_gradients_back(
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_system_gradients(
-    k, v, beta, inverse, written, grad_written, decays, ids, grad_v, grad_pairs, grad_factors, grad_decays, length,
-    chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    k, v, beta, written, grad_written, decays, ids, grad_v, grad_pairs, grad_factors, grad_decays, length, chunks,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """
     Store gradients through the solved systems, for values and for key pairs' products. Start beta's gradients, and add
-    to the decay sums'. The right sides' gradients replace the written values'.
+    to the decay sums'.
     """
     _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
-    solved = load_transposed(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
     by_pair = tl.zeros((CHUNK, CHUNK), tl.float32)
     to_factors = tl.zeros((CHUNK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
+        real = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         grads = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
-        wanted = tl.dot(solved, grads, input_precision=PRECISION)
+        wanted = tl.where(inside[:, None], grads.to(tl.float32), 0.0)  # in registers, also for the product
         store_tile(grad_v + head * V, first, HEADS * V, token, column, V, inside, factors[:, None] * wanted)
-        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, wanted)
-        values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        to_factors += tl.sum(wanted * values, 1)
+        to_factors += tl.sum(wanted * real, 1)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
         by_pair -= tl.dot(wanted.to(values.dtype), tl.trans(values), input_precision=PRECISION)
     sums = tl.load(decays + by_head, mask=inside, other=0.0)
@@ -471,7 +452,7 @@ def compute_key_gradients(
     token, channel = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     through_state, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
-    products = tl.zeros((BV, BV), tl.float32)
+    along_state = tl.zeros((BK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
         at, is_state = tile_of_state(states, number * HEADS + head, channel, column, K, V)
@@ -482,10 +463,7 @@ def compute_key_gradients(
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
         through_state += tl.dot(wanted, tl.trans(state), input_precision=PRECISION)
         to_key += tl.dot(values, tl.trans(grad_state), input_precision=PRECISION)
-        products += tl.dot(tl.trans(state), grad_state, input_precision=PRECISION)
-    # The sum of products of the state and its gradient is a trace.
-    is_trace = tl.arange(0, BV)[:, None] == tl.arange(0, BV)[None, :]
-    along_state = tl.sum(tl.sum(tl.where(is_trace, products, 0.0), 1), 0)
+        along_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
     sums = tl.load(decays + by_head, mask=inside, other=0.0)
     total = tl.load(decays + (first + end) * HEADS + head)
@@ -495,17 +473,16 @@ def compute_key_gradients(
     to_key *= to_end[:, None]
     from_end = tl.sum(to_key * key.to(tl.float32), 1)
     along = -from_state * tl.sum(through_state * key.to(tl.float32), 1)
-    at_end = tl.sum(from_end, 0) + tl.where(last == incoming, tl.exp(total), 0.0) * along_state
+    at_end = tl.sum(from_end, 0) + tl.where(last == incoming, tl.exp(total), 0.0) * tl.sum(along_state, 0)
     grad_sums = factors * along - from_end + tl.where(token == end, at_end, 0.0)
     by_part = ((first + token) * PARTS + part) * HEADS + head
     grad_sums += tl.load(part_decays + by_part, mask=inside, other=0.0)
     tl.store(part_decays + by_part, grad_sums, mask=inside)
     tl.store(part_factors + by_part, along, mask=inside)
     to_key -= (factors * from_state)[:, None] * through_state
-    below = load_tile(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
-    above = load_transposed(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
-    pairs = tl.where(token[:, None] > token[None, :], below, above)
+    pairs = load_tile(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
     to_key += tl.dot(pairs, key, input_precision=PRECISION)
+    to_key += tl.dot(tl.trans(pairs), key, input_precision=PRECISION)
     query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     scores = load_tile(grad_scores + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
     to_key += tl.dot(scores, query, input_precision=PRECISION)

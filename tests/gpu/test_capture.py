@@ -64,16 +64,24 @@ EXPERTS = (
 )
 
 
+HYBRID = (
+    *("model.use=model.qwen3_5", "model.num_hidden_layers=4", "model.partial_rotary_factor=0.5"),
+    *("model.linear_key_head_dim=32", "model.linear_value_head_dim=32", "model.linear_num_key_heads=2"),
+    "model.linear_num_value_heads=4",
+)
+
+
 @pytest.mark.parametrize(
     "words",
     [
         (),
         EXPERTS,
+        HYBRID,
         ("stages.recompute=selective",),
         ("schedule.use=pipeline.schedules.zero_bubble_1p",),
         ("stages.compile=true",),
     ],
-    ids=["dense", "experts", "recompute", "split", "compiled"],
+    ids=["dense", "experts", "hybrid", "recompute", "split", "compiled"],
 )
 def test_run_with_cuda_graphs_has_the_same_losses(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Eight steps in mixed precision have the same losses and norms to bfloat16's rounding."""

@@ -13,7 +13,12 @@ from drawloom.components.model.dots1 import DOTS1, Dots1
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import UserError
 from support.adapted import OneStage
-from support.families import assert_equal_to_transformers, assert_files_go_both_ways, small
+from support.families import (
+    assert_equal_to_transformers,
+    assert_files_go_both_ways,
+    assert_generated_as_whole_texts,
+    small,
+)
 from support.qwen3 import SPARSE_SIZES, whole
 
 SIZES = SPARSE_SIZES | {"num_experts": 8}
@@ -37,6 +42,12 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
     """Logits, losses and gradients equal transformers', with a nonzero bias."""
     assert_equal_to_transformers(small(Dots1, **SIZES | KINDS[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_gives_the_logits_of_the_whole_text(kind: str) -> None:
+    """A text computed token by token with a cache has the logits of the whole text."""
+    assert_generated_as_whole_texts(small(Dots1, **SIZES | KINDS[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

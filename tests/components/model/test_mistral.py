@@ -8,7 +8,12 @@ import pytest
 
 from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.mistral import MISTRAL, Mistral
-from support.families import assert_equal_to_transformers, assert_files_go_both_ways, small
+from support.families import (
+    assert_equal_to_transformers,
+    assert_files_go_both_ways,
+    assert_generated_as_whole_texts,
+    small,
+)
 
 KINDS: dict[str, dict[str, Any]] = {"a window of 4 tokens": {"sliding_window": 4}, "no window": {}}
 
@@ -17,6 +22,12 @@ KINDS: dict[str, dict[str, Any]] = {"a window of 4 tokens": {"sliding_window": 4
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
     """Logits, losses and gradients equal transformers'."""
     assert_equal_to_transformers(small(Mistral, **KINDS[kind]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_gives_the_logits_of_the_whole_text(kind: str) -> None:
+    """A text computed token by token with a cache has the logits of the whole text."""
+    assert_generated_as_whole_texts(small(Mistral, **KINDS[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,6 +14,7 @@ from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import find_mismatches
+from support.families import assert_generated_as_whole_texts
 from support.kernels import DEVICE
 from support.qwen3 import (
     SIZES,
@@ -99,6 +100,11 @@ def test_logits_equal(model: Qwen3Dense) -> None:
     actual = logits_of(module, tokens, one_document(3, 19))
     assert actual.abs().max() > 0.1
     torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+def test_a_cache_gives_the_logits_of_the_whole_text(model: Qwen3Dense) -> None:
+    """A text computed token by token with a cache has the logits of the whole text."""
+    assert_generated_as_whole_texts(model)
 
 
 def test_losses_and_every_gradient_equal_transformers(model: Qwen3Dense) -> None:
