@@ -67,7 +67,7 @@ def in_one(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
 def split_of(stage: nn.Module, inputs: list[Any]) -> tuple[SplitBackward, tuple[Any, ...]]:
     """Return a forward pass whose backward pass can be split, and its outputs."""
     split = SplitBackward()
-    with split.forward():
+    with split.forward_context():
         return split, run_forward(stage, inputs)
 
 

@@ -210,7 +210,7 @@ def test_shared_nodes_do_not_change_gradients(name: str, ops: Ops) -> None:
             splits = []
             for _ in range(3):
                 split = SplitBackward(shared)
-                with split.forward():
+                with split.forward_context():
                     outputs = stage(*inputs)
                 split.backward_input(outputs, grads_for(outputs), inputs)
                 splits.append(split)
