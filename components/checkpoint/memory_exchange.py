@@ -247,7 +247,7 @@ def assemble_from_memory(
         (number, name, part)
         for number in order
         if number not in reader.tensors
-        for name, part in reader.list_needed(number, reader.pick_trees_and_find_uses(number, pick)[1])
+        for name, part in reader.list_needed_tensors_with_rows(number, reader.pick_trees_and_find_uses(number, pick)[1])
     ]
     requests = [reader.request(number, name, part, sources[keys[number]]) for number, name, part in wanted]
     gathered = group.gather_json([request.to_json() for request in requests])
@@ -285,7 +285,7 @@ class MemoryReader(PieceReader):
             return {name: (self.tensors[rank][name], None) for name in uses}
         return {name: self.received[rank][name] for name in uses}
 
-    def list_needed(self, number: int, uses: Uses) -> list[tuple[str, TensorSlice | None]]:
+    def list_needed_tensors_with_rows(self, number: int, uses: Uses) -> list[tuple[str, TensorSlice | None]]:
         """Return a part's used tensors with their necessary rows."""
         return [(name, rows_to_read(tuple(self.specs[number][name][1]), pairs)) for name, pairs in uses.items()]
 

@@ -175,6 +175,7 @@ from drawloom.components.ports.pipeline import (
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,
     Loss as Loss,
+    LossSums as LossSums,
     OuterLayersSchedule as OuterLayersSchedule,
     PartialSchedule as PartialSchedule,
     PartitioningSchedule as PartitioningSchedule,

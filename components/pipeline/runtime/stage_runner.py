@@ -14,7 +14,7 @@ from drawloom.components.pipeline.runtime.offloads import OffloadedTensors, Offl
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.model import BatchContext, Finish
-from drawloom.components.ports.pipeline import LOSSES, Loss
+from drawloom.components.ports.pipeline import LOSSES, Loss, LossSums
 from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.state.batch import Batch
@@ -97,7 +97,7 @@ class StageRunner:
         self.state.microbatch(microbatch)[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(sums)}
         return loss
 
-    def _compute_loss(self, batch: Batch, hidden: Any, head: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _compute_loss(self, batch: Batch, hidden: Any, head: Any) -> LossSums:
         """Return the loss component's result; TypeError if it is not a tuple of loss sum, weight and further sums."""
         result = self.objective.loss(hidden, head, batch)
         if not isinstance(result, tuple) or len(result) != 3:
