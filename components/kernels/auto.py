@@ -20,7 +20,7 @@ from drawloom.components.kernels.recurrence import PieceMask, WholeMask
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.experts import PeerExchange
+from drawloom.components.ports.experts import PeerExchange, Routes
 from drawloom.components.ports.model import RowPart, VocabularyPart
 from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
@@ -40,7 +40,6 @@ from drawloom.kernels.weight_formats import WeightFormat
 
 NOT_ON_GPU = "batch_invariant has been shown on CPUs only"
 Choice = Literal["auto", "eager", "triton"]
-Routes = tuple[Tensor, Tensor, Tensor]
 
 
 class Cached(NamedTuple):

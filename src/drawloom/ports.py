@@ -82,6 +82,7 @@ from drawloom.components.ports.experts import (
     ObserveRouting as ObserveRouting,
     PeerExchange as PeerExchange,
     Peers as Peers,
+    Routes as Routes,
     find_routers as find_routers,
     supports_expert_parallel as supports_expert_parallel,
 )
