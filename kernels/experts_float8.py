@@ -82,7 +82,7 @@ class KeptExperts(KeptWeights):
     def allocate(self) -> Float8Rows:
         return allocate_rounded_experts(self.weights[0])
 
-    def fill(self, kernels: Any) -> None:
+    def round_into_memory(self, kernels: Any) -> None:
         kernels.round_experts_into(self.weights[0], self.rows)
 
 

@@ -179,7 +179,7 @@ class KeptWeights:
         """Allocate memory for the rounded weights."""
         return allocate_rounded_weights(self.weights)
 
-    def fill(self, kernels: Any) -> None:
+    def round_into_memory(self, kernels: Any) -> None:
         """Round the weights into their memory."""
         kernels.round_weights_into(self.weights, self.rows)
 
@@ -197,7 +197,7 @@ class KeptWeights:
         """Round the weights after an update; before their first use, do nothing."""
         if self._kernels is not None:
             with torch.no_grad():
-                self.fill(self._kernels)
+                self.round_into_memory(self._kernels)
             self._versions = [weight._version for weight in self.weights]
 
 

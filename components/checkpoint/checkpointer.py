@@ -194,7 +194,7 @@ class Checkpointer:
         if self._memory is None:
             return
         if not step.goes_back:
-            state = self._memory.reference_states(PartKey.here(step.index, self.mesh), self.states)
+            state = self._memory.reference_states(PartKey.of_this_rank(step.index, self.mesh), self.states)
             if self._shift and not step.is_last and is_due(self.neighbour_every, step):
                 self._memory.add_neighbour(self._exchange_copies_with_neighbours(state))
         assert isinstance(self.processes, SurvivingProcesses)
@@ -289,7 +289,7 @@ class Checkpointer:
         assert self._memory is not None
         parts = self._memory.parts()
         own_keys = {key for key, part in parts.items() if isinstance(part, HeldState)}
-        own_key = PartKey.here(0, self.mesh)
+        own_key = PartKey.of_this_rank(0, self.mesh)
         gathered = self._world.gather_json([own_key.to_json(), [[key.to_json(), key in own_keys] for key in parts]])
         offers = [{PartKey.from_json(key): is_held for key, is_held in offered} for _, offered in gathered]
         sources = find_newest_complete([[*offered] for offered in offers])

@@ -49,7 +49,7 @@ class PartKey:
     indices: tuple[int, ...]
 
     @classmethod
-    def here(cls, step: int, mesh: Mesh) -> "PartKey":
+    def of_this_rank(cls, step: int, mesh: Mesh) -> "PartKey":
         """Return this rank's key."""
         sizes, indices = mesh.sizes.without_expert_dimensions(), mesh.indices.without_expert_dimensions()
         return cls(step, tuple(sizes[name] for name in REPLICA), tuple(indices[name] for name in REPLICA))
@@ -152,7 +152,7 @@ def exchange_tensors(
 
     `requests` are all ranks', by rank, and `tensors` are this rank's by name. All ranks in the group call this.
     """
-    received = _allocate(requests[group.rank])
+    received = _allocate_requested(requests[group.rank])
     by_pair = {
         (receiver, source): _divide_into_rounds(
             [index for index, request in enumerate(wanted) if request.source == source], wanted
@@ -164,11 +164,11 @@ def exchange_tensors(
         outgoing: list[Tensor] = []
         sent = [0] * group.size
         for receiver in range(group.size):
-            for index in _get(by_pair[receiver, group.rank], number):
-                data = _view_as_bytes(_cut(tensors, requests[receiver][index]))
+            for index in _get_round_or_empty(by_pair[receiver, group.rank], number):
+                data = _view_as_bytes(_select_requested_rows(tensors, requests[receiver][index]))
                 outgoing.append(data)
                 sent[receiver] += data.numel()
-        incoming = [_get(by_pair[group.rank, source], number) for source in range(group.size)]
+        incoming = [_get_round_or_empty(by_pair[group.rank, source], number) for source in range(group.size)]
         sizes = [sum(requests[group.rank][index].bytes for index in indices) for indices in incoming]
         data = group.all_to_all(torch.cat([torch.empty(0, dtype=torch.uint8), *outgoing]), sent, sizes)
         order = [index for indices in incoming for index in indices]
@@ -184,7 +184,7 @@ def exchange_copies_with_neighbours(group: Group, shift: int, state: HeldState) 
     All ranks in the group call this.
     """
     packed = state.pack()
-    own = [state.key.to_json(), packed.tree, _describe(packed), compute_digest(packed.tensors.values())]
+    own = [state.key.to_json(), packed.tree, _list_specs_as_json(packed), compute_digest(packed.tensors.values())]
     parts = group.gather_json(own)
     sources = [(rank - shift) % group.size for rank in range(group.size)]
     requests = [
@@ -225,7 +225,7 @@ def assemble_from_memory(
     """
     keys = sorted(sources)
     described = {
-        str(number): [own[key].tree, _describe(own[key])]
+        str(number): [own[key].tree, _list_specs_as_json(own[key])]
         for number, key in enumerate(keys)
         if sources[key] == group.rank
     }
@@ -247,7 +247,7 @@ def assemble_from_memory(
         (number, name, part)
         for number in order
         if number not in reader.tensors
-        for name, part in reader.list_needed(number, reader.pick_trees_and_find_uses(number, pick)[1])
+        for name, part in reader.list_needed_tensors_with_rows(number, reader.pick_trees_and_find_uses(number, pick)[1])
     ]
     requests = [reader.request(number, name, part, sources[keys[number]]) for number, name, part in wanted]
     gathered = group.gather_json([request.to_json() for request in requests])
@@ -285,7 +285,7 @@ class MemoryReader(PieceReader):
             return {name: (self.tensors[rank][name], None) for name in uses}
         return {name: self.received[rank][name] for name in uses}
 
-    def list_needed(self, number: int, uses: Uses) -> list[tuple[str, TensorSlice | None]]:
+    def list_needed_tensors_with_rows(self, number: int, uses: Uses) -> list[tuple[str, TensorSlice | None]]:
         """Return a part's used tensors with their necessary rows."""
         return [(name, rows_to_read(tuple(self.specs[number][name][1]), pairs)) for name, pairs in uses.items()]
 
@@ -323,7 +323,7 @@ def _remove_duplicates(trees: Mapping[int, Tree], slices: Mapping[str, Slices | 
     return kept
 
 
-def _describe(packed: Packed) -> list[list[Any]]:
+def _list_specs_as_json(packed: Packed) -> list[list[Any]]:
     """Return packed tensors' names, dtypes and shapes as JSON."""
     return [
         [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in packed.tensors.items()
@@ -334,7 +334,7 @@ def _parse_specs(specs: Sequence[Sequence[Any]]) -> list[tuple[str, str, tuple[i
     return [(name, dtype, tuple(shape)) for name, dtype, shape in specs]
 
 
-def _allocate(requests: Sequence[TensorRequest]) -> list[Tensor]:
+def _allocate_requested(requests: Sequence[TensorRequest]) -> list[Tensor]:
     """Return memory for requested tensors, as views into one buffer."""
     starts = [0]
     for request in requests:
@@ -359,11 +359,11 @@ def _divide_into_rounds(indices: Sequence[int], requests: Sequence[TensorRequest
     return rounds
 
 
-def _get(rounds: Sequence[Sequence[int]], number: int) -> Sequence[int]:
+def _get_round_or_empty(rounds: Sequence[Sequence[int]], number: int) -> Sequence[int]:
     return rounds[number] if number < len(rounds) else []
 
 
-def _cut(tensors: Mapping[str, Tensor], request: TensorRequest) -> Tensor:
+def _select_requested_rows(tensors: Mapping[str, Tensor], request: TensorRequest) -> Tensor:
     """Return the requested rows."""
     tensor = tensors[request.name]
     return tensor if tensor.shape == request.shape else tensor[request.first : request.first + request.shape[0]]

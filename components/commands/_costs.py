@@ -24,11 +24,11 @@ FREE = {
     "offload": "offload",
 }  # operations that may cost nothing
 
-Given = dict[str, float] | Literal["plan"] | Path
+ParsedCosts = dict[str, float] | Literal["plan"] | Path
 """Costs by setting, or the source of the costs: a plan, or a run folder with traces."""
 
 
-def parse_costs(text: str) -> Given:
+def parse_costs(text: str) -> ParsedCosts:
     """Parse costs: `plan`, a run folder's path, or values such as F=1,I=1. Raises ArgumentTypeError for argparse."""
     if text == "plan":
         return "plan"

@@ -25,7 +25,9 @@ class ProcessPool:
     received: int = 0
     _running: dict[int, "subprocess.Popen[bytes]"] = attrs.field(factory=dict)
 
-    def run(self, commands: Iterable[Sequence[str]], on_start: Callable[[int], None]) -> Iterator[tuple[int, int]]:
+    def run_and_yield_exit_codes(
+        self, commands: Iterable[Sequence[str]], on_start: Callable[[int], None]
+    ) -> Iterator[tuple[int, int]]:
         """
         Run all commands, and yield index and exit code when one ends. `on_start(index)` is called before a start.
 

@@ -47,7 +47,7 @@ def parse_run_location(text: str) -> Path | str:
 
 
 @contextmanager
-def fetch_run_if_remote(options: argparse.Namespace) -> Iterator[None]:
+def replace_remote_run_by_local_copy(options: argparse.Namespace) -> Iterator[None]:
     """
     Set `options.run_folder` to a local folder: a mirror's URL is replaced by a temporary folder.
 
@@ -77,7 +77,7 @@ def open_trained_run(
     Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; for the port
     `every`, open all nodes. The run folder is only read, and the run may continue meanwhile.
     """
-    with fetch_run_if_remote(options):
+    with replace_remote_run_by_local_copy(options):
         step, recipe, names, weights = _load_checkpoint_and_recipe(project, options, (Stages, *ports), change)
         others = [] if every is None else recipe.graph.implementers(every)
         # A teacher or reference model is needed for a loss alone.

@@ -136,7 +136,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     for number in sorted({*range(len(points))} - {*queue.unfinished}):
         print_text(f"run {number + 1} of {queue.count}: {points[number].run} is finished")
     with pool_with_signal_forwarding(options.jobs) as pool:
-        for index, code in pool.run(queue.iterate_commands(), queue.report_start):
+        for index, code in pool.run_and_yield_exit_codes(queue.iterate_commands(), queue.report_start):
             queue.record_exit_code(index, code)
     if queue.error is not None:
         raise queue.error

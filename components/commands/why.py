@@ -176,21 +176,21 @@ class Pair:
         ]
 
     @cached_property
-    def metrics_by_step(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    def metrics_by_step_of_both_runs(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         """Recorded metrics of both runs by step."""
         return read_comparable_metrics(self.one), read_comparable_metrics(self.other)
 
     @cached_property
     def first_differing_step(self) -> int | None:
         """The first common step with a different metric."""
-        one, other = self.metrics_by_step
+        one, other = self.metrics_by_step_of_both_runs
         return next(
             (step for step in sorted(one.keys() & other.keys()) if find_differing_metrics(one[step], other[step])), None
         )
 
     def describe_equal_steps(self) -> str:
         """Return a sentence about the steps without a difference."""
-        common = self.metrics_by_step[0].keys() & self.metrics_by_step[1].keys()
+        common = self.metrics_by_step_of_both_runs[0].keys() & self.metrics_by_step_of_both_runs[1].keys()
         if not common:
             return "the runs have no common step"
         return f"all recorded metrics are equal in the {len(common)} common steps, up to step {max(common)}"
@@ -199,7 +199,7 @@ class Pair:
         self, difference: TraceDifference | None, source: str, causes: Sequence[str] = (), notes: Sequence[str] = ()
     ) -> WhyResult:
         """Return the result for a difference, or for the metrics alone."""
-        one, other = self.metrics_by_step
+        one, other = self.metrics_by_step_of_both_runs
         names = (
             find_differing_metrics(one[self.first_differing_step], other[self.first_differing_step])
             if self.first_differing_step is not None

@@ -14,6 +14,7 @@ from drawloom.components.ports.pipeline import (
     Executor,
     ForwardPasses,
     Loss,
+    LossSums,
     PartitioningSchedule,
     Predictor,
     Referenced,
@@ -162,9 +163,7 @@ def _initialize_in_float64(loss: Loss) -> Loss:
     return loss
 
 
-def _compute_loss(
-    loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _compute_loss(loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch) -> LossSums:
     """Compute a loss; a loss with a reference model gets log probabilities of other hidden states."""
     if isinstance(loss, Referenced):
         with torch.no_grad():
@@ -172,7 +171,7 @@ def _compute_loss(
     return loss.loss(hidden, head, batch)
 
 
-def _name_all_sums(result: tuple[Tensor, Tensor, dict[str, Tensor]]) -> dict[str, Tensor]:
+def _name_all_sums(result: LossSums) -> dict[str, Tensor]:
     total, weight, sums = result
     return {"the loss": total.detach(), "the weight": weight, **sums}
 

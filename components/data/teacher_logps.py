@@ -53,7 +53,7 @@ class TeacherLogps:
                 f"{text}; use the same documents, tokenizer, packing, length and seed as `drawloom teacher-logps`"
             )
 
-    def predictions(self, split: Split, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def read_top_ids_and_logps(self, split: Split, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         if split not in self._files:
             shape = -1, self.manifest()["length"], self.manifest()["top_k"]
             ids = np.memmap(self.path / f"{split}.ids", np.int32, "r").reshape(shape)

@@ -52,7 +52,7 @@ class Worker:
     number: int
     child: ChildProcess
 
-    def request(self, rows: Sequence[int]) -> None:
+    def request_batch(self, rows: Sequence[int]) -> None:
         """Request a batch without blocking: the worker reads requests in a thread."""
         try:
             self.child.pipe.send(list(rows))
@@ -123,7 +123,7 @@ class Workers:
         """Request a batch from the next worker. Raises UserError if the worker has ended."""
         worker = next(self._turns)
         try:
-            worker.request(rows)
+            worker.request_batch(rows)
         except WorkerLostError as error:
             raise UserError(f"workers: {error} {self._describe_rows(rows)}; {error.hint}") from error
         self._requested.append((worker, rows))

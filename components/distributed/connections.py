@@ -62,7 +62,7 @@ class Connections:
 
         class Breakable(type):
             def __call__(cls, *arguments: Any, **options: Any) -> Any:
-                return self.call(lambda: original(*arguments, **options))
+                return self.connect_in_thread(lambda: original(*arguments, **options))
 
             def __instancecheck__(cls, instance: Any) -> bool:
                 return isinstance(instance, original)
@@ -73,7 +73,7 @@ class Connections:
         finally:
             module.ProcessGroupGloo = original
 
-    def call(self, connect: Callable[[], Any]) -> Any:
+    def connect_in_thread(self, connect: Callable[[], Any]) -> Any:
         """
         Return the result of a function that connects ranks; it runs in another thread.
 

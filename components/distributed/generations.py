@@ -34,13 +34,13 @@ class RunProcess:
     pid: int
 
     @classmethod
-    def here(cls) -> "RunProcess":
+    def of_this_process(cls) -> "RunProcess":
         """Return this process."""
         return cls(get_machine_id() if hasattr(os, "pidfd_open") else "", os.getpid())
 
     def has_ended(self) -> bool:
         """Return whether the process has ended; False if it is on another machine."""
-        return self.machine == RunProcess.here().machine and not Path(f"/proc/{self.pid}").exists()
+        return self.machine == RunProcess.of_this_process().machine and not Path(f"/proc/{self.pid}").exists()
 
 
 @attrs.frozen

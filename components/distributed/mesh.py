@@ -14,7 +14,7 @@ from drawloom.components.distributed.mesh_layout import (
     SHARDS,
     Layout,
     MeshView,
-    describe_expert_fault,
+    describe_expert_fault_and_remedy,
     resolve_layout,
 )
 from drawloom.components.distributed.p2p_links import Edge, connect_p2p_links
@@ -70,7 +70,7 @@ class RankMesh(MeshView):
         if (ranks := prod(sizes.values())) > MAX_RANKS:
             widest = max(sizes, key=lambda name: sizes[name])
             yield node.problem(widest, f"the mesh has {ranks} ranks, which is more than {MAX_RANKS}", "write less")
-        elif fault := describe_expert_fault(node.settings, node.settings["expert"]):
+        elif fault := describe_expert_fault_and_remedy(node.settings, node.settings["expert"]):
             text, hint = fault
             yield node.problem("expert", text, hint)
 

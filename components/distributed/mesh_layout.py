@@ -176,12 +176,12 @@ def resolve_layout(
             exit_code=2,
         )
     layout = Layout({name: size if isinstance(size, int) else world_size // product for name, size in sizes.items()})
-    if fault := describe_expert_fault(layout.sizes, expert):
+    if fault := describe_expert_fault_and_remedy(layout.sizes, expert):
         raise UserError("; ".join(fault), exit_code=2)
     return attrs.evolve(layout, expert=expert)
 
 
-def describe_expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
+def describe_expert_fault_and_remedy(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
     """Return the reason why `expert` does not fit a mesh with these sizes, and the remedy; None if it fits."""
     if sizes["data_replicate"] == "auto":  # some number of replicas fits
         return None

@@ -105,15 +105,15 @@ class DtypePolicy:
     def __attrs_post_init__(self) -> None:
         """Raise ValueError for combinations that `check` rejects in a recipe."""
         conflicts = [
-            *find_dtype_conflicts(self._parameter, self._compute, self._gradient, self.uncast),
-            *find_format_conflicts(
+            *find_dtype_conflicts_and_remedies(self._parameter, self._compute, self._gradient, self.uncast),
+            *find_format_conflicts_and_remedies(
                 self._compute or self._parameter,
                 self.linear,
                 self.linear_in_compute,
                 self.linear_weights,
                 self.gather,
             ),
-            *find_frozen_conflicts(self._compute or self._parameter, self.frozen, self.frozen_in_compute),
+            *find_frozen_conflicts_and_remedies(self._compute or self._parameter, self.frozen, self.frozen_in_compute),
         ]
         for _, text, hint in conflicts:
             raise ValueError(f"{text}; {hint}")
@@ -122,16 +122,16 @@ class DtypePolicy:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield problems from conflicting dtypes."""
         values = node.settings
-        for key, text, hint in find_dtype_conflicts(
+        for key, text, hint in find_dtype_conflicts_and_remedies(
             values["parameter"], values["compute"], values["gradient"], values["uncast"]
         ):
             yield node.problem(key, text, hint)
         used = values["compute"] or values["parameter"]
         conflicts = [
-            *find_format_conflicts(
+            *find_format_conflicts_and_remedies(
                 used, values["linear"], values["linear_in_compute"], values["linear_weights"], values["gather"]
             ),
-            *find_frozen_conflicts(used, values["frozen"], values["frozen_in_compute"]),
+            *find_frozen_conflicts_and_remedies(used, values["frozen"], values["frozen_in_compute"]),
         ]
         for key, text, hint in conflicts:
             yield node.problem(key, text, hint)
@@ -153,7 +153,7 @@ class DtypePolicy:
         return DTYPES[self._reduce]
 
 
-def find_dtype_conflicts(
+def find_dtype_conflicts_and_remedies(
     parameter: str, compute: str | None, gradient: str | None, uncast: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield these settings' conflicts: the key, the fault, and the remedy."""
@@ -169,7 +169,7 @@ def find_dtype_conflicts(
         yield "uncast", text, "remove uncast"
 
 
-def find_format_conflicts(
+def find_format_conflicts_and_remedies(
     compute: str,
     linear: LinearFormat,
     linear_in_compute: tuple[str, ...],
@@ -191,7 +191,7 @@ def find_format_conflicts(
         yield "gather", text, "write linear = 'float8', or remove gather"
 
 
-def find_frozen_conflicts(
+def find_frozen_conflicts_and_remedies(
     compute: str, frozen: FrozenFormat, frozen_in_compute: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield conflicts between the frozen weights' format and other settings: the key, the fault, and the remedy."""

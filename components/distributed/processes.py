@@ -318,7 +318,7 @@ class TorchProcesses:
         monitor = RankMonitor(self.rank, self.world_size, error_file=launch.error_file)
         if self._joined:
             world = TorchGroup("world", range(self.world_size), dist.group.WORLD, self._tensor_device, monitor)
-            own = RunProcess.here()
+            own = RunProcess.of_this_process()
             processes = world.gather_json([secrets.token_hex(8), own.machine, own.pid])
             # a store may outlive a launch, and a process may open several runs
             members = [RunProcess(machine, pid) for _, machine, pid in processes]
@@ -335,7 +335,7 @@ class TorchProcesses:
 
     def _start_generation_monitor(self, generation: Generation, connections: Connections) -> Membership:
         """Start a monitor for a generation with this process."""
-        launch, own = self._launch, RunProcess.here()
+        launch, own = self._launch, RunProcess.of_this_process()
         rank = generation.members.index(own)
         peers = {
             number: member.pid
@@ -398,7 +398,7 @@ class TorchProcesses:
         import torch._dynamo  # noqa: F401
 
         spares = Spares(PrefixStore(generation.run, store))
-        number = spares.register(RunProcess.here())
+        number = spares.register(RunProcess.of_this_process())
         log.info("this process waits as spare %d", number)
         outcome = spares.await_admission(number, _LifeSigns(store, self.heartbeat_timeout + RECOVERY_MARGIN))
         if outcome is None:
@@ -450,7 +450,7 @@ class TorchProcesses:
             text = self._describe_generation_change(following)
             if log.hasHandlers():  # not while the graph opens, when Python would print the message a second time
                 log.warning("%s", text, extra={PRINTED: True})
-            if RunProcess.here() not in following.members:
+            if RunProcess.of_this_process() not in following.members:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
             membership = self._start_generation_monitor(following, Connections(self._launch.port))
@@ -572,7 +572,7 @@ class TorchProcesses:
         """
         store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
         if self.device.backend == "gloo":
-            return self._connections.call(lambda: dist.ProcessGroupGloo(store, rank, 2, timeout))
+            return self._connections.connect_in_thread(lambda: dist.ProcessGroupGloo(store, rank, 2, timeout))
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.global_ranks_in_group = list(ranks)

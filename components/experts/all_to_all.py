@@ -18,10 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.planned_exchange import dispatch_without_exchange
 from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.experts import Dispatched, ExpertKernels
+from drawloom.components.ports.experts import Dispatched, ExpertKernels, Routes
 from drawloom.graph import component
-
-Routes = tuple[Tensor, Tensor, Tensor]
 
 
 @component(impact="safe")

@@ -22,10 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.planned_exchange import dispatch_without_exchange
 from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
-from drawloom.components.ports.experts import Dispatched, ExpertKernels, Peers
+from drawloom.components.ports.experts import Dispatched, ExpertKernels, Peers, Routes
 from drawloom.graph import UserError, at_least, between, component, setting
-
-Routes = tuple[Tensor, Tensor, Tensor]
 
 ALIGNMENT = 256
 """Alignment in bytes of tensors in shared memory, for wide loads."""

@@ -256,12 +256,12 @@ def describe_difference(step: int, verified_step: int, by_stage: Sequence[tuple[
     `verified_step` is the last step whose replay had no difference, 0 without any.
     """
 
-    def order(item: tuple[int, ReplayDifference]) -> tuple[bool, int, int]:
+    def get_sort_key(item: tuple[int, ReplayDifference]) -> tuple[bool, int, int]:
         is_backward = item[1].tensor.startswith(BACKWARD)
         return is_backward, -item[0] if is_backward else item[0], item[1].position
 
-    first = min(map(order, by_stage))
-    earliest = [difference for item in by_stage for difference in item[1:] if order(item) == first]
+    first = min(map(get_sort_key, by_stage))
+    earliest = [difference for item in by_stage for difference in item[1:] if get_sort_key(item) == first]
     decided = [difference for difference in earliest if difference.suspects] or earliest
     suspects = sorted({rank for difference in decided for rank in difference.suspects})
     tensor = decided[0].tensor

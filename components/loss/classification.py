@@ -13,6 +13,7 @@ from drawloom.components.loss.reward import make_score_head, mark_last_tokens, r
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Head, LanguageModel
+from drawloom.components.ports.pipeline import LossSums
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -56,7 +57,7 @@ class Classifier(DecoderInputs):
         logits: Tensor = self.module(hidden)
         return logits
 
-    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """
         Return the sum of losses, the sum of weights, and named sums; hidden is (rows, length, hidden_size).
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import Head
+from drawloom.components.ports.pipeline import LossSums
 from drawloom.graph import component
 
 
@@ -22,7 +23,7 @@ class Dft(DecoderInputs):
     The named sum `cross_entropy` omits the factor.
     """
 
-    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         losses, _ = head.token_losses(hidden, batch.targets)
         plain = losses.detach()  # a factor without a gradient: the probability is exp(-plain)

@@ -19,6 +19,7 @@ from torch import Tensor
 from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import Head
+from drawloom.components.ports.pipeline import LossSums
 from drawloom.graph import Problem, UserError, above, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -82,7 +83,7 @@ class Distill(DecoderInputs):
     def with_reference(self, batch: TokenBatch, values: Tensor) -> TokenBatch:
         return batch.evolve(teacher_states=values)
 
-    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         divergence = (self._divergences(hidden, head, batch) * batch.weights).sum()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.task_weight > 0):

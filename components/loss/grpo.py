@@ -23,6 +23,7 @@ from torch import Tensor
 
 from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.model import Head
+from drawloom.components.ports.pipeline import LossSums
 from drawloom.components.ports.rollouts import PolicyBatch, policy_logps
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -117,7 +118,7 @@ class Grpo(DecoderInputs):
     def with_reference(self, batch: PolicyBatch, values: Tensor) -> PolicyBatch:
         return batch.evolve(reference=values)
 
-    def loss(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> LossSums:
         """Return the loss sum, the weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.logps is None or batch.advantages is None:
             raise UserError("the batches have no sampled completions; put the phases rollout and advantages first", 2)

@@ -15,6 +15,7 @@ from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_targe
 from drawloom.components.loss.pairwise import sum_by_answer
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import Head
+from drawloom.components.ports.pipeline import LossSums
 from drawloom.graph import UserError, above, at_least, component, setting
 
 
@@ -56,7 +57,7 @@ class Kto(DecoderInputs):
     def with_step_sums(self, batch: TokenBatch, sums: Tensor) -> TokenBatch:
         return batch.evolve(measured=sums)
 
-    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """Return the sum of losses, the sum of weights, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.labels is None or batch.measured is None:
             raise UserError('the data have no labels; write use = "data.feedback" in the corpus', 2)

@@ -8,6 +8,7 @@ from torch import Tensor
 from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import Head
+from drawloom.components.ports.pipeline import LossSums
 from drawloom.graph import at_least, between, component, setting
 
 
@@ -41,7 +42,7 @@ class NextToken(DecoderInputs):
         doc="report as `top_k_accuracy` the fraction of targets among the k likeliest tokens; default: off",
     )
 
-    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         losses, lse = head.token_losses(hidden, batch.targets, batch.weights)
         total = losses.sum()

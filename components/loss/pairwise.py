@@ -14,6 +14,7 @@ from torch import Tensor
 from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import Head
+from drawloom.components.ports.pipeline import LossSums
 from drawloom.graph import UserError, above, inheritable, setting
 
 TIE_ROUNDINGS = 2
@@ -77,7 +78,7 @@ class PairwiseLoss(DecoderInputs):
         """Return the log-probabilities of targets with a weight, at least float32 (rows, length), 0 elsewhere."""
         return compute_target_logps(hidden, head, batch)
 
-    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
         documents, is_answer = batch.document_ids, batch.weights > 0
         if self.scores_prompts:

@@ -20,7 +20,7 @@ from drawloom.components.loss.pairwise import sum_by_answer
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Head, LanguageModel
-from drawloom.components.ports.pipeline import SCORE
+from drawloom.components.ports.pipeline import SCORE, LossSums
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper_ops import distribute_like
@@ -123,7 +123,7 @@ class RewardModel(DecoderInputs):
         scores: Tensor = self.module(hidden)
         return scores
 
-    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
         documents = batch.document_ids
         rewards = sum_by_answer(self.score_tokens(hidden)[..., 0] * mark_last_tokens(documents), documents)

@@ -88,7 +88,7 @@ class ReplicatedModule:
             )
         self._reduces, self._unsent = True, dict.fromkeys(self._trained)
 
-    def end_reduction(self) -> None:
+    def stop_reducing_in_backward(self) -> None:
         """Do nothing: remaining gradients are sent at the end of the step."""
 
     def list_reduced_parts(self) -> list[ReducedPart]:

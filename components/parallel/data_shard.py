@@ -202,7 +202,7 @@ class ShardedModule:
         """
         self._set_gradient_reduction(True, is_last_in_step)
 
-    def end_reduction(self) -> None:
+    def stop_reducing_in_backward(self) -> None:
         """Accumulate gradients on this rank again, in case another pass follows in the step."""
         if self.reduces_per_microbatch:
             self._set_gradient_reduction(False)

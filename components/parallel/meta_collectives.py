@@ -16,7 +16,7 @@ COLLECTIVE = torch.ops.drawloom.collective
 
 
 @torch.library.register_fake("drawloom::collective")  # type: ignore[untyped-decorator]
-def _(x: Tensor, shape: Sequence[int], *_: Any) -> Tensor:
+def _fake_collective(x: Tensor, shape: Sequence[int], *_: Any) -> Tensor:
     """Return an empty meta tensor with `shape`, for x (any shape)."""
     return x.new_empty(shape)
 

@@ -11,7 +11,7 @@ import torch
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import describe_excess
-from drawloom.components.planning.text import describe_choice
+from drawloom.components.planning.text import describe_memory_choice
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError, above, component, setting
@@ -54,7 +54,7 @@ class PlannedMemory:
             return
         ranks = f"for {planned.ranks} rank{'s' * (planned.ranks > 1)} on {planned.device.name}"
         if planned.fits:
-            yield f"{ranks}: {describe_choice(planned)}; `drawloom plan --device` plans for other devices"
+            yield f"{ranks}: {describe_memory_choice(planned)}; `drawloom plan --device` plans for other devices"
         else:
             yield f"{ranks} nothing fits; `drawloom plan` lists settings that would"
 
@@ -71,5 +71,5 @@ class PlannedMemory:
         planned = plan(recipe, device, self.processes.world_size)
         if planned.choice is None or not planned.fits:
             raise UserError(describe_excess(recipe, planned))
-        log.info("memory  %s", describe_choice(planned))
+        log.info("memory  %s", describe_memory_choice(planned))
         return planned.choice

@@ -30,12 +30,12 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
         "run_seconds": None if plan.steps is None else plan.steps * plan.time.seconds,
-        "choice": None if plan.choice is None else _choice_data(plan.choice),
+        "choice": None if plan.choice is None else _memory_choice_data(plan.choice),
         "kept_seconds": plan.kept_seconds,
     }
 
 
-def _choice_data(choice: MemoryChoice) -> dict[str, Any]:
+def _memory_choice_data(choice: MemoryChoice) -> dict[str, Any]:
     """Return a memory policy's choice for JSON."""
     recompute = [str(policy) for policy in choice.recompute]
     return {"recompute": recompute, "offloaded": sorted(choice.offloaded), "host_states": [*choice.host_states]}
@@ -89,7 +89,7 @@ def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     verdict = "" if plan.fits else ": too much"
     yield "memory", f"{format_byte_size(fullest.peak_bytes)}{limit} at most, in {fullest.action_at_peak}{verdict}"
     if plan.choice is not None:
-        yield "choice", describe_choice(plan)
+        yield "choice", describe_memory_choice(plan)
     if host := max(memory.host for memory in plan.memory):
         yield "host", f"{format_byte_size(host)} of each rank in host memory, at most"
     yield "time", f"{plan.time.seconds:.3g} s a step: {format_time_parts(plan)}"
@@ -101,7 +101,7 @@ def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "run", f"{plan.steps:,} steps in {length}, without evaluations and checkpoints"
 
 
-def describe_choice(plan: Plan) -> str:
+def describe_memory_choice(plan: Plan) -> str:
     """Return a memory policy's choice, and how much slower it is than unlimited memory."""
     if (choice := plan.choice) is None or plan.kept_seconds is None:
         return "by settings"

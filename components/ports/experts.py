@@ -11,6 +11,9 @@ from drawloom.graph import port
 from drawloom.kernels.results import PermutedRows
 from drawloom.kernels.weight_formats import WeightFormat
 
+Routes = tuple[Tensor, Tensor, Tensor]
+"""Routing tables: rows by choice, choices by row, and row ends by expert; see ExpertKernels."""
+
 
 @port
 class ExpertKernels(Kernels, Protocol):
@@ -35,19 +38,17 @@ class ExpertKernels(Kernels, Protocol):
         """
         ...
 
-    def moe_routes(self, expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         """Return routes for integers (tokens, top_k) from 0 to num_experts - 1, or -1 for dropped choices."""
         ...
 
-    def moe_permute(self, x: Tensor, probabilities: Tensor, routes: tuple[Tensor, Tensor, Tensor]) -> PermutedRows:
+    def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
         """
         Copy x (tokens, width) to rows (tokens * top_k, width), and probabilities (tokens, top_k) to rows.
         """
         ...
 
-    def moe_unpermute(
-        self, rows: Tensor, routes: tuple[Tensor, Tensor, Tensor], probabilities: Tensor | None = None
-    ) -> Tensor:
+    def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
         """Sum rows by token, multiplied by their probabilities if any: (tokens, width)."""
         ...
 
@@ -68,9 +69,7 @@ class ExpertKernels(Kernels, Protocol):
         """
         ...
 
-    def experts_float8(
-        self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: tuple[Tensor, Tensor, Tensor]
-    ) -> Tensor:
+    def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
         """
         Return the sum over a token's choices of probability * down(silu(gate(x)) * up(x)) with products in float8: x
         (..., width), probabilities (tokens, top_k), gate_up (experts, 2 * inner, width), down (experts, width,
@@ -114,9 +113,7 @@ class PeerExchange(Protocol):
         """
         ...
 
-    def limit_routes_and_flag_overflow(
-        self, routes: tuple[Tensor, Tensor, Tensor], room: int, max_rows: Tensor
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    def limit_routes_and_flag_overflow(self, routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
         """
         Return routes to at most `room` rows, without the excess choices, and float32 (1,): NaN if choices were dropped,
         else 0.
@@ -135,7 +132,7 @@ class PeerExchange(Protocol):
         ...
 
     def read_rows_and_scalars(
-        self, tokens: Peers, scalars: Peers | None, routes: tuple[Tensor, Tensor, Tensor]
+        self, tokens: Peers, scalars: Peers | None, routes: Routes
     ) -> tuple[Tensor, Tensor | None]:
         """
         Copy tokens from all ranks' memory to the rows of this rank's experts: (rows, width), with scalars (rows,).

@@ -118,6 +118,10 @@ def sum_losses(state: StepState) -> Tensor:
     return torch.stack([losses[name].double().sum() for name in ("loss", "weight")])
 
 
+LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""A weighted loss sum, for differentiation; the weight sum; and further sums by name."""
+
+
 @port
 class Loss(Protocol):
     """
@@ -137,9 +141,9 @@ class Loss(Protocol):
         """Return the first stage's input (token ids (rows, length) for a decoder) and the context for all stages."""
         ...
 
-    def loss(self, hidden: Any, head: Any, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, hidden: Any, head: Any, batch: Any) -> LossSums:
         """
-        Return the weighted loss sum, for differentiation; the weight sum; and further sums by name.
+        Return the sums for a microbatch.
 
         hidden: the last hidden states, (rows, length, hidden_size) for a decoder; `head` (a Head for a decoder)
         computes losses or logits from them. Loss and weight are 0-dimensional; a named sum is 0-dimensional or a count

@@ -58,7 +58,7 @@ class Shards(Protocol):
         """Reduce gradients with the stage's next backward pass; `is_last_in_step` marks the step's last reduction."""
         ...
 
-    def end_reduction(self) -> None:
+    def stop_reducing_in_backward(self) -> None:
         """End the backward pass announced by `reduce_in_next_backward`; later passes only accumulate gradients."""
         ...
 

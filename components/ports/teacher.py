@@ -17,7 +17,7 @@ class TeacherPredictions(Protocol):
         """Raise UserError if the predictions belong to rows with another identity: fingerprints and a seed."""
         ...
 
-    def predictions(self, split: Split, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def read_top_ids_and_logps(self, split: Split, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """
         Return ids, int64 (rows, length, k), and log-probabilities, float32 (rows, length, k + 1), of the rows.
 

@@ -55,7 +55,9 @@ class GlobalBatch:
 
     def open(self) -> None:
         """Check the sizes against the mesh. Raises UserError if a step's rows can't be divided evenly."""
-        for path, text, hint in _explain_uneven_sizes(self.global_size, self.ramp, self.micro_size, self.dp_size):
+        for path, text, hint in _explain_uneven_sizes_and_remedies(
+            self.global_size, self.ramp, self.micro_size, self.dp_size
+        ):
             raise UserError(f"{path[0]}: {text}; {hint}", exit_code=2)
 
     @cached_property
@@ -68,7 +70,7 @@ class GlobalBatch:
         return self.mesh.indices.data_replicate * self.mesh.sizes.data_shard + self.mesh.indices.data_shard
 
     def fits_replicas(self, count: int) -> bool:
-        return not any(_explain_uneven_sizes(self.global_size, self.ramp, self.micro_size, count))
+        return not any(_explain_uneven_sizes_and_remedies(self.global_size, self.ramp, self.micro_size, count))
 
     def first_position(self, step: int) -> int:
         return self._compute_first_position_and_size(step)[0]
@@ -107,7 +109,9 @@ class GlobalBatch:
         if mesh := node.neighbour("mesh"):
             sizes, settings = PerDimension.from_settings(mesh.settings), node.settings
             replicas = sizes.data_replicate * sizes.data_shard
-            faults = _explain_uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
+            faults = _explain_uneven_sizes_and_remedies(
+                settings["global_size"], settings["ramp"], settings["micro_size"], replicas
+            )
             yield from (node.problem(key, text, hint) for key, text, hint in faults)
         for number, stage in enumerate(node.settings["ramp"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
@@ -118,18 +122,18 @@ class GlobalBatch:
                 yield node.problem(("ramp", number), text, 'write rows = "@packing"')
 
 
-def _explain_uneven_sizes(
+def _explain_uneven_sizes_and_remedies(
     global_size: int, ramp: Sequence[RampStage], micro_size: int, replicas: int
 ) -> Iterator[tuple[KeyPath, str, str]]:
     """Yield the key of every size not divisible into whole microbatches, the reason, and the remedy."""
-    if fault := explain_uneven_step(global_size, micro_size, replicas):
+    if fault := explain_uneven_step_and_remedy(global_size, micro_size, replicas):
         yield ("global_size",), *fault
     for number, stage in enumerate(ramp):
-        if fault := explain_uneven_step(stage.size, micro_size, replicas):
+        if fault := explain_uneven_step_and_remedy(stage.size, micro_size, replicas):
             yield ("ramp", number, "size"), f"ramp[{number}]: {fault[0]}", fault[1].replace("global_size", "size")
 
 
-def explain_uneven_step(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:
+def explain_uneven_step_and_remedy(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:
     """Return why a step can't be divided into whole microbatches, and the remedy; None if it can."""
     unit = micro_size * replicas
     if global_size % unit == 0:

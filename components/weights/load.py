@@ -81,8 +81,8 @@ def fill_module_from_folder(
     module: nn.Module,
     mapper: Mapper,
     device: torch.device | str = "cpu",
-    without: Collection[str] = (),
-    places: Mapping[str, TensorSlice] = {},
+    excluded: Collection[str] = (),
+    slices: Mapping[str, TensorSlice] = {},
 ) -> None:
     """
     Fill a module, the whole model or a part, from a folder, through the whole model's mapper.
@@ -90,26 +90,28 @@ def fill_module_from_folder(
     Parameters on the meta device are materialized on `device`, others are filled in place; they keep dtype and
     sharding. Persistent buffers must be materialized; the mapper's output buffers are filled. Raises
     UserError with all tensors that are missing, unexpected or of another shape. One unexpected tensor is accepted
-    if it equals an expected one bit for bit, because it is a tied copy. Parameters named in `without` stay
-    unchanged; parameters in `places` are slices.
+    if it equals an expected one bit for bit, because it is a tied copy. Parameters named in `excluded` stay
+    unchanged; parameters in `slices` are slices.
     """
-    fill_module(open_and_check_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
+    fill_module(
+        open_and_check_folder(folder, module, mapper, excluded, slices), module, mapper, device, excluded, slices
+    )
 
 
 def open_and_check_folder(
     folder: Path,
     module: nn.Module,
     mapper: Mapper,
-    without: Collection[str] = (),
-    places: Mapping[str, TensorSlice] = {},
+    excluded: Collection[str] = (),
+    slices: Mapping[str, TensorSlice] = {},
 ) -> TensorSource:
     """
     Open a folder for `fill_module_from_folder`, and check the files' headers. Raises UserError if the folder can't fill
     the module.
     """
     source = TextTensors(open_safetensors_folder(folder), frozenset(mapper.inputs))
-    targets = _find_target_tensors(module, mapper, without)
-    shapes = {name: _unsplit_shape(name, tensor, places) for name, tensor in targets.items()}
+    targets = _find_target_tensors(module, mapper, excluded)
+    shapes = {name: _unsplit_shape(name, tensor, slices) for name, tensor in targets.items()}
     for name, weight_format in quantized_parameter_formats(module).items():
         shapes[name] = weight_format.weight_shape(shapes[name])
     expected = StackedExperts(Dequantized(source), mapper.inputs)
@@ -129,28 +131,28 @@ def fill_module(
     module: nn.Module,
     mapper: Mapper,
     device: torch.device | str = "cpu",
-    without: Collection[str] = (),
-    places: Mapping[str, TensorSlice] = {},
+    excluded: Collection[str] = (),
+    slices: Mapping[str, TensorSlice] = {},
 ) -> None:
     """
     Fill a module's parameters and persistent buffers from a mapper's outputs.
 
-    Parameters on the meta device are materialized on `device`. For names in `places` the module has slices. A frozen
+    Parameters on the meta device are materialized on `device`. For names in `slices` the module has slices. A frozen
     weight that the module stores in a quantized format is quantized on `device`; if the source has this format, and the
     mapper only moves its rows, it keeps the bits of the source.
     """
-    parameters = _find_target_tensors(module, mapper, without)
+    parameters = _find_target_tensors(module, mapper, excluded)
     needed = select_outputs(mapper, parameters)
     formats = {
         name: weight_format for name, weight_format in quantized_parameter_formats(module).items() if name in parameters
     }
-    shapes = {name: _unsplit_shape(name, parameters[name], places) for name in formats}
+    shapes = {name: _unsplit_shape(name, parameters[name], slices) for name in formats}
     quantized = Dequantized(source)
     kept = [group for group in needed.groups if _can_convert_storage(group, quantized, formats, shapes)]
     kept_outputs = {name for group in kept for name in group.outputs}
     steps = [
         [_create_storage_mapper(name, formats[name], name in kept_outputs, device) for name in formats],
-        [cut_slice(name, places[name]) for name in needed.outputs if name in places],
+        [cut_slice(name, slices[name]) for name in needed.outputs if name in slices],
         [distribute_like(name, parameters[name]) for name in needed.outputs if name in parameters],
     ]
     stored = attrs.evolve(quantized, stored=frozenset(name for group in kept for name in group.inputs))
@@ -160,9 +162,9 @@ def fill_module(
             _fill_parameter(module, parameters[name], tensor, torch.device(device))
 
 
-def _unsplit_shape(name: str, tensor: Tensor, places: Mapping[str, TensorSlice]) -> tuple[int, ...]:
+def _unsplit_shape(name: str, tensor: Tensor, slices: Mapping[str, TensorSlice]) -> tuple[int, ...]:
     """Return a parameter's shape before it was split over ranks."""
-    return places[name].shape if name in places else tuple(tensor.shape)
+    return slices[name].shape if name in slices else tuple(tensor.shape)
 
 
 def _can_convert_storage(
@@ -203,9 +205,9 @@ def _create_storage_mapper(
     return Mapper((TensorGroup((name,), (name,), store),))
 
 
-def _find_target_tensors(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dict[str, Tensor]:
+def _find_target_tensors(module: nn.Module, mapper: Mapper, excluded: Collection[str]) -> dict[str, Tensor]:
     """Return the model's parameters (without the loss's) and the persistent buffers that the mapper outputs."""
-    outputs, others = set(mapper.outputs), set(without)
+    outputs, others = set(mapper.outputs), set(excluded)
     named = persistent_tensors(module).items()
     tensors = {name: tensor for name, tensor in named if not name.startswith(f"{LOSS}.") and name not in others}
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) or name in outputs}
@@ -226,15 +228,15 @@ def _fill_parameter(module: nn.Module, parameter: Tensor, tensor: Tensor, device
                 setattr(part, name, real)
 
 
-def _ensure_own_storage(tensor: Tensor, ours: bool) -> Tensor:
+def _ensure_own_storage(tensor: Tensor, is_ours: bool) -> Tensor:
     """
-    Return a contiguous tensor with its own full storage; a copy if its memory is not `ours`, or if it is a partial
+    Return a contiguous tensor with its own full storage; a copy if its memory is not `is_ours`, or if it is a partial
     view.
     """
     if is_dtensor(tensor):
-        return tensor if ours else tensor.clone()
+        return tensor if is_ours else tensor.clone()
     fills_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if ours and fills_storage else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if is_ours and fills_storage else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

@@ -39,7 +39,7 @@ def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
                 stack.append((item, edit, path))
             elif isinstance(item, Leaf) and isinstance(item.value, list):
                 list_edit = _ListEdit(item, layer, path)
-                list_edit.read(edit)
+                list_edit.read_edit(edit)
                 yield from list_edit.problems
                 table.items[key] = item if list_edit.problems else list_edit.make_edited_leaf()
             else:
@@ -71,7 +71,7 @@ class _ListEdit:
     before: dict[int, list[tuple[Any, Origin]]] = attrs.field(factory=dict)
     after: dict[int, list[tuple[Any, Origin]]] = attrs.field(factory=dict)
 
-    def read(self, edit: Any) -> None:
+    def read_edit(self, edit: Any) -> None:
         """Look up the removed elements and the anchors."""
         if not isinstance(edit, dict):
             self._add_problem("DL117", f"{self._dotted_path} must be a table with {', '.join(OPERATIONS)}", EXAMPLE, ())

@@ -82,6 +82,7 @@ from drawloom.components.ports.experts import (
     ObserveRouting as ObserveRouting,
     PeerExchange as PeerExchange,
     Peers as Peers,
+    Routes as Routes,
     find_routers as find_routers,
     supports_expert_parallel as supports_expert_parallel,
 )
@@ -176,6 +177,7 @@ from drawloom.components.ports.pipeline import (
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,
     Loss as Loss,
+    LossSums as LossSums,
     OuterLayersSchedule as OuterLayersSchedule,
     PartialSchedule as PartialSchedule,
     PartitioningSchedule as PartitioningSchedule,

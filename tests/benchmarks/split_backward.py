@@ -128,7 +128,7 @@ class Subject:
 
     def by_us(self) -> tuple[float, ...]:
         split = SplitBackward(self.weights)
-        with split.forward():
+        with split.forward_context():
             output = self.forward()
         return time_actions(lambda: split.backward_input([output], [self.grad], [self.x]), split.backward_weight)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from support.cpu_time import program_ms
+from support.cpu_time import measure_median_wall_and_cpu_ms
 
 PROGRAMS = {
     "python": ["-c", ""],
@@ -16,5 +16,5 @@ def main() -> None:
     """Print a row per program."""
     print(f"{'':26} {'wall ms':>8} {'CPU ms':>8}")
     for name, arguments in PROGRAMS.items():
-        wall, cpu = program_ms([sys.executable, *arguments])
+        wall, cpu = measure_median_wall_and_cpu_ms([sys.executable, *arguments])
         print(f"{name:26} {wall:>8.0f} {cpu:>8.0f}", flush=True)

@@ -48,11 +48,11 @@ def test_every_public_name_is_found_at_its_first_use() -> None:
 
 
 def test_every_port_is_public() -> None:
-    """`drawloom.ports` exports the public names of components/ports, step state and attention options alone."""
+    """`drawloom.ports` exports the public names of components/ports, step state, kernels' options and results alone."""
     names = []
     state = [ROOT / "components" / "state" / name for name in ("batch.py", "specs.py", "step_state.py")]
-    options = ROOT / "kernels" / "attention_options.py"
-    for path in [*(ROOT / "components" / "ports").glob("*.py"), *state, options]:
+    plain = [ROOT / "kernels" / name for name in ("attention_options.py", "results.py")]
+    for path in [*(ROOT / "components" / "ports").glob("*.py"), *state, *plain]:
         for node in ast.parse(path.read_bytes()).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
             names += [getattr(target, "name", getattr(target, "id", "_")) for target in targets]

@@ -29,7 +29,7 @@ def by_turns_ms(*functions: Callable[[], Any], rounds: int = 9) -> list[float]:
     return [statistics.median(milliseconds) for milliseconds in times]
 
 
-def program_ms(command: Sequence[str], rounds: int = 3) -> tuple[float, float]:
+def measure_median_wall_and_cpu_ms(command: Sequence[str], rounds: int = 3) -> tuple[float, float]:
     """Return a program's median wall and CPU time in milliseconds; its output is discarded."""
     walls, cpus = [], []
     for _ in range(rounds):

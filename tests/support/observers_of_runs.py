@@ -255,7 +255,7 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
 
 def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     """Return the generation and heartbeat timeout of a process that finds a run begun, and is its only member."""
-    store, run, own = HashStore(), secrets.token_hex(8), RunProcess.here()
+    store, run, own = HashStore(), secrets.token_hex(8), RunProcess.of_this_process()
     store.set(CURRENT, Generation(run, 0, []).to_json())
     PrefixStore(run, store).set("admitted/1", Generation(run, 1, [own]).to_json())
     node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)

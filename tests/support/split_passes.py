@@ -57,7 +57,7 @@ def go_backward(outputs: tuple[Any, ...], grads: Grads) -> None:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
 
-def in_one(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
+def compute_gradients_in_one_pass(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
     """Return the gradients of inputs and parameters by torch's backward pass: the oracle."""
     outputs = run_forward(stage, inputs)
     go_backward(outputs, grads_for(outputs))
@@ -67,11 +67,11 @@ def in_one(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
 def split_of(stage: nn.Module, inputs: list[Any]) -> tuple[SplitBackward, tuple[Any, ...]]:
     """Return a forward pass whose backward pass can be split, and its outputs."""
     split = SplitBackward()
-    with split.forward():
+    with split.forward_context():
         return split, run_forward(stage, inputs)
 
 
-def in_two(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
+def compute_gradients_in_two_passes(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
     """Return the same by two passes; the first may touch no `.grad`, and the second none of the inputs'."""
     split, outputs = split_of(stage, inputs)
     input_grads = split.backward_input(outputs, grads_for(outputs), inputs)

@@ -138,7 +138,7 @@ class PackedRows:
         batch = build_batch(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
         if self.teacher is None:
             return batch
-        ids, logps = (torch.from_numpy(part) for part in self.teacher.predictions(split, indices))
+        ids, logps = (torch.from_numpy(part) for part in self.teacher.read_top_ids_and_logps(split, indices))
         return batch.evolve(teacher_ids=ids, teacher_logps=logps)
 
     def describe_row_origins(self, split: Split, row: int) -> list[str]:

@@ -100,11 +100,11 @@ class Buffers:
             return self.circ_storage.pop(iteration % self.table.slot_count)
         return self.shift.pop(stage)
 
-    def take_tensor_to_move(self, move: Move, *, late: bool) -> Tensor:
-        """Return the tensor (any shape) to move out of a local stage; `late`: from this iteration's outputs."""
+    def take_tensor_to_move(self, move: Move, *, from_this_iteration: bool) -> Tensor:
+        """Return the tensor (any shape) to move out of a local stage, as of this or the last iteration."""
         if move.buffer == "state_io":
             return self._pop_state_io(move.source, move.column)
-        return (self.outputs if late else self.before)[move.source]
+        return (self.outputs if from_this_iteration else self.before)[move.source]
 
     def store_moved_tensor(self, move: Move, value: Tensor) -> None:
         """Write a move's tensor (any shape) into a local stage's buffer."""

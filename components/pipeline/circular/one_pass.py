@@ -55,10 +55,10 @@ class ForwardPass:
     def _run_iteration(self, iteration: int) -> None:
         """Run every stage outside the bubble, and move its output to the next stage."""
         # Early moves overlap the computation of the stages.
-        in_flight = self._start_moves(list_early_moves(self.table, iteration), late=False)
+        in_flight = self._start_moves(list_early_moves(self.table, iteration), from_this_iteration=False)
         self.buffers.outputs = self._run_stages(iteration)
         self._finish_moves(in_flight)
-        self._finish_moves(self._start_moves(list_late_moves(self.table, iteration), late=True))
+        self._finish_moves(self._start_moves(list_late_moves(self.table, iteration), from_this_iteration=True))
         self.buffers.store_finished_output(iteration)
         self.buffers.before, self.buffers.outputs = self.buffers.outputs, {}
 
@@ -72,14 +72,14 @@ class ForwardPass:
                 outputs[stage] = self.run_block(block, item.microbatch, tensor)
         return outputs
 
-    def _start_moves(self, moves: Sequence[Move], *, late: bool) -> _MovesInFlight:
+    def _start_moves(self, moves: Sequence[Move], *, from_this_iteration: bool) -> _MovesInFlight:
         """Start moves: collect tensors from this rank's stages, and send the ones that leave the rank."""
         local_stages, incoming = self.buffers.local_stages, []
         outgoing: list[tuple[Move, Tensor]] = []
         local: list[tuple[Move, Tensor]] = []
         for move in moves:
             if move.source in local_stages:
-                value = self.buffers.take_tensor_to_move(move, late=late)
+                value = self.buffers.take_tensor_to_move(move, from_this_iteration=from_this_iteration)
                 (local if move.target in local_stages else outgoing).append((move, value))
             elif move.target in local_stages:
                 incoming.append(move)

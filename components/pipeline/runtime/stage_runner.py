@@ -14,7 +14,7 @@ from drawloom.components.pipeline.runtime.offloads import OffloadedTensors, Offl
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.model import BatchContext, Finish
-from drawloom.components.ports.pipeline import LOSSES, Loss
+from drawloom.components.ports.pipeline import LOSSES, Loss, LossSums
 from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.state.batch import Batch
@@ -72,7 +72,7 @@ class StageRunner:
         keeps = torch.is_grad_enabled()
         split = SplitBackward(self._weights) if self.split else None
         collecting = Collecting() if keeps and self.stage.offload else None
-        with Accumulation() if split is None else split.forward(), collecting or nullcontext():
+        with Accumulation() if split is None else split.forward_context(), collecting or nullcontext():
             if keeps and self.stage.recompute != "none":
                 with apply_recompute_policy(self.stage.recompute):
                     outputs = self._run_module(microbatch, inputs, shared, batch, finish)
@@ -97,7 +97,7 @@ class StageRunner:
         self.state.microbatch(microbatch)[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(sums)}
         return loss
 
-    def _compute_loss(self, batch: Batch, hidden: Any, head: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _compute_loss(self, batch: Batch, hidden: Any, head: Any) -> LossSums:
         """Return the loss component's result; TypeError if it is not a tuple of loss sum, weight and further sums."""
         result = self.objective.loss(hidden, head, batch)
         if not isinstance(result, tuple) or len(result) != 3:
@@ -119,7 +119,7 @@ class StageRunner:
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         if self._reduces_next:
-            self._end_reduction()
+            self._stop_reducing_in_backward()
         return [_get_gradient_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
@@ -142,7 +142,7 @@ class StageRunner:
             return
         split.backward_weight(self._shards.list_reduced_parts())
         self._shards.reduce_remaining_gradients()
-        self._end_reduction()
+        self._stop_reducing_in_backward()
 
     def offload(self, microbatch: int) -> OffloadedTensors:
         """Start to copy a microbatch's activations to host memory; the caller frees the device memory."""
@@ -175,9 +175,9 @@ class StageRunner:
         self._shards.reduce_in_next_backward(is_last_in_step)
         self._reduces_next = True
 
-    def _end_reduction(self) -> None:
+    def _stop_reducing_in_backward(self) -> None:
         """End the gradient reduction requested by `reduce_in_next_backward`."""
-        self._shards.end_reduction()
+        self._shards.stop_reducing_in_backward()
         self._reduces_next = False
 
     @property

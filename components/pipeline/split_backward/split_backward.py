@@ -33,7 +33,7 @@ class SplitBackward:
     Split backward pass of one stage for one microbatch; create an instance per stage and microbatch.
 
         split = SplitBackward()
-        with split.forward():
+        with split.forward_context():
             output = module(given, shared)
         ...
         (grad_given,) = split.backward_input([output], [grad_output], [given])    # I: send it, and drop the output
@@ -53,7 +53,7 @@ class SplitBackward:
         self._deferral = Deferral()
         self._deferred: list[DeferredGrad] | None = None
 
-    def forward(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Return the context to run the stage's forward pass in; outside it, our kernels defer no gradients."""
         return self._deferral
 

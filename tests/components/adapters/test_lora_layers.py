@@ -105,7 +105,7 @@ def test_split_backward_equals_a_full_backward(kind: str) -> None:
         losses_of(module, tokens, one_document(2, 7), targets).sum(), list(trained.values()), allow_unused=True
     )
     split = SplitBackward()
-    with split.forward():
+    with split.forward_context():
         loss = losses_of(module, tokens, one_document(2, 7), targets).sum()
     split.backward_input([loss], None, [])
     assert all(parameter.grad is None for parameter in module.parameters())

@@ -29,7 +29,7 @@ def test_at_most_so_many_run_at_a_time(tmp_path: Path, size: int) -> None:
     started: list[int] = []
     commands = [[sys.executable, "-S", "-c", COUNT, str(tmp_path), str(number)] for number in range(4)]
     with pool_with_signal_forwarding(size) as pool:
-        codes = dict(pool.run(commands, started.append))
+        codes = dict(pool.run_and_yield_exit_codes(commands, started.append))
     assert started == [0, 1, 2, 3] and codes == {0: 0, 1: 1, 2: 0, 3: 0}
     seen = [int((tmp_path / f"seen-{number}").read_text()) for number in range(4)]
     assert max(seen) == size if size == 1 else max(seen) <= size
@@ -42,6 +42,6 @@ def test_a_signal_goes_to_all_processes_and_starts_nothing_more() -> None:
     began = time.monotonic()
     with pool_with_signal_forwarding(2) as pool:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        codes = dict(pool.run(commands, lambda _: None))
+        codes = dict(pool.run_and_yield_exit_codes(commands, lambda _: None))
     assert pool.received == signal.SIGTERM and set(codes) == {0, 1}
     assert set(codes.values()) <= {143, 1} and time.monotonic() - began < 20

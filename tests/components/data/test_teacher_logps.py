@@ -29,7 +29,7 @@ def test_rows_are_read_by_number(tmp_path: Path) -> None:
     ids = write(tmp_path)
     teacher = TeacherLogps(path=tmp_path)
     for reader in (teacher, pickle.loads(pickle.dumps(teacher))):
-        read, logps = reader.predictions("train", [2, 0])
+        read, logps = reader.read_top_ids_and_logps("train", [2, 0])
         assert read.tolist() == ids[[2, 0]].tolist() and read.dtype == np.int64
         assert logps.shape == (2, 2, 3) and logps.dtype == np.float32 and logps[1, 0].tolist() == [0, -1, -2]
 

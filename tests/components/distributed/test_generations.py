@@ -111,15 +111,15 @@ def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
     store = HashStore()
     spares = Spares(store)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
-        spares.register(RunProcess(RunProcess.here().machine, process.pid))
-    number = spares.register(RunProcess.here())
-    assert spares.find_waiting_spares() == {number: RunProcess.here()}
+        spares.register(RunProcess(RunProcess.of_this_process().machine, process.pid))
+    number = spares.register(RunProcess.of_this_process())
+    assert spares.find_waiting_spares() == {number: RunProcess.of_this_process()}
     assert spares.await_admission(number, lambda: False) is None
     for rank in range(4):
         store.set(f"joined/{rank}", "1")
     assert _agree(store, 0, [2]) == [0, 1, 3, os.getpid()] and spares.find_waiting_spares() == {}
     generation = spares.await_admission(number, lambda: True)
-    assert isinstance(generation, Generation) and generation.members[3] == RunProcess.here()
+    assert isinstance(generation, Generation) and generation.members[3] == RunProcess.of_this_process()
     spares.announce_run_end(3)
     assert spares.await_admission(spares.register(SPARES[0]), lambda: True) == 3
 

@@ -14,7 +14,7 @@ from drawloom.kernels.recompute import Selective, call_with_recomputation
 from support.exchanges import Exchange, ThreadPart, run_threads
 from support.qwen3 import cpu_kernels
 from support.recurrences import draw_recurrence, requiring_grad
-from support.split_passes import in_one, in_two
+from support.split_passes import compute_gradients_in_one_pass, compute_gradients_in_two_passes
 
 DOCUMENTS = {
     "one document": [[24]],
@@ -122,4 +122,4 @@ def test_a_split_backward_pass_has_the_same_gradients() -> None:
     """A pass for inputs and one for weights together have the gradients of torch's backward pass."""
     torch.manual_seed(0)
     layer, x = RecurrentLayer(), torch.randn(2, 9, 6, requires_grad=True)
-    torch.testing.assert_close(in_two(layer, [x]), in_one(layer, [x]))
+    torch.testing.assert_close(compute_gradients_in_two_passes(layer, [x]), compute_gradients_in_one_pass(layer, [x]))

@@ -94,7 +94,7 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
     module, group = Stack(), Twins()
     shards = store_of(module, group, 1).modules[module]
     split, x = SplitBackward(), torch.randn(4, 2)
-    with split.forward():
+    with split.forward_context():
         output = module(x)
     split.backward_input([output], [torch.ones_like(output)], [x])
     shards.reduce_in_next_backward(is_last_in_step=True)

@@ -125,7 +125,7 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
                     shards.reduce_in_next_backward(is_last_in_step=microbatch == 2)
                 context = TokenContext(tokens, torch.zeros_like(tokens))
                 stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
-                shards.end_reduction()
+                shards.stop_reducing_in_backward()
                 whole = [
                     _numel(part.unsharded_param.grad) for unit in shards.units for part in _iterate_fsdp_params(unit)
                 ]

@@ -11,7 +11,7 @@ from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning import memory
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.text import as_data, describe_choice, format_plan
+from drawloom.components.planning.text import as_data, describe_memory_choice, format_plan
 from drawloom.graph import UserError
 
 SMALL = (
@@ -113,7 +113,7 @@ def test_explain_has_the_choice_for_this_machine() -> None:
     limit = max(plan_small().peak_memory_bytes) - 1000
     recipe = Recipe.load("first_run", *SMALL).with_values(CHOSEN).with_values({"memory": {"limit": limit}})
     planned = plan(recipe, load_local_device_model())
-    assert f"for 1 rank on {planned.device.name}: {describe_choice(planned)}" in recipe.explain("memory")
+    assert f"for 1 rank on {planned.device.name}: {describe_memory_choice(planned)}" in recipe.explain("memory")
     assert "nothing fits" in recipe.with_values({"memory": {"limit": 3e5}}).explain("memory")
 
 

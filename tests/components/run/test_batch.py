@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.ports.data import PackedDataset
-from drawloom.components.run.batch import GlobalBatch, RampStage, explain_uneven_step
+from drawloom.components.run.batch import GlobalBatch, RampStage, explain_uneven_step_and_remedy
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 
@@ -90,15 +90,15 @@ def test_pipeline_context_and_tensor_ranks_see_the_same_rows(mesh_of: MeshOf) ->
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 6))
 def test_every_number_in_the_remedy_works(global_size: int, micro_size: int, replicas: int) -> None:
     """Every size in the error message is accepted."""
-    fault = explain_uneven_step(global_size, micro_size, replicas)
+    fault = explain_uneven_step_and_remedy(global_size, micro_size, replicas)
     if fault is None:
         assert global_size % (micro_size * replicas) == 0
         return
     remedy, _, other = fault[1].partition(", or micro_size = ")
     for number in re.findall(r"\d+", remedy):
-        assert explain_uneven_step(int(number), micro_size, replicas) is None
+        assert explain_uneven_step_and_remedy(int(number), micro_size, replicas) is None
     assert re.findall(r"\d+", remedy)
-    assert not other or explain_uneven_step(global_size, int(other), replicas) is None
+    assert not other or explain_uneven_step_and_remedy(global_size, int(other), replicas) is None
 
 
 def test_uneven_step_is_refused_when_the_mesh_is_known(mesh_of: MeshOf) -> None:

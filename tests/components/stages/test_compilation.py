@@ -89,7 +89,7 @@ def test_a_compiled_block_can_be_split(frames: list[int]) -> None:
     expected = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
     split = SplitBackward()
-    with split.forward():
+    with split.forward_context():
         output = loss_of(module, "none")
     split.backward_input([output], None, [])
     split.backward_weight()

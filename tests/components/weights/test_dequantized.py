@@ -147,7 +147,7 @@ def test_float8_tiles_are_read_and_kept_by_experts_and_slices() -> None:
     assert torch.equal(FLOAT8.dequantize(module.weight.detach()), expected)
     part = Frozen((1, 400, 256), FLOAT8)
     fill_module(
-        InMemory(tensors), part, mapper, places={"a.weight": TensorSlice((2, 400, 132), (1, 0, 0), (1, 400, 132))}
+        InMemory(tensors), part, mapper, slices={"a.weight": TensorSlice((2, 400, 132), (1, 0, 0), (1, 400, 132))}
     )
     assert torch.equal(part.weight, module.weight[1:])
 

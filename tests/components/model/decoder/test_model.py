@@ -29,7 +29,14 @@ from support.qwen3 import (
     weights_of,
     whole,
 )
-from support.split_passes import Products, assert_same_grads, grads_for, in_one, pop_grads, split_of
+from support.split_passes import (
+    Products,
+    assert_same_grads,
+    compute_gradients_in_one_pass,
+    grads_for,
+    pop_grads,
+    split_of,
+)
 from support.split_stages import Stage
 
 SPLITS = [
@@ -153,7 +160,7 @@ def test_stages_defer_every_weight_gradient(ends: tuple[bool, bool], tied: bool,
     stage = Stage(
         lambda s, x: losses_of(s.module, x, shared, targets) if ends[1] else s.module(x, weighted), module=module
     )
-    expected, (split, outputs) = in_one(stage, inputs), split_of(stage, inputs)
+    expected, (split, outputs) = compute_gradients_in_one_pass(stage, inputs), split_of(stage, inputs)
     with Products() as first:
         actual = split.backward_input(outputs, grads_for(outputs), inputs)
     with Products() as second:

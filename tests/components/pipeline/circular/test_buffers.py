@@ -12,7 +12,7 @@ def test_taken_tensors_are_released() -> None:
     table = Timetable(2, 4, 2)
     buffers = Buffers.with_inputs(table, range(2), list(torch.arange(4.0)))
     assert float(buffers.take_input(0, 0)) == 0
-    assert float(buffers.take_tensor_to_move(Move(1, 0, "state_io", 2, 0), late=False)) == 2
+    assert float(buffers.take_tensor_to_move(Move(1, 0, "state_io", 2, 0), from_this_iteration=False)) == 2
     assert [[None if slot is None else float(slot) for slot in row] for row in buffers.state_io] == [
         [None, 1],
         [None, 3],
@@ -32,9 +32,9 @@ def test_taken_tensors_are_released() -> None:
 def test_a_rank_has_the_inputs_of_its_stages() -> None:
     """On a rank with the last two of four stages, rows of state_io are indexed from its first stage."""
     buffers = Buffers.with_inputs(Timetable(4, 8), range(2, 4), list(torch.arange(4.0)))
-    assert float(buffers.take_tensor_to_move(Move(2, 1, "state_io", 5, 1), late=False)) == 1
+    assert float(buffers.take_tensor_to_move(Move(2, 1, "state_io", 5, 1), from_this_iteration=False)) == 1
     buffers.store_moved_tensor(Move(3, 2, "state_io", 7, 1), torch.tensor(5.0))
-    assert float(buffers.take_tensor_to_move(Move(2, 1, "state_io", 5, 1), late=False)) == 5
+    assert float(buffers.take_tensor_to_move(Move(2, 1, "state_io", 5, 1), from_this_iteration=False)) == 5
 
 
 def test_slots_without_a_microbatch_are_empty() -> None:

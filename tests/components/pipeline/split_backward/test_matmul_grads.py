@@ -15,7 +15,12 @@ from drawloom.components.pipeline.split_backward.matmul_grads import defer_and_r
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.recompute import Kept, unpack
-from support.split_passes import assert_same_grads, in_one, in_two, pop_grads
+from support.split_passes import (
+    assert_same_grads,
+    compute_gradients_in_one_pass,
+    compute_gradients_in_two_passes,
+    pop_grads,
+)
 from support.split_stages import Ops, Parts, Stage, inputs_of, weight
 
 Use = Callable[[Tensor, nn.Parameter], Tensor]
@@ -156,7 +161,7 @@ def test_weights_that_autocast_casts_are_deferred(layer: nn.Module) -> None:
 
     stage, inputs = Stage(forward, layer=layer), [torch.randn(2, 4, 6, dtype=torch.float32, requires_grad=True)]
     assert defer_and_return_other_leaves(find_node_users(stage(*inputs), inputs), Deferral())[0] == []
-    assert_same_grads(in_two(stage, inputs), in_one(stage, inputs))
+    assert_same_grads(compute_gradients_in_two_passes(stage, inputs), compute_gradients_in_one_pass(stage, inputs))
 
 
 def test_a_product_of_casts_of_weights_is_not_deferred() -> None:
@@ -194,8 +199,8 @@ def test_hooks_on_a_product_change_the_gradient_of_its_weight(name: str, ops: Op
         return y.tanh()
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
-    expected = in_one(stage, inputs)
-    assert_same_grads(in_two(stage, inputs), expected)
+    expected = compute_gradients_in_one_pass(stage, inputs)
+    assert_same_grads(compute_gradients_in_two_passes(stage, inputs), expected)
     assert called[name] == 2
 
 
@@ -221,8 +226,8 @@ def test_hooks_on_tensors_computed_from_a_weight_are_called_once(name: str, at: 
         return (x.to(made[-1].dtype) @ made[-1]).tanh()
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
-    expected = in_one(stage, inputs)
-    assert_same_grads(in_two(stage, inputs), expected)
+    expected = compute_gradients_in_one_pass(stage, inputs)
+    assert_same_grads(compute_gradients_in_two_passes(stage, inputs), expected)
     assert called[name] == 2
 
 
@@ -244,8 +249,8 @@ def test_gradients_of_tensors_computed_from_a_weight_are_complete(
             return (x.to(made[-1].dtype) @ made[-1]).tanh() @ s.w.to(made[-1].dtype)  # type: ignore[no-any-return]
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
-    expected = in_one(stage, inputs), pop_grads(kept)
-    split_grads = in_two(stage, inputs), pop_grads(kept)
+    expected = compute_gradients_in_one_pass(stage, inputs), pop_grads(kept)
+    split_grads = compute_gradients_in_two_passes(stage, inputs), pop_grads(kept)
     assert_same_grads(split_grads[0], expected[0])
     assert_same_grads((split_grads[1], []), (expected[1], []))
 
@@ -256,7 +261,7 @@ def test_a_convolution_has_the_bits_of_a_full_pass(bias: bool) -> None:
     layers = {name: nn.Conv2d(8, 8, 3, padding=1, bias=bias).float() for name in "ab"}
     stage = Stage(lambda s, x: s.b(s.a(x).relu()), **layers)
     inputs = [torch.randn(3, 8, 9, 9, dtype=torch.float32, requires_grad=True)]
-    assert_same_grads(in_two(stage, inputs), in_one(stage, inputs))
+    assert_same_grads(compute_gradients_in_two_passes(stage, inputs), compute_gradients_in_one_pass(stage, inputs))
 
 
 def test_hooks_are_gone_after_the_first_pass() -> None:

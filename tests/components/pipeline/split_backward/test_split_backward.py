@@ -25,11 +25,11 @@ from support.split_passes import (
     Products,
     Watch,
     assert_same_grads,
+    compute_gradients_in_one_pass,
+    compute_gradients_in_two_passes,
     go_backward,
     grads_for,
     have_no_grads,
-    in_one,
-    in_two,
     make_stage,
     pop_grads,
     run_forward,
@@ -46,7 +46,7 @@ def test_split_backward_equals_full_backward(name: str, ops: Ops, dtype: torch.d
     """Inputs and parameters get bitwise the gradients of a full backward pass."""
     torch.set_default_dtype(dtype)
     stage, inputs = make_stage(name, ops)
-    assert_same_grads(in_two(stage, inputs), in_one(stage, inputs))
+    assert_same_grads(compute_gradients_in_two_passes(stage, inputs), compute_gradients_in_one_pass(stage, inputs))
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
@@ -82,7 +82,7 @@ def test_several_microbatches_can_be_pending(name: str, ops: Ops) -> None:
 def test_backward_in_another_thread_defers_too() -> None:
     """A backward pass in another thread, as on an accelerator, finds the deferral of the forward pass."""
     stage, inputs = make_stage("mlp", "ours")
-    expected = in_one(stage, inputs)
+    expected = compute_gradients_in_one_pass(stage, inputs)
     split, outputs = split_of(stage, inputs)
     input_grads: Grads = []
     grads = grads_for(outputs)
@@ -99,10 +99,10 @@ def test_backward_in_another_thread_defers_too() -> None:
 def test_a_recorded_graph_can_have_a_full_backward(name: str, ops: Ops) -> None:
     """Before its first pass, a recorded graph is an ordinary one."""
     stage, inputs = make_stage(name, ops)
-    expected = in_one(stage, inputs)
+    expected = compute_gradients_in_one_pass(stage, inputs)
     split = SplitBackward()
-    with split.forward():
-        assert_same_grads(in_one(stage, inputs), expected)
+    with split.forward_context():
+        assert_same_grads(compute_gradients_in_one_pass(stage, inputs), expected)
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
@@ -186,9 +186,9 @@ def test_a_failed_first_pass_leaves_no_state(ops: Ops) -> None:
         del outputs
         assert not watch.living()
     failing.clear()
-    expected = in_one(stage, inputs)
+    expected = compute_gradients_in_one_pass(stage, inputs)
     hooked.clear()
-    assert_same_grads(in_two(stage, inputs), expected)
+    assert_same_grads(compute_gradients_in_two_passes(stage, inputs), expected)
     assert hooked == ["a"]
 
 
@@ -199,7 +199,7 @@ SPLIT_BY_TORCH = ["affine", "mlp", "residual", "norms", "convolutions", "dropout
 def test_both_passes_equal_torch_where_torch_is_right(name: str) -> None:
     """Both passes give the gradients of torch.distributed.pipelining's split backward."""
     stage, inputs = make_stage(name, "torch")
-    split_grads = in_two(stage, inputs)
+    split_grads = compute_gradients_in_two_passes(stage, inputs)
     outputs = [
         output.clone() for output in run_forward(stage, inputs)
     ]  # torch detaches them in place, which views forbid
@@ -299,8 +299,8 @@ def test_a_multi_grad_hook_over_weights_is_called_once(name: str, ops: Ops) -> N
     stage, inputs = make_stage(name, ops)
     seen: list[Any] = []
     register_multi_grad_hook([*stage.parameters()], lambda grads: seen.append([*grads]))
-    expected = in_one(stage, inputs)
-    assert_same_grads(in_two(stage, inputs), expected)
+    expected = compute_gradients_in_one_pass(stage, inputs)
+    assert_same_grads(compute_gradients_in_two_passes(stage, inputs), expected)
     once, again = seen
     assert_same_grads((again, []), (once, []))
 
@@ -365,14 +365,14 @@ def test_a_gradient_can_be_changed_in_place_before_it_is_queued(ops: Ops) -> Non
     linears = {name: Parts(ops).linear() for name in "ab"}
     stage = Stage(lambda s, x: InPlace.apply(s.b(InPlace.apply(s.a(x)))), **linears)  # type: ignore[no-untyped-call]
     inputs = inputs_of(["x"])
-    assert_same_grads(in_two(stage, inputs), in_one(stage, inputs))
+    assert_same_grads(compute_gradients_in_two_passes(stage, inputs), compute_gradients_in_one_pass(stage, inputs))
 
 
 def test_a_stage_without_tokens_gives_zero_gradients() -> None:
     """A stage without tokens gives its weights zero gradients."""
     stage, _ = make_stage("mlp", "ours")
     x = torch.randn(0, 4, 6, requires_grad=True)
-    input_grads, grads = in_two(stage, [x])
+    input_grads, grads = compute_gradients_in_two_passes(stage, [x])
     assert [grad.shape for grad in input_grads if grad is not None] == [x.shape]
     assert all(grad is not None and not grad.any() for grad in grads)
 
@@ -425,7 +425,9 @@ def test_any_graph_equals_a_full_pass(
         return tuple(tensors[-outputs:])
 
     stage = Stage(forward, **weights, **vectors)
-    for split_grads, expected in zip(in_two(stage, [x]), in_one(stage, [x]), strict=True):
+    for split_grads, expected in zip(
+        compute_gradients_in_two_passes(stage, [x]), compute_gradients_in_one_pass(stage, [x]), strict=True
+    ):
         assert [grad is None for grad in split_grads] == [grad is None for grad in expected]
         torch.testing.assert_close(split_grads, expected, rtol=1e-12, atol=1e-12)
 
@@ -460,7 +462,7 @@ def test_the_first_pass_frees_tensors_weights_do_not_need(ops: Ops) -> None:
 def test_the_first_pass_frees_the_graph(name: str, ops: Ops) -> None:
     """The queue for the second pass holds data, and no autograd node."""
     stage, inputs = make_stage(name, ops)
-    in_one(stage, inputs)  # the first recomputation of a process leaves frames behind
+    compute_gradients_in_one_pass(stage, inputs)  # the first recomputation of a process leaves frames behind
     with Watch(stage) as watch:
         split, outputs = split_of(stage, inputs)
         watch.add(*outputs)
@@ -478,7 +480,7 @@ def test_a_checkpoint_is_recomputed_once(ops: Ops, name: str) -> None:
     runs: Counter[str] = Counter()
     for name, module in stage.named_children():
         module.register_forward_hook(lambda *_, name=name: runs.update([name]))
-    in_two(stage, inputs)
+    compute_gradients_in_two_passes(stage, inputs)
     assert runs == {"a": 2, "b": 2, "c": 1}
 
 

@@ -15,10 +15,10 @@ from support.split_passes import (
     KINDS,
     Watch,
     assert_same_grads,
+    compute_gradients_in_one_pass,
+    compute_gradients_in_two_passes,
     go_backward,
     grads_for,
-    in_one,
-    in_two,
     make_stage,
     pop_grads,
     run_forward,
@@ -42,7 +42,7 @@ def test_hooks_are_called_once_and_in_the_second_pass(name: str, ops: Ops) -> No
     for parameter_name, parameter in stage.named_parameters():
         if parameter.requires_grad:
             hook(parameter_name, parameter)
-    expected = in_one(stage, inputs)
+    expected = compute_gradients_in_one_pass(stage, inputs)
     once = called.copy()
     called.clear()
     split, outputs = split_of(stage, inputs)
@@ -58,7 +58,7 @@ def test_hooks_are_called_once_and_in_the_second_pass(name: str, ops: Ops) -> No
 def test_nothing_outlives_the_second_pass(name: str, ops: Ops) -> None:
     """After it no tensor and no autograd node is alive, though the SplitBackward is, and no reference cycle is left."""
     stage, inputs = make_stage(name, ops)
-    in_one(stage, inputs)  # the first recomputation of a process leaves frames behind
+    compute_gradients_in_one_pass(stage, inputs)  # the first recomputation of a process leaves frames behind
     with Watch(stage) as watch:
         split, outputs = split_of(stage, inputs)
         grads = grads_for(outputs)
@@ -76,7 +76,7 @@ def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: 
     """If a hook raises an error, remaining gradients are dropped at once, and the next pair of passes is correct."""
     monkeypatch.setattr(weight_grads, "CHUNK_BYTES", 1)
     stage, inputs = make_stage(name, ops)
-    expected = in_one(stage, inputs)
+    expected = compute_gradients_in_one_pass(stage, inputs)
 
     def fail(_: Tensor) -> None:
         raise ArithmeticError("in a hook")
@@ -97,7 +97,7 @@ def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: 
     for handle in handles:
         handle.remove()
     stage.zero_grad()
-    assert_same_grads(in_two(stage, inputs), expected)
+    assert_same_grads(compute_gradients_in_two_passes(stage, inputs), expected)
 
 
 @pytest.mark.parametrize("at_once", [1, 300, 2**30])
@@ -105,7 +105,7 @@ def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.Monk
     """Gradients are computed in chunks of CHUNK_BYTES, once per weight, and no weight is split."""
     monkeypatch.setattr(weight_grads, "CHUNK_BYTES", at_once)
     stage, inputs = make_stage("transformer block", "ours")
-    expected = in_one(stage, inputs)
+    expected = compute_gradients_in_one_pass(stage, inputs)
     split, outputs = split_of(stage, inputs)
     input_grads = split.backward_input(outputs, grads_for(outputs), inputs)
     computed: list[int] = []
@@ -157,7 +157,7 @@ def test_gradients_are_added_to_existing_ones(name: str, ops: Ops) -> None:
     """A second microbatch adds to the `.grad` of the first in place, with the bits of two full passes."""
     stage, inputs = make_stage(name, ops)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-    in_one(stage, inputs)
+    compute_gradients_in_one_pass(stage, inputs)
     for _ in range(2):
         outputs = run_forward(stage, inputs)
         go_backward(outputs, grads_for(outputs))
@@ -210,7 +210,7 @@ def test_shared_nodes_do_not_change_gradients(name: str, ops: Ops) -> None:
             splits = []
             for _ in range(3):
                 split = SplitBackward(shared)
-                with split.forward():
+                with split.forward_context():
                     outputs = stage(*inputs)
                 split.backward_input(outputs, grads_for(outputs), inputs)
                 splits.append(split)
