@@ -19,7 +19,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
@@ -117,8 +116,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         # torch 2.11 does not infer the shape of a product that is added in a wider dtype; `out` has it already.
         result = kwargs["out"] if "out" in kwargs else function(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = list(_iterate_tensors(result))
+        inputs = list(_iterate_tensors((*args, *kwargs.values())))
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         for tensor in new:
@@ -165,6 +164,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seconds += max(seconds, reached.launch)
         self._host += reached.host
         self._peak = max(self._peak, self._now + costs.scratch)
+
+
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an argument or a result; operations take and return none in mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _iterate_tensors(item)
 
 
 def _narrowest_dtype(inputs: Sequence[Tensor]) -> torch.dtype:

@@ -3,7 +3,7 @@
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import attrs
@@ -110,6 +110,7 @@ class Spec:
         return (self.cls.__doc__ or "").strip().partition("\n")[0]
 
 
+@lru_cache(maxsize=1024)  # a program makes a registry for every recipe, and reading a recipe's classes takes 20 ms
 def read_spec(use: str, cls: type, distribution: str = "") -> Spec:
     """Read the settings and edges of a component class."""
     # attrs keeps the strings of postponed annotations; get_type_hints resolves them.

@@ -496,16 +496,18 @@ EXCEPT = {
 """What is not put to a contract, and why."""
 
 
-def texts(folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a corpus of small files."""
+    folder = tmp_path_factory.mktemp("texts")
     for number in range(40):
         (folder / f"{number}.txt").write_text(f"{number}: {LETTERS}", "utf-8")
     return {"use": "data.text_files", "validation_fraction": 0.2, "paths": [str(folder / "*.txt")]}
 
 
-def recipe_for(use: str, folder: Path) -> tuple[Recipe, str]:
+def recipe_for(use: str, texts: Mapping[str, Any], folder: Path) -> tuple[Recipe, str]:
     """Return a small recipe with a component, and the name of its node."""
-    corpus = {} if use == "data.standard_library" else {"corpus": texts(folder)}
+    corpus = {} if use == "data.standard_library" else {"corpus": texts}
     home = {"run": {"name": "contract", "folder": str(folder / "run")}}
     recipe = Recipe.load("first_run").with_values({**TINY, **corpus, **home})
     if use in SAMPLES:
@@ -543,7 +545,9 @@ def pairs() -> list[tuple[str, type]]:
 
 
 @pytest.mark.parametrize(("use", "port"), pairs(), ids=lambda item: item if isinstance(item, str) else item.__name__)
-def test_every_component_keeps_the_contracts_of_its_ports(use: str, port: type, tmp_path: Path) -> None:
+def test_every_component_keeps_the_contracts_of_its_ports(
+    use: str, port: type, texts: Mapping[str, Any], tmp_path: Path
+) -> None:
     """Every component has the behaviour promised by its ports."""
     if use.startswith("pipeline.schedules."):
         return check_port(use, port)
@@ -553,7 +557,7 @@ def test_every_component_keeps_the_contracts_of_its_ports(use: str, port: type, 
     def in_a_recipe() -> Iterator[Any]:
         folder = tmp_path / str(next(numbers))
         folder.mkdir()
-        recipe, name = recipe_for(use, folder)
+        recipe, name = recipe_for(use, texts, folder)
         with recipe.open(only=name) as objects:
             yield objects[name]
 

@@ -9,26 +9,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drawloom.graph.cli.main import main
 from support.chat import say, tokenizer_folder
-from support.runs import drawloom
+from support.runs import QWEN3, drawloom
 
-MODEL = """
+SETTINGS = """
 device.share = true
 stages.adapters = []
 batch = { global_size = 4, micro_size = 4 }
 evaluate.every = 40
 optimizer.lr = 1e-2
 sample = { chat = "@prompts", prompt = "hello", temperature = 0.0, tokens = 20 }
-
-[model]
-use = "model.qwen3.dense"
-num_hidden_layers = 2
-hidden_size = 32
-num_attention_heads = 2
-num_key_value_heads = 2
-head_dim = 16
-intermediate_size = 32
-max_position_embeddings = 64
 """
+MODEL = SETTINGS + QWEN3 + "max_position_embeddings = 64\n"
 SFT = 'extends = "chat"\ntrainer = { steps = 40, on_finish = ["@export", "@sample"] }\n' + MODEL
 PREFERENCES = 'extends = "dpo"\nloss.use = "loss.simpo"\ntrainer = { steps = 1, on_finish = ["@sample"] }\n' + MODEL
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.chat import tokenizer_folder
-from support.runs import drawloom, series
+from support.runs import QWEN3, drawloom, series
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -18,15 +18,6 @@ evaluate.every = 3
 optimizer.lr = 3e-2
 loss.beta = 0.5
 trainer = { steps = 4, on_finish = [] }
-
-[model]
-use = "model.qwen3.dense"
-num_hidden_layers = 2
-hidden_size = 32
-num_attention_heads = 2
-num_key_value_heads = 2
-head_dim = 16
-intermediate_size = 32
 """
 LAYOUTS = {
     "microbatches": (1, ("batch.micro_size=1",)),
@@ -37,7 +28,7 @@ LAYOUTS = {
 
 def test_losses_do_not_depend_on_microbatches_or_the_mesh(tmp_path: Path) -> None:
     """The divergence is of the whole step, so that smaller microbatches, replicas and stages have equal losses."""
-    (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
+    (tmp_path / "tiny.toml").write_text(RECIPE + QWEN3, "utf-8")
     data = (f'tokens.paths=["{ROOT}/docs/examples/feedback.jsonl"]', f"vars.base={tokenizer_folder(tmp_path / 'base')}")
     learned = {}
     for name, (ranks, words) in {"one": (1, ()), **LAYOUTS}.items():
@@ -57,7 +48,7 @@ def test_a_frozen_copy_is_the_reference_of_all_weights(tmp_path: Path) -> None:
 
     KTO begins at 0.5, IPO at 1 / (2 beta) squared, and DPO at ln 2; then all weights learn.
     """
-    (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
+    (tmp_path / "tiny.toml").write_text(RECIPE + QWEN3, "utf-8")
     base = f"vars.base={tokenizer_folder(tmp_path / 'base')}"
     bare = (base, "optimizer.lr=1e-30", "trainer.steps=1")  # adapters start as no change
     feedback = f'tokens.paths=["{ROOT}/docs/examples/feedback.jsonl"]'

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_prompt_and_answer
 from support.chat import open_tokenizer, tokenizer_folder
-from support.runs import drawloom, series
+from support.runs import QWEN3, drawloom, series
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -23,15 +23,6 @@ evaluate.every = 12
 optimizer.lr = 1e-2
 trainer.steps = 12
 trainer.on_finish = ["@export"]
-
-[model]
-use = "model.qwen3.dense"
-num_hidden_layers = 2
-hidden_size = 32
-num_attention_heads = 2
-num_key_value_heads = 2
-head_dim = 16
-intermediate_size = 32
 """
 LAYOUTS = {
     "shards": (2, ("mesh.data_shard=2", "batch.micro_size=1")),
@@ -45,8 +36,8 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
 
     The checkpoint has the head: a score does not depend on the answers that are computed together.
     """
-    (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
-    (tmp_path / "again.toml").write_text(RECIPE.partition("[model]")[0], "utf-8")
+    (tmp_path / "tiny.toml").write_text(RECIPE + QWEN3, "utf-8")
+    (tmp_path / "again.toml").write_text(RECIPE, "utf-8")
     pairs = ROOT / "docs/examples/preferences.jsonl"
     data = (f'tokens.paths=["{pairs}"]', f"vars.base={tokenizer_folder(tmp_path / 'base')}")
     learned = {}
@@ -96,7 +87,7 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
 
 def test_a_classifier_learns_its_labels_and_is_read_by_transformers(tmp_path: Path) -> None:
     """Losses and accuracies equal one process's on every mesh; the export's logits and `score` find the labels."""
-    (tmp_path / "tiny.toml").write_text(RECIPE.replace('"reward"', '"classify"'), "utf-8")
+    (tmp_path / "tiny.toml").write_text(RECIPE.replace('"reward"', '"classify"') + QWEN3, "utf-8")
     base = tokenizer_folder(tmp_path / "base")
     lines = [{"text": f"{'good' if n % 2 else 'day'} {n}", "label": ("negative", "positive")[n % 2]} for n in range(40)]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")

@@ -41,6 +41,8 @@ SMALLER = {
 }
 SIZES = {
     "steps": 4,
+    "length": 192,  # both answers of a pair fit
+    "global_size": 16,
     "warmup_tokens": 600,
     "hidden_size": 16,
     "num_attention_heads": 2,

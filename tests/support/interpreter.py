@@ -2,15 +2,18 @@
 Repairs of Triton's interpreter, which stores bfloat16 and float8 as integers with the same bits.
 
 It truncates float32 to bfloat16, where GPUs round to the nearest even, multiplies matrices of bfloat16 as if their bits
-were integers, and drops the carry when it rounds float32 to float8 (triton#8322).
+were integers, and drops the carry when it rounds float32 to float8 (triton#8322). It also searches the language for
+what it has to patch whenever a kernel calls a function, and makes a table of dtypes for every operation.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 BF16, FLOAT, E4M3 = tl.bfloat16, tl.float32, tl.float8e4nv
 
@@ -52,3 +55,27 @@ def repair() -> None:
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    _patch_languages_once()
+    number_dtype = lru_cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: (
+        np.dtype(np.uint64) if dtype.scalar.is_ptr() else number_dtype(dtype.scalar)
+    )
+
+
+def _patch_languages_once() -> None:
+    """Patch `tl` and `tl.core` once for a grid, and not for every function that its kernel calls."""
+    launch, patch = GridExecutor.__call__, interpreter._patch_lang
+    patched: list[Any] = []
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()  # the end of a grid takes its patches away
+        launch(self, *args, **kwargs)
+
+    def patch_lang(function: Any) -> Any:
+        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        if languages and all(language in patched for language in languages):
+            return interpreter._LangPatchScope()
+        patched.extend(languages)
+        return patch(function)
+
+    GridExecutor.__call__, interpreter._patch_lang = __call__, patch_lang

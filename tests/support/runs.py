@@ -71,6 +71,17 @@ tokens = 8
 use = "listeners.logging"
 """
 
+QWEN3 = """
+[model]
+use = "model.qwen3.dense"
+num_hidden_layers = 2
+hidden_size = 32
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 16
+intermediate_size = 32
+"""
+
 
 def write_corpus(folder: Path, files: int = 12, lines: int = 5) -> None:
     """Write a corpus of small programs, and the recipe `tiny.toml`."""

@@ -12,11 +12,11 @@ import pytest
 from drawloom.components.commands.mcp import TOOLS
 from support.runs import SOURCE
 
-mcp = pytest.importorskip("mcp", reason="needs the package mcp: pip install 'drawloom[mcp]'")
-
 
 async def call(folder: Path, calls: list[tuple[str, list[str]]]) -> tuple[list[Any], list[Any]]:
     """Start a server in a folder, and return its tools and the results of calls."""
+    import mcp  # takes half a second, also where only other tests run
+
     env = {"PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])}
     parameters = mcp.StdioServerParameters(
         command=sys.executable, args=["-m", "drawloom", "mcp"], env=env, cwd=str(folder)
@@ -28,6 +28,7 @@ async def call(folder: Path, calls: list[tuple[str, list[str]]]) -> tuple[list[A
 
 def valid_answers(folder: Path, calls: list[tuple[str, list[str]]]) -> list[Any]:
     """Check the tools, and the answers against the tools' schemas; return the answers."""
+    pytest.importorskip("mcp", reason="needs the package mcp: pip install 'drawloom[mcp]'")
     tools, answers = asyncio.run(call(folder, calls))
     schemas = {tool.name: tool.output_schema for tool in tools}
     assert list(schemas) == list(TOOLS) and "--dry-run" in next(t.description for t in tools if t.name == "run")

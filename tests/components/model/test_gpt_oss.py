@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.rope import RopeScaling
@@ -75,6 +74,8 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
 
 def test_experts_in_mxfp4_are_read_like_transformers(tmp_path: Path) -> None:
     """Blocks and scales become the bfloat16 weights of transformers' conversion."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # takes a second, also in other tests
+
     model = gpt_oss("defaults", hidden_size=32, intermediate_size=32)
     write_hugging_face_folder(tmp_path / "packed", model, OneStage(whole(model)))
     path = tmp_path / "packed" / "model.safetensors"

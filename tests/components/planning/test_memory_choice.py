@@ -1,5 +1,6 @@
 """Choices of recomputation, offloading and memory for optimizer state, against an exhaustive search."""
 
+from functools import cache, partial
 from itertools import product
 
 import attrs
@@ -32,24 +33,27 @@ def stage_costs(policy: Recompute, stage: int) -> StageCosts:
     return StageCosts({"F": forward, "B": PassCost(2.0 + again, peak_delta=5)}, 0)
 
 
+def link_table(link: float, costs: dict[int, StageCosts]) -> CostTable:
+    """Return the costs of two stages, with a link of this bandwidth."""
+    lengths = np.array([[costs[s].passes[op].seconds if op in "FB" else 0.0 for op in OPS] for s in range(2)])
+    kept = np.array([costs[s].passes["F"].total_kept_bytes / link for s in range(2)])
+    return CostTable(lengths=lengths, offload_by_stage=kept)
+
+
+def count_bytes(rank: int, program: Program, costs: dict[int, StageCosts]) -> RankBytes:
+    """Return the bytes of a rank with its state on the device."""
+    device = 200 + peak_of(program, rank, costs, {0: 0, 1: 0}).bytes
+    return RankBytes(device, peak_host_bytes_of(program, rank, costs))
+
+
 def search(
     link: float, limit: int, host_limit: int = 0, may_offload: bool = True, placements: int = 1
 ) -> StagePolicies:
     """Return the search for two stages on two ranks, with a link of this bandwidth."""
-
-    def build_table(costs: dict[int, StageCosts]) -> CostTable:
-        lengths = np.array([[costs[s].passes[op].seconds if op in "FB" else 0.0 for op in OPS] for s in range(2)])
-        kept = np.array([costs[s].passes["F"].total_kept_bytes / link for s in range(2)])
-        return CostTable(lengths=lengths, offload_by_stage=kept)
-
-    def count_bytes(rank: int, program: Program, costs: dict[int, StageCosts]) -> RankBytes:
-        device = 200 + peak_of(program, rank, costs, {0: 0, 1: 0}).bytes
-        return RankBytes(device, peak_host_bytes_of(program, rank, costs))
-
     return StagePolicies(
         program=PROGRAM,
         costs={policy: {stage: stage_costs(policy, stage) for stage in range(2)} for policy in KEPT},
-        build_table=build_table,  # type: ignore[arg-type]
+        build_table=partial(link_table, link),  # type: ignore[arg-type]
         count_bytes=count_bytes,  # type: ignore[arg-type]
         placements=[PLACEMENTS[:placements]] * 2,
         limit=200 + limit,
@@ -58,13 +62,21 @@ def search(
     )
 
 
-def evaluate(policies: StagePolicies, choice: MemoryChoice) -> tuple[float, bool]:
-    """Return the sum of the ranks' seconds alone, and whether every rank fits."""
-    costs = {stage: policies.costs[policy][stage] for stage, policy in enumerate(choice.recompute)}
-    program, table = attrs.evolve(PROGRAM, offloaded=choice.offloaded), policies.build_table(costs)
-    needed = [policies.count_bytes(rank, program, costs) for rank in range(2)]
+@cache
+def pass_costs(
+    link: float, recompute: tuple[Recompute, ...], offloaded: frozenset[int]
+) -> tuple[float, list[RankBytes]]:
+    """Return the sum of the ranks' seconds alone and every rank's bytes, with all state on the devices."""
+    costs = {stage: stage_costs(policy, stage) for stage, policy in enumerate(recompute)}
+    program = attrs.evolve(PROGRAM, offloaded=offloaded)
     alone = [program.select_actions(program.rank_by_action == rank) for rank in range(2)]
-    seconds = sum(simulate(attrs.evolve(part, offloaded=choice.offloaded), table).makespan for part in alone)
+    seconds = sum(simulate(attrs.evolve(part, offloaded=offloaded), link_table(link, costs)).makespan for part in alone)
+    return seconds, [count_bytes(rank, program, costs) for rank in range(2)]
+
+
+def evaluate(link: float, policies: StagePolicies, choice: MemoryChoice) -> tuple[float, bool]:
+    """Return the sum of the ranks' seconds alone, and whether every rank fits."""
+    seconds, needed = pass_costs(link, choice.recompute, choice.offloaded)
     placed = [item for part in choice.host_states for item in PLACEMENTS if item.host_fraction == part]
     host = policies.host_limit or float("inf")
     fits = all(
@@ -83,13 +95,13 @@ def test_the_choice_is_the_fastest_that_fits(link: float, limit: int, host_limit
         policies = search(link, limit, host_limit, placements=placements)
         fractions = [item.host_fraction for item in PLACEMENTS[:placements]]
         every = [
-            evaluate(policies, MemoryChoice(recompute, frozenset(offloaded), states))
+            evaluate(link, policies, MemoryChoice(recompute, frozenset(offloaded), states))
             for recompute in product(KEPT, repeat=2)
             for offloaded in ((), (0,), (1,), (0, 1))
             for states in product(fractions, repeat=2)
         ]
         fitting = [seconds for seconds, fits in every if fits]
-        seconds, fits = evaluate(policies, policies.choose())
+        seconds, fits = evaluate(link, policies, policies.choose())
         assert fits == bool(fitting)
         assert not fitting or seconds == pytest.approx(min(fitting))
 
