@@ -57,13 +57,18 @@ FP4_MAX_EXPONENT = 2
 """Exponent of the largest MXFP4 value, 1.5 * 2^2."""
 
 
+def _return_storage(stored: Tensor) -> Tensor:
+    return stored
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """
     A quantized format: `units` bfloat16 numbers store `block` elements in a row.
 
     `encode` maps float32 (outputs, inputs) to codes, uint8 (outputs, blocks, bytes), and scales (outputs, blocks);
-    `decode` maps codes and scales with any leading dimensions to float32 (..., blocks, block).
+    `decode` maps codes and scales with any leading dimensions to float32 (..., blocks, block). `fetch` returns storage
+    on the device, if it is elsewhere.
     """
 
     name: str
@@ -72,6 +77,7 @@ class WeightFormat:
     scale_dtype: torch.dtype
     encode: Callable[[Tensor], tuple[Tensor, Tensor]]
     decode: Callable[[Tensor, Tensor], Tensor]
+    fetch: Callable[[Tensor], Tensor] = _return_storage
 
     def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a weight's storage shape. Raises ValueError unless whole blocks fill a row."""
