@@ -74,6 +74,11 @@ class StreamedWeights:
         for weight, memory in zip(weights, parts, strict=True):
             weight.data = memory.view(weight.dtype).view(weight.shape).copy_(weight.data)
 
+    @property
+    def window_bytes(self) -> int:
+        """Return the bytes on the device for weights on their way."""
+        return min(WINDOW_BYTES, self.byte_count)
+
     def begin_step(self) -> None:
         """Expect the order since the last call again."""
         self._drop_arriving()

@@ -31,7 +31,7 @@ from drawloom.components.parallel.frozen_formats import (
     find_quantizable_weights,
 )
 from drawloom.components.parallel.master_weights import ParameterStore
-from drawloom.components.parallel.streamed_weights import WINDOW_BYTES, StreamedWeights, check_streamed_weights
+from drawloom.components.parallel.streamed_weights import StreamedWeights, check_streamed_weights
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
@@ -402,12 +402,11 @@ class MaterializedStages:
         if self._parameters is None:
             return {}
         sizes = self._parameters.memory_bytes()
-        copies, on_host = self._float8.nbytes, 0 if self.streamed is None else self.streamed.byte_count
-        copies += min(WINDOW_BYTES, on_host)
-        return sizes | {
-            "parameters": sizes["parameters"] - on_host,
-            "compute_copies": sizes.get("compute_copies", 0) + copies,
-        }
+        copies = sizes.get("compute_copies", 0) + self._float8.nbytes
+        if self.streamed is not None:
+            copies += self.streamed.window_bytes
+            sizes["parameters"] -= self.streamed.byte_count
+        return sizes | {"compute_copies": copies}
 
     def sum_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""
