@@ -78,7 +78,10 @@ def _apply_product(
     product: Product,
     gradient: Product,
 ) -> Tensor:
-    result: Tensor = _Product.apply(x, stored, weight_format.name, dequantize, product, gradient)  # type: ignore[no-untyped-call]
+    def unpack(storage: Tensor) -> Tensor:
+        return dequantize(weight_format.fetch(storage), weight_format.name)
+
+    result: Tensor = _Product.apply(x, stored, unpack, product, gradient)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -87,22 +90,16 @@ class _Product(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        stored: Tensor,
-        name: str,
-        dequantize: Dequantize,
-        product: Product,
-        gradient: Product,
+        ctx: Any, x: Tensor, stored: Tensor, unpack: Callable[[Tensor], Tensor], product: Product, gradient: Product
     ) -> Tensor:
         """Return rows (..., outputs): x (..., inputs), and the weight's storage, any shape."""
         ctx.save_for_backward(stored)
-        ctx.name, ctx.dequantize, ctx.gradient = name, dequantize, gradient
-        return product(x, dequantize(stored, name))
+        ctx.unpack, ctx.gradient = unpack, gradient
+        return product(x, unpack(stored))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (stored,) = ctx.saved_tensors
-        grad_x = ctx.gradient(grad, ctx.dequantize(stored, ctx.name)) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None
+        grad_x = ctx.gradient(grad, ctx.unpack(stored)) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, None

@@ -65,13 +65,18 @@ class ScaledCodes(NamedTuple):
     scales: Tensor
 
 
+def _return_storage(stored: Tensor) -> Tensor:
+    return stored
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """
     A quantized format: `units` bfloat16 numbers store `block` elements in a row.
 
     `encode` maps float32 (outputs, inputs) to codes, uint8 (outputs, blocks, bytes), and scales (outputs, blocks);
-    `decode` maps codes and scales with any leading dimensions to float32 (..., blocks, block).
+    `decode` maps codes and scales with any leading dimensions to float32 (..., blocks, block). `fetch` returns storage
+    on the device, if it is elsewhere.
     """
 
     name: str
@@ -80,6 +85,7 @@ class WeightFormat:
     scale_dtype: torch.dtype
     encode: Callable[[Tensor], ScaledCodes]
     decode: Callable[[Tensor, Tensor], Tensor]
+    fetch: Callable[[Tensor], Tensor] = _return_storage
 
     def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a weight's storage shape. Raises ValueError unless whole blocks fill a row."""

@@ -92,7 +92,7 @@ class LoraLinear(Linear, AdaptedLayer):
             return y
         dropped = self.form.apply_dropout(x)
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
-        change = self.kernels.linear(low, self.lora_B) * self.form.scale
+        change = self.kernels.linear(low * self.form.scale, self.lora_B)  # scaling `low` moves the fewest bytes
         if self.form.dora:
             weight = self.dequantize_if_quantized(self.weight)
             scale = compute_dora_scale(
@@ -177,8 +177,8 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         vectors = super().forward(tokens)
         if not self.active:
             return vectors
-        change = self.kernels.linear(self.look_up_rows(tokens, self.lora_A), self.lora_B)
-        return vectors + (change * self.form.scale).to(vectors.dtype)
+        change = self.kernels.linear(self.look_up_rows(tokens, self.lora_A) * self.form.scale, self.lora_B)
+        return vectors + change.to(vectors.dtype)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
         """Split the vocabulary."""
@@ -258,8 +258,8 @@ class LoraExperts(Experts, AdaptedLayer):
             return y
         first, second = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
         low = self.kernels.grouped_gemm(rows.to(first.dtype), first, ends, transposed=True)
-        change = self.kernels.grouped_gemm(low, second, ends, transposed=True)
-        return y + (change * self.form.scale).to(y.dtype)
+        change = self.kernels.grouped_gemm(low * self.form.scale, second, ends, transposed=True)
+        return y + change.to(y.dtype)
 
     @property
     def adapter_parameter_names(self) -> list[str]:

@@ -251,7 +251,8 @@ class AutoKernels:
         return mlp_float8(self._get_float8("linear_float8"), x, gate, up, down)
 
     def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
-        return self._functions_by_operation["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
+        on_device = weight_format.fetch(stored)
+        return self._functions_by_operation["dequantize"](on_device, weight_format.name)  # type: ignore[no-any-return]
 
     def linear_quantized(
         self,

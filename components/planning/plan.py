@@ -509,7 +509,7 @@ class Planner:
             step=peak,
             buffers=buffers,
             final_peak=view.bytes_by_kind.get("gradients", 0) + view.reduction_buffer_bytes(),
-            host=view.host_bytes + peak_host_bytes_of(program, index, costs),
+            host=view.host_bytes + view.frozen_host_bytes + peak_host_bytes_of(program, index, costs),
         )
 
     def _estimate_message_seconds(self, costs: Mapping[int, StageCosts]) -> float:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
+from drawloom.components.parallel.streamed_weights import FETCH
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.kernels.costs import OperationCosts, bind_arguments, compute_operation_costs, moves_data
 
@@ -32,7 +33,8 @@ class PassCost:
     Costs of one pass.
 
     `seconds` is the time on the device, including `comm_seconds`, waits for collectives. `host` is the host's time to
-    issue the pass; `flops` counts matrix products. `peak_delta` is the peak of the live bytes and `net_delta` their
+    issue the pass; `link_seconds` is the time for frozen weights on the link from host memory; `flops` counts matrix
+    products. `peak_delta` is the peak of the live bytes and `net_delta` their
     number at the end, both relative to the start; `net_delta` is negative if the pass frees more than it allocates.
     `kept_bytes` are the bytes alive at the end, by label.
     """
@@ -44,6 +46,7 @@ class PassCost:
     peak_delta: int = 0
     net_delta: int = 0
     kept_bytes: Mapping[str, int] = attrs.field(factory=dict)
+    link_seconds: float = 0.0
 
     def add_repetitions(self, other: "PassCost", times: int = 1) -> "PassCost":
         """Return the costs plus `times` repetitions of another pass; `peak_delta` is the maximum of both."""
@@ -53,6 +56,7 @@ class PassCost:
             seconds=self.seconds + times * other.seconds,
             comm_seconds=self.comm_seconds + times * other.comm_seconds,
             host=self.host + times * other.host,
+            link_seconds=self.link_seconds + times * other.link_seconds,
             flops=self.flops + times * other.flops,
             peak_delta=max(self.peak_delta, other.peak_delta),
             net_delta=self.net_delta + times * other.net_delta,
@@ -77,7 +81,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device, self._links, self._fractions = device, links, fractions
         self._sizes: dict[weakref.ref[Any], tuple[int, str]] = {}
         self._now = self._peak = self._start = 0
-        self._seconds = self._comm_seconds = self._host = self._flops = 0.0
+        self._seconds = self._comm_seconds = self._host = self._flops = self._link_seconds = 0.0
         self._label = ["other"]
 
     def label_storages_of_module(self, module: nn.Module, label: str) -> list[Any]:
@@ -94,7 +98,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin_pass(self) -> None:
         """Start recording a pass."""
-        self._seconds = self._comm_seconds = self._host = self._flops = 0.0
+        self._seconds = self._comm_seconds = self._host = self._flops = self._link_seconds = 0.0
         self._start = self._peak = self._now
 
     def end_pass(self) -> PassCost:
@@ -106,6 +110,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seconds=self._seconds,
             comm_seconds=self._comm_seconds,
             host=self._host,
+            link_seconds=self._link_seconds,
             flops=self._flops,
             peak_delta=self._peak - self._start,
             net_delta=self._now - self._start,
@@ -124,6 +129,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count_storage_once(tensor)
         if function.overloadpacket is COLLECTIVE:
             self._count_collective(bind_arguments(function, args, kwargs), result)
+        elif function.overloadpacket is FETCH:
+            self._link_seconds += outputs[0].nbytes / self._device.host_link
         elif moves_data(function, bool(new)):
             self._count_operation(compute_operation_costs(function, args, kwargs, result), inputs, outputs)
         return result

@@ -71,7 +71,7 @@ def build_cost_table(
     Return every pass's seconds by stage, if a message takes `message` seconds, and the host link has this bandwidth.
 
     The host issues passes ahead of the device, so the slower one, over all passes of a microbatch, determines their
-    time. A pass takes at least as long as the overlapping gathers and reductions.
+    time. A pass takes at least as long as the overlapping gathers and reductions, and as streamed weights on the link.
     """
     gathers = {stage: seconds for times in exchanges for stage, seconds in times.gathered_by_pass.items()}
     reduces = {stage: seconds for times in exchanges for stage, seconds in times.reduced_by_pass.items()}
@@ -80,7 +80,8 @@ def build_cost_table(
         is_host_bound = _is_host_bound(stage_costs)
         for op, cost in stage_costs.passes.items():
             exchanged = (op != "W") * gathers.get(stage, 0.0) + (op in "BW") * reduces.get(stage, 0.0)
-            lengths[stage, OPS.index(op)] = max(cost.host if is_host_bound else cost.seconds, exchanged)
+            own = cost.host if is_host_bound else cost.seconds
+            lengths[stage, OPS.index(op)] = max(own, exchanged, cost.link_seconds)
     kept = np.array([costs[stage].passes["F"].total_kept_bytes for stage in range(len(costs))], dtype=np.float64)
     return CostTable(comm=message, lengths=lengths, offload_by_stage=kept / host_link)
 

@@ -1,8 +1,8 @@
 """This rank's stages: their modules, their parameters' memory and values, and their state."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
+from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.data_parallel import DataParallel
 from drawloom.components.parallel.data_shard import ShardedStore, gathers_by_block
@@ -30,10 +31,11 @@ from drawloom.components.parallel.frozen_formats import (
     find_quantizable_weights,
 )
 from drawloom.components.parallel.master_weights import ParameterStore
+from drawloom.components.parallel.streamed_weights import StreamedWeights, check_streamed_weights
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
-from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
 from drawloom.components.ports.parameter_roles import Role
@@ -151,6 +153,12 @@ class MaterializedStages:
         doc="whether activations wait in host memory between a microbatch's forward and backward pass, if two or more "
         "passes of the rank are in between",
     )
+    stream_frozen: bool = setting(
+        default=False,
+        impact="safe",
+        doc="whether quantized frozen weights are in host memory, and are copied to the device where they are used: "
+        "less memory, and time for copies that take longer than a pass",
+    )
     weights: Path | None = setting(
         default=None,
         doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
@@ -161,6 +169,8 @@ class MaterializedStages:
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
     _float8: KeptFloat8 = attrs.field(init=False, default=None)
+    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
+    streamed: StreamedWeights | None = attrs.field(init=False, default=None)
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
@@ -175,6 +185,7 @@ class MaterializedStages:
             yield from check_cuda_graphs(nodes)
             yield from check_float8(nodes)
             yield from check_frozen_weight_format(nodes)
+            yield from check_streamed_weights(nodes)
         yield from warn_narrowed_weights(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
@@ -231,7 +242,20 @@ class MaterializedStages:
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
         tie_equally_named_parameters(modules)
+        self._move_frozen_weights(modules)
         self._set_stages(parallel, self._create_data_parallel(parallel).create_planned_store(modules))
+
+    def close(self) -> None:
+        """Release host memory."""
+        if self.streamed is not None:
+            self.streamed.close()
+
+    def _move_frozen_weights(self, modules: Sequence[nn.Module]) -> None:
+        """Move modules' quantized frozen weights to host memory if they are streamed."""
+        if self.stream_frozen:
+            device = self.device.device
+            self.streamed = self.streamed or StreamedWeights(self.open_transfers(device), device)
+            self.streamed.move_to_host(modules)
 
     @cached_property
     def _dimensions(self) -> list[Dimension]:
@@ -279,12 +303,15 @@ class MaterializedStages:
     def _materialize(self, parallel: ParallelModules) -> ParameterStore | ShardedStore:
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
-        check_parameters_fit_device(modules, self.mesh.shard_group.size, self.device.device)
+        for together in [[module] for module in modules] if self.stream_frozen else [modules]:
+            check_parameters_fit_device(together, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._create_data_parallel(parallel)
         sharded = data_parallel.shard_modules(modules)
         slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
-        run_and_gather_on_all_ranks(self.mesh.world, lambda: self._values.fill_modules(modules))
+        for module in modules:
+            run_and_gather_on_all_ranks(self.mesh.world, partial(self._values.fill_modules, [module]))
+            self._move_frozen_weights([module])
         if self.adapters:
             self._values.fill_adapters(modules)
         tie_equally_named_parameters(modules)
@@ -358,6 +385,8 @@ class MaterializedStages:
         return self._parameters.owned_parameters()
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
+        if self.streamed is not None:
+            self.streamed.begin_step()
         self.store.cast_masters_to_copies(only_if_changed)
         self._float8.round_weights(only_if_changed)
 
@@ -373,7 +402,11 @@ class MaterializedStages:
         if self._parameters is None:
             return {}
         sizes = self._parameters.memory_bytes()
-        return sizes | {"compute_copies": sizes.get("compute_copies", 0) + self._float8.nbytes}
+        copies = sizes.get("compute_copies", 0) + self._float8.nbytes
+        if self.streamed is not None:
+            copies += self.streamed.window_bytes
+            sizes["parameters"] -= self.streamed.byte_count
+        return sizes | {"compute_copies": copies}
 
     def sum_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""

@@ -859,6 +859,7 @@ ROWS: dict[str, Row] = {
             "compile": Change(True, observer=runs.count_compilations),
             "capture": Change(True, observer=runs.captures_cuda_graphs),
             "offload": Change(True, observer=runs.bytes_in_host_memory),
+            "stream_frozen": Change(True, observer=runs.bytes_of_streamed_weights),
         },
     ),
     "planning.check": Row(runs.plan_refuses, {}, {"refuse": False}),

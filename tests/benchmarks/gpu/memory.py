@@ -73,6 +73,9 @@ CASES = {
         "llama3_8b", (*ONE_GPU, *WITHOUT_MASTERS, *OFFLOADED, "batch.global_size=4")
     ),
     "8B, LoRA on NF4": Case("llama3_8b", (*ONE_GPU, *QLORA, "batch.global_size=4", "batch.micro_size=2")),
+    "8B, LoRA on NF4 in host memory": Case(
+        "llama3_8b", (*ONE_GPU, *QLORA, "stages.stream_frozen=true", "batch.global_size=4", "batch.micro_size=2")
+    ),
     "14B, bfloat16 states on the host": Case("qwen2_5_14b_one_gpu", (*LIMITS, "batch.global_size=4")),
     "30B-A3B, LoRA on NF4": Case("qwen3_30b_a3b_lora", ("batch.global_size=4",)),
 }
@@ -95,8 +98,8 @@ def main() -> None:
                 settings = (*case.settings, *SMALL) if TINY else (*case.settings, *TRACE)
                 line = train_recipe(Path(folder), case.recipe, settings, STEPS, run_name=run)
                 print(f"{name:<42}{line}; {time.perf_counter() - begin:.0f} s in all", flush=True)
-                for line in (*describe_steps(Path(folder) / run), *describe_trace(Path(folder) / run)):
-                    print(f"    {line}", flush=True)
+                for detail in (*describe_steps(Path(folder) / run), *describe_trace(Path(folder) / run)):
+                    print(f"    {detail}", flush=True)
 
 
 def describe_steps(run_folder: Path) -> Iterator[str]:

@@ -1,0 +1,135 @@
+"""
+Quantized frozen weights in host memory: a weight is copied to the device where it is used, in both passes.
+
+Steps use weights in the same order, so the next weights of the last step, about a block's, are on their way while the
+device computes. ZeRO-Infinity prefetches by a trace, too (Rajbhandari et al. 2021, arXiv 2104.07857, section 6.2).
+Frozen weights do not change, so nothing is copied back.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.parallel.dimension import StageNodes
+from drawloom.components.ports.memory import Ticket, Transfers
+from drawloom.components.ports.model import QuantizableLayer
+from drawloom.graph import Problem
+
+WINDOW_BYTES = 2**28
+"""Bytes on their way to the device, ahead of the weight in use; at least one weight."""
+
+# An operator, so a plan sees it among a module's operators.
+torch.library.define("drawloom::fetch_weight", "(Tensor stored) -> Tensor")
+
+FETCH = torch.ops.drawloom.fetch_weight
+
+
+@torch.library.register_fake("drawloom::fetch_weight")  # type: ignore[untyped-decorator]
+def _(stored: Tensor) -> Tensor:
+    """Return an empty meta tensor like the storage (any shape)."""
+    return torch.empty_like(stored)
+
+
+def fetch_on_meta(stored: Tensor) -> Tensor:
+    """Return a meta tensor in place of a storage's copy on the device (same shape and dtype)."""
+    fetched: Tensor = FETCH(stored)
+    return fetched
+
+
+@attrs.define(eq=False)
+class StreamedWeights:
+    """Weights' storage in host memory, with copies on their way to the device in the last step's order."""
+
+    transfers: Transfers
+    device: torch.device
+    byte_count: int = attrs.field(init=False, default=0)
+    _order: list[Tensor] = attrs.field(init=False, factory=list)
+    _fetched: list[Tensor] = attrs.field(init=False, factory=list)
+    _arriving: deque[tuple[Tensor, Ticket]] = attrs.field(init=False, factory=deque)
+
+    def move_to_host(self, modules: Iterable[nn.Module]) -> None:
+        """Move modules' quantized weights to host memory; a module of the meta device gets a plan's copies."""
+        for module in modules:
+            layers = [part for part in module.modules() if isinstance(part, QuantizableLayer)]
+            weights = [getattr(layer, leaf) for layer in layers for leaf in layer.weight_formats]
+            self.byte_count += sum(weight.nbytes for weight in weights)
+            is_meta = any(weight.is_meta for weight in weights)
+            if not is_meta:
+                self._move_data(weights)
+            fetch = fetch_on_meta if is_meta else self.fetch
+            for layer in layers:
+                formats = layer.weight_formats.items()
+                layer.weight_formats = {leaf: replace(kind, fetch=fetch) for leaf, kind in formats}
+
+    def _move_data(self, weights: Sequence[nn.Parameter]) -> None:
+        """Move the weights' data to one allocation in host memory."""
+        parts = torch.split(
+            self.transfers.allocate_in_host_memory(sum(weight.nbytes for weight in weights)),
+            [weight.nbytes for weight in weights],
+        )
+        for weight, memory in zip(weights, parts, strict=True):
+            weight.data = memory.view(weight.dtype).view(weight.shape).copy_(weight.data)
+
+    @property
+    def window_bytes(self) -> int:
+        """Return the bytes on the device for weights on their way."""
+        return min(WINDOW_BYTES, self.byte_count)
+
+    def begin_step(self) -> None:
+        """Expect the order since the last call again."""
+        self._drop_arriving()
+        self._order, self._fetched = self._fetched, []
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        """Return a storage's copy on the device (any shape), and start to copy the next ones."""
+        number = len(self._fetched)
+        self._fetched.append(stored)
+        is_expected = number < len(self._order) and self._order[number].data_ptr() == stored.data_ptr()
+        if not is_expected:
+            self._drop_arriving()
+        copy, ticket = self._arriving.popleft() if self._arriving else self._start_copy(stored)
+        following = number + 1 + len(self._arriving)
+        while is_expected and following < len(self._order) and self._has_room_for(self._order[following]):
+            self._arriving.append(self._start_copy(self._order[following]))
+            following += 1
+        self.transfers.make_computation_wait(ticket)
+        return copy
+
+    def close(self) -> None:
+        """Release the host memory."""
+        self._arriving.clear()
+        self.transfers.close()
+
+    def _has_room_for(self, stored: Tensor) -> bool:
+        """Return whether a storage may be on its way with the others."""
+        return not self._arriving or sum(copy.nbytes for copy, _ in self._arriving) + stored.nbytes <= WINDOW_BYTES
+
+    def _start_copy(self, stored: Tensor) -> tuple[Tensor, Ticket]:
+        copy = torch.empty_like(stored, device=self.device)
+        # The allocator may hand out memory that computation still uses.
+        return copy, self.transfers.copy_to_device([(copy, stored)], [self.transfers.mark_computation()])
+
+    def _drop_arriving(self) -> None:
+        """Drop copies of weights that are not used next; their memory is free when they have arrived."""
+        if self._arriving:
+            self.transfers.make_computation_wait(self._arriving[-1][1])
+            self._arriving.clear()
+
+
+def check_streamed_weights(nodes: StageNodes) -> Iterator[Problem]:
+    """Yield problems for streamed weights without a quantized format, in CUDA graphs, or with shards."""
+    if not nodes.stages.settings["stream_frozen"]:
+        return
+    if nodes.precision is None or nodes.precision.settings.get("frozen") in (None, "compute"):
+        text = "only quantized frozen weights are streamed"
+        yield nodes.stages.problem("stream_frozen", text, 'write precision.frozen = "nf4", or stream_frozen = false')
+    if nodes.stages.settings["capture"]:
+        text = "a CUDA graph has its weights in fixed places on the device"
+        yield nodes.stages.problem("stream_frozen", text, "write capture = false, or stream_frozen = false")
+    if nodes.sizes.data_shard * nodes.sizes.context > 1:
+        text = "sharded weights are gathered from other ranks' devices"
+        yield nodes.stages.problem("stream_frozen", text, f"write data_shard = 1 in [{nodes.mesh.name}], or false")

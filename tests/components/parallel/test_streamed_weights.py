@@ -1,0 +1,107 @@
+"""Quantized frozen weights in host memory against the same weights on the device, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.parallel import streamed_weights
+from drawloom.components.planning.plan import plan
+from drawloom.components.stages.materialized import MaterializedStages
+from drawloom.graph.problems import RecipeError
+from drawloom.graph.project import Recipe
+from support.pipelines import batches
+from support.steps import train
+from support.transfers import DelayedTransfers
+
+WORDS = (
+    *("model.num_hidden_layers=4", "model.hidden_size=64", "model.intermediate_size=64", "model.head_dim=16"),
+    *("model.num_attention_heads=4", "model.num_key_value_heads=2", "device.kind=cpu", "precision.compute=bfloat16"),
+    *("precision.gradient=float32", "precision.frozen=nf4", 'stages.adapters=["@lora"]'),
+    'lora={use="adapters.lora",targets=["*_proj"],rank=4,alpha=8.0}',
+)
+STREAMED = "stages.stream_frozen=true"
+STEPS, MICROBATCHES = 3, 2
+
+
+def gradients(folder: Path, *words: str) -> tuple[dict[str, Tensor], int]:
+    """Return the adapters' gradients after some steps, and the bytes of frozen weights in host memory."""
+    recipe = Recipe.load("first_run", *WORDS, f"run.folder={folder / 'run'}", *words)
+    with recipe.open(only="executor") as objects:
+        executor = objects["executor"]
+        for _ in range(STEPS):
+            train(executor, batches(MICROBATCHES))
+        named = executor.stages.named_parameters()
+        on_host = 0 if executor.stages.streamed is None else executor.stages.streamed.byte_count
+        return {name: part.grad.clone() for name, part in named if part.grad is not None}, on_host
+
+
+def use_transfers(monkeypatch: pytest.MonkeyPatch, transfers: Any) -> None:
+    """Let stages open these transfers."""
+    move = MaterializedStages._move_frozen_weights
+
+    def move_by_transfers(stages: MaterializedStages, modules: Any) -> None:
+        stages.open_transfers = lambda device: transfers
+        move(stages, modules)
+
+    monkeypatch.setattr(MaterializedStages, "_move_frozen_weights", move_by_transfers)
+
+
+@pytest.mark.parametrize(("recompute", "passes", "window"), [("none", 2, 1), ("blocks", 3, 20_000), ("none", 2, 2**28)])
+def test_streamed_weights_leave_no_trace(
+    recompute: str, passes: int, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients have the bits of resident weights, whatever the window is; no pass copies a weight twice."""
+    monkeypatch.setattr(streamed_weights, "WINDOW_BYTES", window)
+    use_transfers(monkeypatch, transfers := DelayedTransfers(window % 7))
+    resident, _ = gradients(tmp_path, f"stages.recompute={recompute}")
+    streamed, on_host = gradients(tmp_path, f"stages.recompute={recompute}", STREAMED)
+    assert streamed.keys() == resident.keys() and all(torch.equal(streamed[name], resident[name]) for name in resident)
+    # The first block's input needs no gradient, so that the backward pass leaves out some weights.
+    most = STEPS * MICROBATCHES * passes * on_host
+    assert transfers.stored == 0 and 0.9 * most < transfers.fetched < most
+
+
+class NoWaits(DelayedTransfers):
+    """Transfers that do not let computation wait."""
+
+    def make_computation_wait(self, ticket: Any) -> None: ...
+
+
+def test_a_product_that_does_not_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight in use before it arrives changes gradients, so the comparison above can fail."""
+    use_transfers(monkeypatch, NoWaits(1))
+    (resident, _), (hasty, _) = gradients(tmp_path), gradients(tmp_path, STREAMED)
+    assert any(not torch.equal(hasty[name], resident[name]) for name in resident)
+
+
+def test_a_plan_counts_streamed_weights_on_the_host_and_on_the_link() -> None:
+    """Their bytes move to the host, but for those on their way, and a slow link determines a step's time."""
+    device = find_device_model("cpu")
+    recipe = Recipe.load("first_run", *WORDS)
+    resident, streamed = (plan(recipe.with_values({"stages": {"stream_frozen": on}}), device) for on in (False, True))
+    slow = plan(Recipe.load("first_run", *WORDS, STREAMED), attrs.evolve(device, host_link=1e3))
+    on_host = streamed.memory[0].host
+    persistent, fewer = (planned.memory[0].persistent for planned in (resident, streamed))
+    assert on_host == resident.memory[0].host + persistent["parameters"] - fewer["parameters"] > 0
+    assert fewer["compute_copies"] - persistent.get("compute_copies", 0) == min(streamed_weights.WINDOW_BYTES, on_host)
+    most = 2 * slow.microbatches * on_host / 1e3
+    assert 0.9 * most < slow.time.compute < most
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("precision.frozen=compute",), "only quantized frozen weights are streamed"),
+        (("stages.capture=true",), "fixed places on the device"),
+        (("mesh.data_shard=2",), "gathered from other ranks"),
+    ],
+)
+def test_check_refuses_weights_that_can_not_be_streamed(words: tuple[str, ...], message: str) -> None:
+    """Weights in the compute dtype, in CUDA graphs and in shards are problems."""
+    with pytest.raises(RecipeError, match=message):
+        Recipe.load("first_run", *WORDS, STREAMED, *words).check()
