@@ -139,7 +139,7 @@ def test_a_changed_timeout_holds_for_groups_that_exist() -> None:
     ids=["backend", "spares"],
 )
 def test_settings_that_survive_no_loss_are_refused(
-    launch: Launch, backend: str, on_failure: Any, words: str, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, backend: Any, on_failure: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names the setting and the reason, and no process group is made."""
     monkeypatch.setattr(joining, "read_launch", lambda: launch)
