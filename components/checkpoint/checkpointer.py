@@ -22,7 +22,6 @@ from drawloom.components.checkpoint.manifest import (
 )
 from drawloom.components.checkpoint.memory import StateMemory
 from drawloom.components.checkpoint.memory_exchange import (
-    REPLICA,
     HeldState,
     NeighbourCopy,
     PartKey,
@@ -258,7 +257,7 @@ class Checkpointer:
         """Choose the rank that keeps copies of this rank's state: in the same replica, on another machine if any is."""
         if self.neighbour_every == "never":
             return
-        self._replica = self.mesh.group(*REPLICA)
+        self._replica = self.mesh.model_group
         machines = self._replica.gather_json(self.processes.node_rank)
         on_first = machines.count(machines[0])
         self._shift = on_first if on_first < self._replica.size else min(1, self._replica.size - 1)

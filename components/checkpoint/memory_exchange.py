@@ -21,6 +21,7 @@ from drawloom.components.checkpoint.snapshot import (
     rows_to_read,
     slices_by_sharded_entry,
 )
+from drawloom.components.distributed.mesh_layout import MODEL
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.run import Stateful
 from drawloom.components.ports.slices import TensorSlice
@@ -33,16 +34,13 @@ from drawloom.components.storage.state_tree import (
 )
 from drawloom.components.storage.tensor_source import view_bytes
 
-REPLICA = ("pipeline", "data_shard", "context", "tensor")
-"""Mesh dimensions along which ranks have different parts of the state, or may have."""
-
 ROUND = 2**25  # bytes sent from one rank to another at once
 ALIGNMENT = 16  # bytes; views of a buffer in any dtype start at a multiple of it
 
 
 @attrs.frozen(order=True)
 class PartKey:
-    """A rank's part of the state after a step: the mesh's sizes along REPLICA, and the rank's indices."""
+    """A rank's part of the state after a step: the mesh's sizes along MODEL, and the rank's indices."""
 
     step: int
     sizes: tuple[int, ...]
@@ -51,8 +49,8 @@ class PartKey:
     @classmethod
     def here(cls, step: int, mesh: Mesh) -> "PartKey":
         """Return this rank's key."""
-        sizes, indices = mesh.sizes.without_expert_dimensions(), mesh.indices.without_expert_dimensions()
-        return cls(step, tuple(sizes[name] for name in REPLICA), tuple(indices[name] for name in REPLICA))
+        sizes, indices = (attrs.asdict(numbers) for numbers in (mesh.sizes, mesh.indices))
+        return cls(step, tuple(sizes[name] for name in MODEL), tuple(indices[name] for name in MODEL))
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> "PartKey":

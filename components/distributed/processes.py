@@ -113,7 +113,7 @@ class TorchProcesses:
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
     _monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
-    replica_shape: tuple[int, int, int] | None = attrs.field(init=False, default=None)
+    replica_shape: tuple[int, int, int, int] | None = attrs.field(init=False, default=None)
     _connections: Connections = attrs.field(init=False, factory=Connections)
     _generation: Generation | None = attrs.field(init=False, default=None)
     _control: Any = attrs.field(init=False, default=None)  # connection to the launch's store
@@ -422,14 +422,14 @@ class TorchProcesses:
         assert self._generation is not None
         if self._generation.shape or self.replica_shape is None:
             return self._generation.shape
-        stages, shards, shard_size = self.replica_shape
+        stages, shards, shard_size, expert = self.replica_shape
         largest = self.world_size // (stages * shard_size)
         fitting = [
             count
             for count in range(1, largest + 1)
             if count == largest or all(limit.fits_replicas(count) for limit in self.limits.values())
         ]
-        return ReplicaShape(stages, shards, shard_size, fitting)
+        return ReplicaShape(stages, shards, shard_size, fitting, expert)
 
     def _agree_on_generation(self) -> ReopenError | None:
         """Agree with the other live ranks on the next generation; return the error to raise, None to end the run."""
