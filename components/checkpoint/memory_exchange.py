@@ -175,16 +175,15 @@ def exchange_tensors(
     return received
 
 
-def copy_to_neighbour(group: Group, shift: int, state: HeldState) -> NeighbourCopy:
+def copy_to_neighbour(group: Group, sources: Sequence[int], state: HeldState) -> NeighbourCopy:
     """
-    Send this rank's part of the state to the rank `shift` places on in the group, and return the copy that it keeps.
+    Send this rank's part of the state to the rank that keeps it, and return the copy that this rank keeps.
 
-    All ranks in the group call this.
+    `sources` are the ranks in the group whose copies ranks keep, by rank. All ranks in the group call this.
     """
     packed = state.pack()
     own = [state.key.to_json(), packed.tree, _describe(packed), compute_digest(packed.tensors.values())]
     parts = group.gather_json(own)
-    sources = [(rank - shift) % group.size for rank in range(group.size)]
     requests = [
         [TensorRequest(source, name, dtype, shape) for name, dtype, shape in _parse_specs(parts[source][2])]
         for source in sources
