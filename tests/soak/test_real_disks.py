@@ -62,9 +62,8 @@ if is_possible():
             memory.state["weight"].fill_(6)
             node.save(Step(6, 99))
             fresh = StateNode()
-            again = checkpointer(disk, {"memory": fresh})
-            assert set(fresh.state) == set() and again._read_newest_valid() is not None
-            checkpoint = again._read_newest_valid()
+            retention = Retention(RetentionPolicy(keep=3))
+            checkpoint = read_newest_valid(SingleProcess(), disk / "checkpoints", {"memory": fresh}, retention)
             assert checkpoint is not None and checkpoint.manifest.step == 6
             assert set(checkpoint.states["memory"]["weight"].tolist()) == {6.0}
 
