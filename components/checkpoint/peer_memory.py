@@ -165,7 +165,7 @@ def _choose_sources(mesh: Mesh, machine: int) -> list[int]:
     """
     replica = mesh.model_group
     members = replica.gather_json([machine, mesh.world.rank])
-    machines = [place for place, _ in members]
+    machines = [node_rank for node_rank, _ in members]
     on_first = machines.count(machines[0])
     shift = on_first if on_first < replica.size else min(1, replica.size - 1)
     source = members[(replica.rank - shift) % replica.size][1]
