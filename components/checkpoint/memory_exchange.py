@@ -21,6 +21,7 @@ from drawloom.components.checkpoint.snapshot import (
     rows_to_read,
     slices_by_sharded_entry,
 )
+from drawloom.components.distributed.mesh_layout import MODEL
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.run import Stateful
 from drawloom.components.ports.slices import TensorSlice
@@ -33,16 +34,13 @@ from drawloom.components.storage.state_tree import (
 )
 from drawloom.components.storage.tensor_source import view_bytes
 
-REPLICA = ("pipeline", "data_shard", "context", "tensor")
-"""Mesh dimensions along which ranks have different parts of the state, or may have."""
-
 ROUND = 2**25  # bytes sent from one rank to another at once
 ALIGNMENT = 16  # bytes; views of a buffer in any dtype start at a multiple of it
 
 
 @attrs.frozen(order=True)
 class PartKey:
-    """A rank's part of the state after a step: the mesh's sizes along REPLICA, and the rank's indices."""
+    """A rank's part of the state after a step: the mesh's sizes along MODEL, and the rank's indices."""
 
     step: int
     sizes: tuple[int, ...]
@@ -51,8 +49,8 @@ class PartKey:
     @classmethod
     def of_this_rank(cls, step: int, mesh: Mesh) -> "PartKey":
         """Return this rank's key."""
-        sizes, indices = mesh.sizes.without_expert_dimensions(), mesh.indices.without_expert_dimensions()
-        return cls(step, tuple(sizes[name] for name in REPLICA), tuple(indices[name] for name in REPLICA))
+        sizes, indices = (attrs.asdict(numbers) for numbers in (mesh.sizes, mesh.indices))
+        return cls(step, tuple(sizes[name] for name in MODEL), tuple(indices[name] for name in MODEL))
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> "PartKey":
@@ -177,16 +175,15 @@ def exchange_tensors(
     return received
 
 
-def exchange_copies_with_neighbours(group: Group, shift: int, state: HeldState) -> NeighbourCopy:
+def exchange_copies_with_neighbours(group: Group, sources: Sequence[int], state: HeldState) -> NeighbourCopy:
     """
-    Send this rank's part of the state to the rank `shift` places on in the group, and return the copy that it keeps.
+    Send this rank's part of the state to the rank that keeps it, and return the copy that this rank keeps.
 
-    All ranks in the group call this.
+    `sources` are the ranks in the group whose copies ranks keep, by rank. All ranks in the group call this.
     """
     packed = state.pack()
     own = [state.key.to_json(), packed.tree, _list_specs_as_json(packed), compute_digest(packed.tensors.values())]
     parts = group.gather_json(own)
-    sources = [(rank - shift) % group.size for rank in range(group.size)]
     requests = [
         [TensorRequest(source, name, dtype, shape) for name, dtype, shape in _parse_specs(parts[source][2])]
         for source in sources

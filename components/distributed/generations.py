@@ -10,6 +10,7 @@ with as many shards as they are enough for.
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -48,22 +49,29 @@ class ReplicaShape:
     """
     A replica's ranks: pipeline stages × shards × ranks in a shard (context × tensor).
 
-    Only numbers of data-parallel ranks (replicas × shards) in `counts` can share the work.
+    Only numbers of data-parallel ranks (replicas × shards) in `counts` can share the work. If experts are partitioned
+    over `expert` ranks, and so over several of the mesh's replicas, these count as one: none of them has all experts.
     """
 
     stages: int
     shards: int
     shard_size: int
     counts: Sequence[int]
+    expert: int = 1
 
     @property
     def size(self) -> int:
         """Ranks in a replica."""
-        return self.stages * self.shards * self.shard_size
+        return self.stages * self.data_ranks * self.shard_size
+
+    @property
+    def data_ranks(self) -> int:
+        """Data-parallel ranks in a replica: the fewest with a whole number of replicas and of sets of experts."""
+        return math.lcm(self.shards * self.shard_size, self.expert) // self.shard_size
 
     def list_ranks_by_replica(self, count: int) -> list[list[int]]:
         """Return each replica's ranks among `count` replicas, in the mesh's numbering, where the stage comes first."""
-        width = self.shards * self.shard_size
+        width = self.data_ranks * self.shard_size
         return [
             [(stage * count + replica) * width + number for stage in range(self.stages) for number in range(width)]
             for replica in range(count)
@@ -72,7 +80,7 @@ class ReplicaShape:
     def count_replicas(self, processes: int) -> int:
         """Return the largest number of replicas that can share the work, with at most so many processes; 0 if none."""
         largest = processes // self.size
-        return max((count for count in range(1, largest + 1) if count * self.shards in self.counts), default=0)
+        return max((count for count in range(1, largest + 1) if count * self.data_ranks in self.counts), default=0)
 
     def shrink(self, processes: int) -> "ReplicaShape | None":
         """Return the shape of one replica with the most shards for `processes` ranks; None if they are too few."""

@@ -87,9 +87,8 @@ class RankMesh(MeshView):
         single = [(name,) for name in DIMENSIONS if name != "data_shard"]  # FSDP shards over `context`, too: SHARDS
         for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
-        if isinstance(self.processes, SurvivingProcesses) and expert == 1:
-            # experts may be partitioned over several replicas, and then no replica can leave alone
-            self.processes.replica_shape = self.pipeline, self.data_shard, self.context * self.tensor
+        if isinstance(self.processes, SurvivingProcesses):
+            self.processes.replica_shape = self.pipeline, self.data_shard, self.context * self.tensor, expert
 
     @property
     def rank(self) -> int:

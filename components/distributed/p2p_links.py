@@ -7,12 +7,15 @@ rendezvous between its two ranks on the host. Different connection orders deadlo
 ranks follow one order of rounds, and a rank has at most one peer per round.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.process_group import convert_peer_errors
@@ -78,6 +81,37 @@ class TorchP2PChannel:
 
     def receive(self, tensor: Tensor) -> Pending:
         return self.incoming.receive(tensor)
+
+
+def connect_by_nccl(store: Any, rank: int, ranks: Edge, timeout: timedelta, device: torch.device) -> Any:
+    """
+    Return an NCCL communicator for two ranks outside torch's group registry, in which this one is `rank`, 0 or 1.
+
+    dist.new_group is collective over all ranks, and with a bound device it shares one NCCL communicator among all
+    point-to-point operations in a group.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    with _suppress_serialization_warning():
+        backend = dist.ProcessGroupNCCL(store, rank, 2, options)
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+@contextmanager
+def _suppress_serialization_warning() -> Iterator[None]:
+    """Suppress NCCL's warning that these backends' operations run one after another, as intended here."""
+    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def connect_p2p_links(

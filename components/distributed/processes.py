@@ -33,7 +33,7 @@ from drawloom.components.distributed.launch_store import (
     connect_to_launch_store,
     shorten_name_lookups,
 )
-from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel
+from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel, connect_by_nccl
 from drawloom.components.distributed.parent import exit_after_parent
 from drawloom.components.distributed.process_group import (
     SingleProcess,
@@ -41,7 +41,8 @@ from drawloom.components.distributed.process_group import (
     convert_collective_error,
     convert_peer_errors,
 )
-from drawloom.components.distributed.rank_monitor import MAX_WATCHED, STORE_TIMEOUT, RankMonitor
+from drawloom.components.distributed.rank_monitor import STORE_TIMEOUT, RankMonitor
+from drawloom.components.distributed.spare import wait_as_spare
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
@@ -113,7 +114,7 @@ class TorchProcesses:
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
     _monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
-    replica_shape: tuple[int, int, int] | None = attrs.field(init=False, default=None)
+    replica_shape: tuple[int, int, int, int] | None = attrs.field(init=False, default=None)
     _connections: Connections = attrs.field(init=False, factory=Connections)
     _generation: Generation | None = attrs.field(init=False, default=None)
     _control: Any = attrs.field(init=False, default=None)  # connection to the launch's store
@@ -394,17 +395,7 @@ class TorchProcesses:
         generation = Generation.from_json(store.get(CURRENT).decode())
         if generation.run in RUNS and not is_member:
             return None
-        # torch imports this, for a second or more, with the first optimizer, while all others would wait for it
-        import torch._dynamo  # noqa: F401
-
-        spares = Spares(PrefixStore(generation.run, store))
-        number = spares.register(RunProcess.of_this_process())
-        log.info("this process waits as spare %d", number)
-        outcome = spares.await_admission(number, _LifeSigns(store, self.heartbeat_timeout + RECOVERY_MARGIN))
-        if outcome is None:
-            raise UserError("the processes of the run, which this one was to join, send no heartbeats; start it again")
-        if isinstance(outcome, int):
-            raise ReportedError("the run has ended while this process waited as a spare", outcome)
+        outcome = wait_as_spare(store, generation.run, self.heartbeat_timeout + RECOVERY_MARGIN)
         return attrs.evolve(self._start_generation_monitor(outcome, Connections(launch.port)), control=store)
 
     def _await_rank_loss(self) -> bool:
@@ -422,14 +413,14 @@ class TorchProcesses:
         assert self._generation is not None
         if self._generation.shape or self.replica_shape is None:
             return self._generation.shape
-        stages, shards, shard_size = self.replica_shape
+        stages, shards, shard_size, expert = self.replica_shape
         largest = self.world_size // (stages * shard_size)
         fitting = [
             count
             for count in range(1, largest + 1)
             if count == largest or all(limit.fits_replicas(count) for limit in self.limits.values())
         ]
-        return ReplicaShape(stages, shards, shard_size, fitting)
+        return ReplicaShape(stages, shards, shard_size, fitting, expert)
 
     def _agree_on_generation(self) -> ReopenError | None:
         """Agree with the other live ranks on the next generation; return the error to raise, None to end the run."""
@@ -555,7 +546,11 @@ class TorchProcesses:
             convert_peer_errors(self._monitor, "a connection", name, ranks),
             self._record_group_connections(name, ranks, self._limit) as timeout,
         ):
-            backend = self._connect_torch_backend(name, ranks, timeout)
+            store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
+            if self.device.backend == "gloo":
+                backend = self._connections.connect_in_thread(lambda: dist.ProcessGroupGloo(store, rank, 2, timeout))
+            else:
+                backend = connect_by_nccl(store, rank, ranks, timeout, self._tensor_device)
         backend._set_default_timeout(self._limit)
         communicator = TorchCommunicator(name, ranks, backend, self._tensor_device, self._monitor)
         # the first transfer connects the two ranks, so it happens here, where all ranks follow one order
@@ -563,49 +558,12 @@ class TorchProcesses:
         (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
         return communicator
 
-    def _connect_torch_backend(self, name: str, ranks: tuple[int, int], timeout: timedelta) -> Any:
-        """
-        Return a connected communicator for two ranks outside torch's group registry.
-
-        dist.new_group is collective over all ranks, and with a bound device it shares one NCCL communicator among all
-        point-to-point operations in a group.
-        """
-        store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
-        if self.device.backend == "gloo":
-            return self._connections.connect_in_thread(lambda: dist.ProcessGroupGloo(store, rank, 2, timeout))
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        options.global_ranks_in_group = list(ranks)
-        with _suppress_serialization_warning():
-            backend = dist.ProcessGroupNCCL(store, rank, 2, options)
-        backend.eager_connect_single_device(self._tensor_device)
-        return backend
-
     def _close_communicators(self) -> None:
         """Shut down all point-to-point communicators."""
         communicators, self._communicators = self._communicators, {}
         # destroy_process_group does not know these backends; gloo's backends close when they are freed
         for communicator in communicators.values() if self.device.backend == "nccl" else ():
             communicator.backend.shutdown()
-
-
-@attrs.define
-class _LifeSigns:
-    """Check for heartbeats by the launch's newest generation, at least one in `timeout` seconds."""
-
-    store: Any
-    timeout: float
-    _heard: Any = attrs.field(init=False, default=None)
-    _since: float = attrs.field(init=False, factory=time.monotonic)
-
-    def __call__(self) -> bool:
-        generation = Generation.from_json(self.store.get(CURRENT).decode())
-        beats = PrefixStore(f"drawloom/{generation.name}", self.store.underlying_store)
-        watched = range(min(MAX_WATCHED, len(generation.members)))  # some of them may be lost
-        heard = generation.name, sum(beats.add(f"beat/{rank}", 0) for rank in watched)
-        if heard != self._heard:
-            self._heard, self._since = heard, time.monotonic()
-        return time.monotonic() < self._since + self.timeout
 
 
 def _set_timeout(group: Any, timeout: timedelta) -> None:
@@ -619,18 +577,3 @@ def _print_unreported_error(kind: type[BaseException], error: BaseException, tra
     """Print an uncaught error as `sys.excepthook` does, unless it was already reported."""
     if not isinstance(error, ReportedError):
         sys.__excepthook__(kind, error, trace)
-
-
-@contextmanager
-def _suppress_serialization_warning() -> Iterator[None]:
-    """Suppress NCCL's warning that these backends' operations run one after another, as intended here."""
-    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -24,7 +24,7 @@ CONTINUES = "continues"
 """Key in the launcher's store: the workers go on if one of them is lost, so the launcher must not end them."""
 
 SPARES = "DRAWLOOM_SPARES"
-"""Variable with the number of hot spares on each machine, from `drawloom launch`."""
+"""Variable with the number of hot spares on a machine, from `drawloom launch`."""
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -36,7 +36,7 @@ class Launch:
 
     `node_rank` is this machine's index among the `node_count` machines (torchrun's nodes). `agent_store` is True if the
     store is in torchrun instead of rank 0; `attempt` is unique to every restart of the workers; a worker writes its
-    failure to `error_file`. The launcher starts `spares` more processes on each machine once the run has begun.
+    failure to `error_file`. The launcher starts `spares` more processes on every machine once the run has begun.
     """
 
     rank: int = 0

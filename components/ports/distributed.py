@@ -233,11 +233,11 @@ class SurvivingProcesses(Protocol):
     """
     Processes that may continue without lost ranks, and let new processes join.
 
-    `replica_shape` is a replica's number of pipeline stages, its `data_shard`, and the number of ranks in each shard;
-    the mesh sets it. None, if replicas can't leave or join.
+    `replica_shape` is a replica's number of pipeline stages, its `data_shard`, the number of ranks in a shard, and the
+    number of ranks over which experts are partitioned; the mesh sets it.
     """
 
-    replica_shape: tuple[int, int, int] | None
+    replica_shape: tuple[int, int, int, int] | None
 
     @property
     def survives_rank_losses(self) -> bool:

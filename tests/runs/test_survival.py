@@ -10,6 +10,23 @@ import pytest
 from support.runs import drawloom, rows
 from support.survival import Deaths, assert_same_trajectory, replace_workers, survive, write_recipe
 
+EXPERTS = (
+    "mesh.expert=2",
+    "model.use=model.qwen3.moe",
+    "model.num_hidden_layers=1",
+    "model.hidden_size=16",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=1",
+    "model.head_dim=8",
+    "model.intermediate_size=32",
+    "model.num_experts=4",
+    "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=16",
+    "dispatcher.use=experts.all_to_all",
+    "stages.dispatcher=@dispatcher",
+)
+"""Two replicas have half of the experts each, so that both leave when one is lost."""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -54,8 +71,9 @@ def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Pat
         (("mesh.data_shard=2",), "forward_backward", 5),
         pytest.param(("mesh.pipeline=2", "model.num_hidden_layers=2"), "forward_backward", 5, marks=pytest.mark.soak),
         pytest.param(("batch.global_size=8",), "signals", 4, marks=pytest.mark.soak),
+        (EXPERTS, "forward_backward", 5),
     ],
-    ids=["shards", "pipeline", "uneven"],
+    ids=["shards", "pipeline", "uneven", "experts"],
 )
 def test_a_replica_leaves_as_a_whole(folder: Path, words: tuple[str, ...], place: str, step: int) -> None:
     """

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from drawloom.components.checkpoint.restore_newest import read_newest_valid
+from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.staging.blocking import Blocking
+from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import StateNode, checkpointer, restore_step, state_of
@@ -59,9 +62,8 @@ if is_possible():
             memory.state["weight"].fill_(6)
             node.save(Step(6, 99))
             fresh = StateNode()
-            again = checkpointer(disk, {"memory": fresh})
-            assert set(fresh.state) == set() and again._read_newest_valid() is not None
-            checkpoint = again._read_newest_valid()
+            retention = Retention(RetentionPolicy(keep=3))
+            checkpoint = read_newest_valid(SingleProcess(), disk / "checkpoints", {"memory": fresh}, retention)
             assert checkpoint is not None and checkpoint.manifest.step == 6
             assert set(checkpoint.states["memory"]["weight"].tolist()) == {6.0}
 

@@ -39,7 +39,7 @@ class Node:
 
 def key(step: int, index: int = 0, shards: int = 1) -> PartKey:
     """Return a shard's key."""
-    return PartKey(step, (1, shards, 1, 1), (0, index, 0, 0))
+    return PartKey(step, (1, shards, 1), (0, index, 0))
 
 
 def _own(memory: StateMemory) -> dict[int, tuple[list[float], list[int]]]:
@@ -135,6 +135,6 @@ def test_a_step_needs_all_shards(
     """Each shard comes from the first rank that has it, and a step of another mesh does not help."""
     shards = 3 if sources is None else 2
     expected = {(4, 0): 0, (4, 2): 0, (4, 1): 2} if sources is None else sources
-    other = [PartKey(7, (1, 9, 1, 1), (0, 0, 0, 0))]
+    other = [PartKey(7, (1, 9, 1), (0, 0, 0))]
     parts = find_newest_complete([[key(*part, shards) for part in own] + other for own in offers])
     assert parts == {key(*part, shards): rank for part, rank in expected.items()}

@@ -16,7 +16,7 @@ from drawloom.components.distributed.generations import (
     Spares,
     agree_on_generation,
 )
-from drawloom.components.distributed.mesh_layout import Layout
+from drawloom.components.distributed.mesh_layout import MODEL, Layout
 
 SPARES = [RunProcess("elsewhere", 100), RunProcess("elsewhere", 101)]
 
@@ -74,11 +74,19 @@ def test_without_a_complete_replica_the_run_has_fewer_shards(
     assert len(uneven.members) == uneven.shards == 2
 
 
-def test_replica_shapes_number_ranks_like_the_mesh() -> None:
-    """A replica's ranks differ in all dimensions but data_replicate."""
-    sizes = {"pipeline": 2, "data_replicate": 3, "data_shard": 2, "context": 1, "tensor": 2}
-    ranks = Layout(sizes).list_rank_sets("pipeline", "data_shard", "context", "tensor")
-    assert ReplicaShape(2, 2, 2, [3]).list_ranks_by_replica(3) == ranks
+@pytest.mark.parametrize(("expert", "count"), [(1, 6), (2, 6), (4, 6), (8, 3), (3, 2), (24, 1)])
+def test_replica_shapes_number_ranks_like_the_mesh(expert: int, count: int) -> None:
+    """A replica's ranks differ in all dimensions but data_replicate or, with experts, expert_replicate."""
+    sizes = {"pipeline": 2, "data_replicate": 6, "data_shard": 2, "context": 1, "tensor": 2}
+    shape = ReplicaShape(2, 2, 2, range(1, 13), expert)
+    assert shape.list_ranks_by_replica(count) == Layout(sizes, expert).list_rank_sets(*MODEL)
+    assert shape.count_replicas(48) == count and shape.count_replicas(47) == count - 1
+
+
+def test_shards_shrink_to_a_number_with_whole_sets_of_experts() -> None:
+    """Of four shards three are left, over which two sets of experts can't be divided."""
+    shape = ReplicaShape(1, 4, 1, [1, 2, 3, 4], expert=2).shrink(3)
+    assert shape is not None and (shape.shards, shape.size) == (2, 2)
 
 
 def _agree(store: Any, rank: int, lost: list[int], is_over: bool = False) -> list[int]:

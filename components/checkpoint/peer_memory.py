@@ -1,0 +1,178 @@
+"""
+Exchange of states between ranks' memory: copies at neighbours during a run, and restoring after a loss.
+
+A copy is sent while the next step computes its gradients, when weights and optimizer state are constant; training waits
+for it only before the next update.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+import attrs
+
+from drawloom.components.checkpoint.memory import StateMemory
+from drawloom.components.checkpoint.memory_exchange import (
+    HeldState,
+    NeighbourCopy,
+    PartKey,
+    assemble_from_memory,
+    exchange_copies_with_neighbours,
+    find_newest_complete,
+)
+from drawloom.components.checkpoint.snapshot import is_rank_local
+from drawloom.components.checkpoint.threads import submit_in_new_thread
+from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
+from drawloom.components.ports.distributed import Group, Mesh, Processes
+from drawloom.components.ports.run import Cadence, Stateful, Step, is_due
+
+log = logging.getLogger("drawloom.checkpoint")
+run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
+
+
+@attrs.define(eq=False)
+class PeerMemory:
+    """
+    States in ranks' memory, `memory` on this rank; copies for neighbours are sent over `copies`, a group of all ranks.
+
+    `sources` are the ranks whose copies ranks keep, by rank; empty without copies.
+    """
+
+    memory: StateMemory
+    mesh: Mesh
+    states: Mapping[str, Stateful]
+    neighbour_every: Cadence
+    copies: Group
+    sources: Sequence[int]
+    _copy: Future[NeighbourCopy] | None = attrs.field(init=False, default=None)
+    _has_logged_copies: bool = attrs.field(init=False, default=False)
+
+    @classmethod
+    def open(
+        cls,
+        memory: StateMemory,
+        mesh: Mesh,
+        processes: Processes,
+        states: Mapping[str, Stateful],
+        neighbour_every: Cadence,
+    ) -> "PeerMemory":
+        """Choose neighbours if there are copies. All ranks call this."""
+        sources = [] if neighbour_every == "never" else _choose_sources(mesh, processes.node_rank)
+        memory.copies_each_step = not sources or mesh.replicas.size > 1
+        copies = processes.make_control_group("neighbours") if sources else mesh.world
+        return cls(memory, mesh, states, neighbour_every, copies, sources)
+
+    def close(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for a copy in progress."""
+        if self._copy is not None:
+            wait([self._copy], timeout)
+            self._copy = None
+
+    def keep(self, step: Step) -> None:
+        """Reference the state after a step, and start to send a copy to the neighbour, if it is due."""
+        self._end_copy()  # a skipped update has not waited for it
+        state = self.memory.reference_states(PartKey.of_this_rank(step.index, self.mesh), self.states)
+        if self.sources and not step.is_last and is_due(self.neighbour_every, step):
+            self._copy = submit_in_new_thread("neighbour", partial(self._exchange_copies_with_neighbours, state))
+
+    def wait_until_copied(self) -> None:
+        """Wait until the state after the last step is copied, here and at the neighbour; it may change from then on."""
+        self._end_copy()
+        self.memory.copy_referenced_states()
+
+    def restore(self, newest_on_disk: int) -> int:
+        """
+        Load the newest state whose parts are all in the remaining ranks' memory, and return its step.
+
+        Ranks without their part receive it from others. Return 0 and load nothing if there is no such state, or if the
+        checkpoint on disk, after the step `newest_on_disk`, is newer.
+        """
+        world = self.mesh.world
+        parts = self.memory.parts()
+        own_keys = {key for key, part in parts.items() if isinstance(part, HeldState)}
+        own_key = PartKey.of_this_rank(0, self.mesh)
+        gathered = world.gather_json([own_key.to_json(), [[key.to_json(), key in own_keys] for key in parts]])
+        offers = [{PartKey.from_json(key): is_held for key, is_held in offered} for _, offered in gathered]
+        sources = find_newest_complete([[*offered] for offered in offers])
+        step = next((key.step for key in sources), 0)
+        if not step or step < newest_on_disk:
+            return 0
+        needed = [attrs.evolve(PartKey.from_json(key), step=step) for key, _ in gathered]
+        own_key = needed[world.rank]
+        own = {key: part for key, part in parts.items() if key in sources}
+        if all(offered.get(key) for key, offered in zip(needed, offers, strict=True)):
+            states = {**_get_own_states(own)}
+        else:
+            packed = {key: part.pack() for key, part in own.items()}
+            states = assemble_from_memory(world, self.states, sources, packed)
+            local = {name: state for name, state in _get_own_states(own).items() if is_rank_local(self.states[name])}
+            states |= local
+            log.info("%s the state after step %d", "sent" if own_key in own_keys else "received", step)
+        run_and_gather_on_all_ranks(world, lambda: self._load(states))
+        kept = HeldState.of(own_key, self.states, states)
+        self.memory.replace_states_by(kept)  # for another loss in the next step
+        copy = self._exchange_copies_with_neighbours(kept) if self.sources else None
+        run_and_gather_on_all_ranks(world, lambda: None)  # all ranks have their copies before older ones are dropped
+        self.memory.replace_states_by_kept(copy)
+        log.info("restored the state after step %d from memory", step)
+        return step
+
+    def forget(self) -> None:
+        """Forget all states, because the run goes back to an older one."""
+        self._end_copy()
+        self.memory = StateMemory(self.memory.copies_each_step)
+
+    def _end_copy(self) -> None:
+        """Wait for the copy in progress, if there is one, and keep the other neighbour's state."""
+        if self._copy is None:
+            return
+        start, copy = time.monotonic(), self._copy
+        self._copy = None
+        self.memory.add_neighbour(copy.result())
+        if not self._has_logged_copies:
+            self._has_logged_copies = True
+            run_log.info("training waited %.2f s for the copy", time.monotonic() - start)
+
+    def _exchange_copies_with_neighbours(self, state: HeldState) -> NeighbourCopy:
+        """Send the state to the neighbour, and return the other neighbour's; log the costs of the first copy."""
+        start = time.monotonic()
+        copy = exchange_copies_with_neighbours(self.copies, self.sources, state)
+        if not self._has_logged_copies:
+            size = sum(tensor.nbytes for tensor in copy.packed.tensors.values()) / 1e6
+            run_log.info(
+                "every rank's state is copied to another rank's memory: %.1f MB (twice while it is replaced), and as "
+                "much for the own state; %.2f s after every %s steps, while training continues",
+                size,
+                time.monotonic() - start,
+                self.neighbour_every,
+            )
+        return copy
+
+    def _load(self, states: Mapping[str, Any]) -> None:
+        """Load states into their nodes. A joining rank keeps its initial random generators."""
+        for name, state in states.items():
+            self.states[name].load_state_dict(state)
+
+
+def _choose_sources(mesh: Mesh, machine: int) -> list[int]:
+    """
+    Return the rank whose copy a rank keeps, by rank; empty if replicas have one rank.
+
+    Both are in the same replica, and on two machines if the replica has several. All ranks call this.
+    """
+    replica = mesh.model_group
+    members = replica.gather_json([machine, mesh.world.rank])
+    machines = [node_rank for node_rank, _ in members]
+    on_first = machines.count(machines[0])
+    shift = on_first if on_first < replica.size else min(1, replica.size - 1)
+    source = members[(replica.rank - shift) % replica.size][1]
+    sources = mesh.world.gather_json(source)
+    return sources if shift else []
+
+
+def _get_own_states(parts: Mapping[PartKey, HeldState | NeighbourCopy]) -> Mapping[str, Any]:
+    """Return the states that this rank has held itself; none if all parts are other ranks'."""
+    return next((part.states for part in parts.values() if isinstance(part, HeldState)), {})
