@@ -8,6 +8,7 @@ the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from drawloom.kernels.attention import AttentionImplementation, create_causal_do
 from drawloom.kernels.attention_meta import attention_on_meta
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.costs import register_costs, return_zero_scratch_bytes
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
 from drawloom.kernels.grouped_gemm import (
     EAGER,
     GroupedGemmImplementation,
@@ -117,6 +119,22 @@ def _mask_scores(scores: Tensor, is_hidden: Tensor, kv_heads: int) -> Tensor:
     is_hidden = F.pad(is_hidden, (0, BLOCK - is_hidden.shape[-1]), value=True)
     by_head = scores.view(-1, kv_heads, *scores.shape[1:])
     return by_head.masked_fill(is_hidden, MASKED).view(scores.shape)
+
+
+def cut_cross_entropy_with_padded_rows(
+    hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut, token_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """
+    Compute `cut_cross_entropy_eager`, without a filter, in chunks of a multiple of `MIN_ROWS` tokens.
+
+    hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...).
+    """
+    tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
+    missing = -len(flat) % MIN_ROWS
+    tokens, flat = F.pad(tokens, (0, 0, 0, missing)), F.pad(flat, (0, missing), value=cut.ignore_index)
+    both = cut_cross_entropy_eager(tokens, weight, flat, replace(cut, tile=(MIN_ROWS, 1)))
+    losses, lse = (result[: targets.numel()].view(targets.shape) for result in both)
+    return multiply_by_token_weights(losses, token_weights), lse
 
 
 def multiply_experts_by_padded_rows(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:

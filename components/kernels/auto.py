@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import attrs
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.kernels.choosing import (
@@ -33,12 +32,12 @@ from drawloom.kernels.attention import AttentionImplementation, attention_eager,
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.batch_invariant import (
     BLOCKS,
-    MIN_ROWS,
     apply_with_padded_rows,
     attend_in_blocks,
+    cut_cross_entropy_with_padded_rows,
     multiply_experts_by_padded_rows,
 )
-from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
+from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
@@ -53,7 +52,7 @@ WIDE_PRODUCTS = (
     "a row of cuBLAS's products in float32 depends on the number of rows; write precision.compute = 'bfloat16', or "
     "batch_invariant = false"
 )
-BATCH_INVARIANT = {"attention": "blocks", "grouped_gemm": "fixed tiles"}
+BATCH_INVARIANT = {"attention": "blocks", "grouped_gemm": "fixed tiles", "linear_cross_entropy": "fixed tiles"}
 """Implementations by operation, chosen by `batch_invariant`."""
 
 Choice = Literal["auto", "eager", "triton"]
@@ -134,7 +133,7 @@ class AutoKernels:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Refuse implementations for GPUs if the device is the CPU, and another attention beside `batch_invariant`."""
         invariant, kind = node.settings["batch_invariant"], _read_device_kind(node)
-        for operation in (*BATCH_INVARIANT, "linear_cross_entropy"):
+        for operation in BATCH_INVARIANT:
             if invariant and node.settings[operation] != "auto":
                 text = f"batch_invariant has its own {operation}"
                 yield node.problem(operation, text, "leave it out, or write batch_invariant = false")
@@ -195,9 +194,17 @@ class AutoKernels:
     def _batch_invariant_functions(self) -> dict[str, Any]:
         """Return the operations with a batch-invariant implementation of their own."""
         if self._triton_blocks is None:
-            return {"attention": BLOCKS, "grouped_gemm": multiply_experts_by_padded_rows}
-        grouped_gemm = import_module("drawloom.kernels.triton.grouped_gemm")
-        return {"attention": self._block_attention, "grouped_gemm": grouped_gemm.multiply_experts_in_fixed_tiles}
+            return {
+                "attention": BLOCKS,
+                "grouped_gemm": multiply_experts_by_padded_rows,
+                "linear_cross_entropy": cut_cross_entropy_with_padded_rows,
+            }
+        # The kernels for losses and experts have tiles of one size.
+        return {
+            "attention": self._block_attention,
+            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").multiply_experts_in_fixed_tiles,
+            "linear_cross_entropy": load_implementation("linear_cross_entropy", "cut"),
+        }
 
     @property
     def _block_attention(self) -> AttentionImplementation:
@@ -396,17 +403,9 @@ class AutoKernels:
 
         A vocabulary `part` requires `cut`, or its equivalent in plain torch.
         """
-        if self.batch_invariant and self._triton_blocks is not None:  # the Triton kernel's tiles have one size
-            cut = LogitCut(ignore_index=IGNORE_INDEX, part=part)
-            return load_implementation("linear_cross_entropy", "cut")(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
         if self.batch_invariant:
-            tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
-            more = -len(flat) % MIN_ROWS  # rows of the last chunk
-            tokens, flat = F.pad(tokens, (0, 0, 0, more)), F.pad(flat, (0, more), value=IGNORE_INDEX)
-            cut = LogitCut(ignore_index=IGNORE_INDEX, tile=(MIN_ROWS, 1), part=part)
-            both = cut_cross_entropy_eager(tokens, weight, flat, cut)
-            losses, lse = (result[: targets.numel()].view(targets.shape) for result in both)
-            return TokenLosses(multiply_by_token_weights(losses, token_weights), lse)
+            cut = LogitCut(ignore_index=IGNORE_INDEX, part=part)
+            return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
             return self._vocab_parallel_loss(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from drawloom.kernels.attention_options import AttentionOptions
 from drawloom.kernels.logsumexp import logsumexp_by_halves
 from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.triton.attention_blocks import BlockMask, attend_in_blocks_triton
-from runs.test_rollouts import RECIPE
+from runs.test_rollouts import LAYOUTS, RECIPE
 from support.gpu import drawloom_run
 from support.processes import run_ranks
 from support.runs import series
@@ -136,14 +136,14 @@ def test_float32_products_are_refused(kernels: AutoKernels) -> None:
 EXPERTS = "num_experts = 8\nnum_experts_per_tok = 2\nmoe_intermediate_size = 256\n"
 
 
-@pytest.mark.parametrize("words", [(), ("rollouts.temperature=0.8",), ("mesh.data_shard=2",), ("experts",)], ids=str)
-def test_ratios_are_exactly_1_in_bfloat16(tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "changes", ["", "rollouts.temperature=0.8", "experts", *(word for (word, *_) in LAYOUTS.values())]
+)
+def test_ratios_are_exactly_1_in_bfloat16(tmp_path: Path, changes: str) -> None:
     """GRPO samples 32 rows with a cache, learns from 8 at a time, and its largest difference is 0 at every step."""
-    recipe = RECIPE
-    if words == ("experts",):
-        recipe, words = f"{RECIPE}{EXPERTS}".replace("qwen3.dense", "qwen3.moe"), ()
+    recipe = f"{RECIPE}{EXPERTS}".replace("qwen3.dense", "qwen3.moe") if changes == "experts" else RECIPE
     (tmp_path / "tiny.toml").write_text(recipe, "utf-8")
-    processes = 2 if "mesh.data_shard=2" in words else 1
+    words, processes = [word for word in [changes] if "=" in word], 2 if "mesh" in changes else 1
     outcome = drawloom_run(tmp_path, "tiny.toml", "run.name=tiny", *SIZES, *words, processes=processes)
     assert outcome.code == 0, outcome.text
     measured = series(tmp_path / "runs/tiny", "sampler_difference", "ratio", "clip_fraction")
