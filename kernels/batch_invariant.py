@@ -125,7 +125,7 @@ def cut_cross_entropy_with_padded_rows(
     hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut, token_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    Compute `cut_cross_entropy_eager`, without a filter, in chunks of a multiple of `MIN_ROWS` tokens.
+    Compute `cut_cross_entropy_eager`, without a filter, in chunks with a multiple of `MIN_ROWS` tokens.
 
     hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...).
     """

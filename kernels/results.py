@@ -1,4 +1,4 @@
-"""Results of operations with several parts, which ports name."""
+"""Operations' results with several parts, named by ports."""
 
 from typing import NamedTuple
 

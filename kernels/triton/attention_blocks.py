@@ -1,10 +1,10 @@
 """
 Attention whose result for a query has the same bits in every batch, at every length and with a cache, in Triton.
 
-A program has some queries of the heads that share keys, and adds up blocks of keys, aligned by position, in ascending
-order, with the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867. The tile does not depend on the numbers
-of rows, queries and keys, and a hidden key changes no bit. There is no backward kernel: another implementation
-differentiates, from the same inputs.
+A program has some queries for the heads sharing keys, and adds up blocks of keys, aligned by position, in ascending
+order, with the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867. The tile does not depend on how
+many rows, queries and keys there are, and a hidden key changes no bit. There is no backward kernel: another
+implementation differentiates, from the same inputs.
 """
 
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, check_floats, contiguous_last_dim, next_power_of_2
 
 QUERIES = 64
-"""Rows of a tile, for all heads of a group."""
+"""A tile's rows, for all heads in a group."""
 
 MAX_CHANNEL_BYTES = 512
-"""Bytes of a key up to which two blocks of 64 keys and values fit into shared memory; wider keys have blocks of 32."""
+"""A key's bytes up to which two blocks with 64 keys and values fit into shared memory; wider keys have 32."""
 
 MASKED = tl.constexpr(-1e38)
-"""Score of a hidden key: its weight is 0 beside any other key, and differences of scores are finite."""
+"""A hidden key's score: its weight is 0 beside any other key, and scores differ by finite numbers."""
 
 
 class BlockMask(NamedTuple):

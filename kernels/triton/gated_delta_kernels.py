@@ -309,8 +309,8 @@ def carry_gradients_back(
 ):
     # fmt: on
     """
-    Pass the state's gradient back through a row's chunks. The gradients of the systems' right sides, divided by beta,
-    replace the written values'.
+    Pass the state's gradient back through a row's chunks. Replace the written values' gradients by the right sides',
+    divided by beta.
     """
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)

@@ -27,7 +27,7 @@ ROWS = (16, 128)
 """Minimum and maximum rows of a tile, which has as many rows as the average expert, within tensor-core limits."""
 
 FIXED_ROWS = 64
-"""Rows of a tile if a row must have the same bits among any number of rows."""
+"""A tile's rows if a row must have the same bits among however many rows."""
 
 COLUMNS, STEP = 128, 64
 """Columns of a tile, and elements of the inner dimension that one step multiplies."""

@@ -24,7 +24,7 @@ from drawloom.kernels.triton.moe_permute import (
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, view_as_rows
 
 ENTRIES = 1024
-"""Choices that a program of `localize_choices` or `limit_routes_and_flag_overflow` processes."""
+"""Choices by program in `localize_choices` and `limit_routes_and_flag_overflow`."""
 
 ELEMENTS_PER_WARP = 1024
 """Elements per warp where programs copy or sum whole rows."""
