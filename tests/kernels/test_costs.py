@@ -183,7 +183,7 @@ def test_logits_that_are_written_and_dropped_are_scratch_memory() -> None:
 
 
 def test_grouped_products_cost_the_padding_and_start_of_tiles() -> None:
-    """The work grows as rows per expert shrink; with 2,048 rows it is 702 / 620 of the FLOPs, as measured on an H200."""
+    """The work grows as rows per expert shrink; with 2,048 rows it is 702 / 620 of the FLOPs, as measured."""
     list(kernel_operations())
     operator = torch.ops.drawloom.grouped_gemm_rows.default
     ratios = []
