@@ -33,11 +33,15 @@ def return_zero_scratch_bytes() -> int:
 
 @dataclass(frozen=True)
 class OperationCosts:
-    """Matrix product FLOPs, scratch memory in bytes, and whether the operation is attention."""
+    """
+    Matrix product FLOPs, scratch memory in bytes, whether the operation is attention, and `work`: the FLOPs of a large
+    product that takes as long.
+    """
 
     flops: float = 0.0
     scratch: int = 0
     is_attention: bool = False
+    work: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,29 +51,39 @@ class _Registration:
     flops: Flops
     scratch: Scratch
     is_attention: bool
+    work: Flops
 
     def costs(self, arguments: Mapping[str, Any]) -> OperationCosts:
         return OperationCosts(
             _call_with_named_arguments(self.flops, arguments),
             _call_with_named_arguments(self.scratch, arguments),
             self.is_attention,
+            _call_with_named_arguments(self.work, arguments),
         )
 
 
 _REGISTERED: dict[OpOverloadPacket, _Registration] = {}
 
 
-def register_costs(operation: OpOverloadPacket, *, flops: Flops, scratch: Scratch, is_attention: bool = False) -> None:
+def register_costs(
+    operation: OpOverloadPacket,
+    *,
+    flops: Flops,
+    scratch: Scratch,
+    is_attention: bool = False,
+    work: Flops | None = None,
+) -> None:
     """
     Register an operation's cost functions, whose parameters name some of the operation's arguments.
 
+    `work` returns the FLOPs of a large product that takes as long, if tiles do more than the operation's own.
     Raises TypeError if a parameter is not an argument in the operation's schema.
     """
     known = {argument.name for argument in operation.default._schema.arguments}
-    for function in (flops, scratch):
+    for function in (flops, scratch, work or flops):
         if unknown := sorted(signature(function).parameters.keys() - known):
             raise TypeError(f"{operation} does not have the arguments {unknown} of {function.__qualname__}")
-    _REGISTERED[operation] = _Registration(flops, scratch, is_attention)
+    _REGISTERED[operation] = _Registration(flops, scratch, is_attention, work or flops)
 
 
 def has_costs(operation: OpOverloadPacket) -> bool:
@@ -84,7 +98,8 @@ def compute_operation_costs(
     registration = _REGISTERED.get(operator.overloadpacket)
     if registration is not None:
         return registration.costs(bind_arguments(operator, args, kwargs))
-    return OperationCosts(_count_flops_by_torch(operator, args, kwargs, result))
+    flops = _count_flops_by_torch(operator, args, kwargs, result)
+    return OperationCosts(flops, work=flops)
 
 
 def bind_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,13 +86,13 @@ def as_new_tensor(result: Tensor) -> Tensor:
 
 
 def register_kernel(
-    schema: str, *, fake: KernelFunction, flops: Flops, scratch: Scratch
+    schema: str, *, fake: KernelFunction, flops: Flops, scratch: Scratch, work: Flops | None = None
 ) -> Callable[[KernelFunction], KernelFunction]:
     """
     Register a kernel launcher as the operator `drawloom::<name>`, which torch.compile does not trace.
 
     `schema` is torch's, such as "swiglu(Tensor gate, Tensor up) -> Tensor"; `fake` returns empty results for the same
-    arguments. `flops` and `scratch` return its costs, from the arguments they name (`kernels/costs.py`). Under
+    arguments. `flops`, `scratch` and `work` return its costs, from the arguments they name (`kernels/costs.py`). Under
     torch.compile, and for fake and meta tensors, the decorated function calls the operator; otherwise it calls the
     function directly.
     """
@@ -103,7 +103,7 @@ def register_kernel(
         torch.library.impl(f"drawloom::{name}", ("CPU", "CUDA"), function)
         torch.library.register_fake(f"drawloom::{name}", fake)
         operation = getattr(torch.ops.drawloom, name)
-        register_costs(operation, flops=flops, scratch=scratch)
+        register_costs(operation, flops=flops, scratch=scratch, work=work)
         registered: KernelFunction = operation.default
 
         @wraps(function)

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom.kernels.costs import register_costs, return_zero_flops, return_zero_scratch_bytes
+
 STORAGE = torch.bfloat16
 """Dtype of storage and of dequantized weights."""
 
@@ -192,3 +194,24 @@ MXFP4 = WeightFormat("mxfp4", 32, 9, torch.bfloat16, _encode_mxfp4, _decode_mxfp
 """4 bits in blocks of 32 with a power of two as the scale, 4.5 bits per element; a byte's lower half is first."""
 
 FORMATS = {weight_format.name: weight_format for weight_format in (NF4, FLOAT8, MXFP4)}
+
+
+# An operator, so a plan sees it among a module's operators.
+torch.library.define("drawloom::fetch_weight", "(Tensor stored) -> Tensor")
+
+FETCH = torch.ops.drawloom.fetch_weight
+
+
+@torch.library.register_fake("drawloom::fetch_weight")  # type: ignore[untyped-decorator]
+def _(stored: Tensor) -> Tensor:
+    """Return an empty meta tensor like the storage (any shape)."""
+    return torch.empty_like(stored)
+
+
+register_costs(FETCH, flops=return_zero_flops, scratch=return_zero_scratch_bytes)
+
+
+def fetch_on_meta(stored: Tensor) -> Tensor:
+    """Return a meta tensor in place of a storage's copy on the device (same shape and dtype)."""
+    fetched: Tensor = FETCH(stored)
+    return fetched

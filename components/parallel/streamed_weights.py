@@ -18,26 +18,10 @@ from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.ports.memory import Ticket, Transfers
 from drawloom.components.ports.model import QuantizableLayer
 from drawloom.graph import Problem
+from drawloom.kernels.weight_formats import fetch_on_meta
 
 WINDOW_BYTES = 2**28
 """Bytes on their way to the device, ahead of the weight in use; at least one weight."""
-
-# An operator, so a plan sees it among a module's operators.
-torch.library.define("drawloom::fetch_weight", "(Tensor stored) -> Tensor")
-
-FETCH = torch.ops.drawloom.fetch_weight
-
-
-@torch.library.register_fake("drawloom::fetch_weight")  # type: ignore[untyped-decorator]
-def _(stored: Tensor) -> Tensor:
-    """Return an empty meta tensor like the storage (any shape)."""
-    return torch.empty_like(stored)
-
-
-def fetch_on_meta(stored: Tensor) -> Tensor:
-    """Return a meta tensor in place of a storage's copy on the device (same shape and dtype)."""
-    fetched: Tensor = FETCH(stored)
-    return fetched
 
 
 @attrs.define(eq=False)

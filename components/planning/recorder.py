@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
-from drawloom.components.parallel.streamed_weights import FETCH
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.kernels.costs import OperationCosts, bind_arguments, compute_operation_costs, moves_data
+from drawloom.kernels.weight_formats import FETCH
 
 
 @attrs.frozen
@@ -160,13 +160,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
+        work = flops if costs.is_attention else costs.work
         rate = self._device.compute_matmul_rate(_narrowest_dtype(inputs)) if flops else math.inf
         if costs.is_attention:
             rate *= reached.attention / reached.products
             rate /= 1 - self._fractions.packed + self._fractions.packed / reached.packed
         self._flops += flops
         moved = sum(tensor.nbytes for tensor in (*inputs, *outputs)) + 2 * costs.scratch * costs.is_attention
-        arithmetic, traffic = flops / rate, moved / (self._device.bandwidth * reached.memory)
+        arithmetic, traffic = work / rate, moved / (self._device.bandwidth * reached.memory)
         seconds = arithmetic + traffic if costs.is_attention else max(arithmetic, traffic)
         self._seconds += max(seconds, reached.launch)
         self._host += reached.host
