@@ -35,6 +35,7 @@ from drawloom.kernels.batch_invariant import (
     apply_with_padded_rows,
     attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
+    linear_with_aligned_outputs,
     multiply_experts_by_padded_rows,
 )
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
@@ -236,7 +237,8 @@ class AutoKernels:
         if self.batch_invariant:
             if x.is_cuda and x.dtype.itemsize > 2:
                 raise UserError(f"kernels.auto: {WIDE_PRODUCTS}", 2)
-            return apply_with_padded_rows(lambda rows: linear_eager(rows, weight, bias), x)
+            product = linear_with_aligned_outputs if x.is_cuda else linear_eager
+            return apply_with_padded_rows(lambda rows: product(rows, weight, bias), x)
         return linear_eager(x, weight, bias)
 
     embedding = staticmethod(embedding_eager)
