@@ -133,6 +133,14 @@ class _Agent(LocalElasticAgent):
         outcome: RunResult = super()._monitor_workers(worker_group)
         return outcome
 
+    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+        """End the workers. Stopped ones (SIGSTOP) are resumed before, because they would not receive SIGTERM."""
+        workers: Any = self._pcontext
+        for handler in workers.subprocess_handlers.values() if workers else ():
+            if handler.proc.poll() is None:
+                os.killpg(handler.proc.pid, signal.SIGCONT)
+        super()._shutdown(*arguments, **options)
+
     def _start_spares(self, worker_group: WorkerGroup) -> None:
         """Start the spares: more workers for torch's agent, with the variables of the first ones."""
         workers: Any = self._pcontext

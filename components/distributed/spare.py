@@ -1,5 +1,6 @@
 """A process that waits as a spare until a run's next generation admits it."""
 
+import gc
 import logging
 import time
 from typing import Any
@@ -24,6 +25,7 @@ def wait_as_spare(store: Any, run: str, silence: float) -> Generation:
     # torch imports this, for a second or more, with the first optimizer, while all others would wait for it
     import torch._dynamo  # noqa: F401
 
+    gc.freeze()  # else the run's first collection would walk through all imports, while all others wait for it
     spares = Spares(PrefixStore(run, store))
     number = spares.register(RunProcess.of_this_process())
     log.info("this process waits as spare %d", number)
