@@ -1,4 +1,8 @@
-"""Documents in memory, token stores built from them, and files of other programs with documents."""
+"""
+Documents in memory, token stores built from them, and files of other programs with documents.
+
+Processes that write stores import this module, so it imports neither torch nor pyarrow, which take more than a second.
+"""
 
 import json
 import os
@@ -11,15 +15,11 @@ from typing import Any
 
 import attrs
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.sources.documents import Document
 from drawloom.components.data.store.build import build_store
 from drawloom.components.data.store.store import Store
-from drawloom.components.data.token_arrays import TokenArrays
-from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError
 
 
@@ -37,20 +37,6 @@ class Texts:
     def documents(self) -> Iterator[Document]:
         for number, text in enumerate(self.texts):
             yield Document(text, self.name, number, text.encode("utf-8", "replace"))
-
-
-@attrs.frozen
-class TokensInMemory:
-    """A corpus of given documents, without added end tokens."""
-
-    train: list[list[int]]
-    validation: list[list[int]]
-    vocab_size: int = 100_000
-    eos_id: int = 0
-
-    def documents(self, split: Split) -> TokenArrays:
-        split_documents = self.train if split == "train" else self.validation
-        return TokenArrays.concatenate([np.array(document, np.int64) for document in split_documents], np.uint32)
 
 
 def store_of(folder: Path, parts: Sequence[Sequence[str]]) -> Store:
@@ -145,11 +131,15 @@ class Deadly:
 
 def write_table(path: Path, text: str, rows: int) -> None:
     """Write a Parquet file with columns `text` and `other`."""
+    import pyarrow.parquet
+
     pyarrow.parquet.write_table(_table(text, rows), path)
 
 
 def write_dataset(folder: Path, text: str) -> None:
     """Write data sets `train`, in two files, and `test`, as `save_to_disk` lays them out."""
+    import pyarrow.ipc
+
     for split, sizes in (("train", (12, 8)), ("test", (5,))):
         (folder / split).mkdir(parents=True)
         names = [f"data-{number:05}-of-{len(sizes):05}.arrow" for number in range(len(sizes))]
@@ -162,6 +152,8 @@ def write_dataset(folder: Path, text: str) -> None:
 
 
 def _table(text: str, rows: int) -> Any:
+    import pyarrow
+
     columns = {"text": [f"{text} {number}" for number in range(rows)], "other": [str(number) for number in range(rows)]}
     return pyarrow.table(columns)
 

@@ -7,7 +7,7 @@ import pytest
 
 from drawloom.components.data.packing.concatenated import Concatenated
 from drawloom.components.ports.data import TokenBatch
-from support.stores import TokensInMemory
+from support.tokens_in_memory import TokensInMemory
 
 LENGTH = 4
 

@@ -13,7 +13,7 @@ from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
-from support.stores import TokensInMemory
+from support.tokens_in_memory import TokensInMemory
 
 SOURCES: dict[str, TokenCorpus] = {
     "web": TokensInMemory([[1] * 8, [1] * 8], [[1, 1]]),
