@@ -121,7 +121,7 @@ def _count_forward_scratch_bytes(k: Tensor, v: Tensor) -> int:
 
 def _count_backward_scratch_bytes(k: Tensor, v: Tensor) -> int:
     """Return the bytes for keys, gradients, states and sums."""
-    keys = 0 if k.shape[2] == v.shape[2] else k.shape[3]
+    keys = (1 if k.shape[2] == v.shape[2] else 2) * k.shape[3]
     by_token = (keys + v.shape[3] + 2 * CHUNK) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
     return v.shape[:3].numel() * by_token + 2 * _count_state_bytes(k, v)
 
@@ -157,7 +157,7 @@ def _forward(
         num_warps=4,
         num_stages=(4 if block < MIN_BLOCK else 2) if sizes.fits_several_chunks else 1,
     )
-    kernels.compute_results[(sizes.chunk_heads * sizes.v_blocks,)](
+    kernels.compute_results[(sizes.chunk_heads * cdiv(sizes.v_width, MIN_BLOCK),)](
         *(q, k, written, states, decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
         num_warps=4,
@@ -197,7 +197,7 @@ class _Sizes(NamedTuple):
 
         Wide tiles read keys less often, but a few rows need narrow ones to occupy all multiprocessors.
         """
-        programs = self.rows * self.heads * self.v_blocks
+        programs = self.rows * self.heads * cdiv(self.v_width, MIN_BLOCK)
         has_small_tiles = self.itemsize == 2 and self.fits_several_chunks
         return MIN_BLOCK if has_small_tiles and programs >= self.multiprocessors else MIN_BLOCK // 2
 
@@ -215,18 +215,6 @@ class _Sizes(NamedTuple):
     def key_parts(self) -> int:
         """Return how many parts with MIN_BLOCK channels a key has."""
         return cdiv(self.width, MIN_BLOCK)
-
-    @property
-    def v_blocks(self) -> int:
-        """Return how many blocks with MIN_BLOCK channels a value has."""
-        return cdiv(self.v_width, MIN_BLOCK)
-
-    @property
-    def state_tile_rows(self) -> int:
-        """Return the rows in a tile of `compute_states`: a key's 128 channels, if enough programs are left."""
-        has_programs = self.rows * self.heads * self.v_blocks >= self.multiprocessors
-        is_wide = self.itemsize == 2 and self.width > MIN_BLOCK and self.fits_several_chunks
-        return 2 * MIN_BLOCK if is_wide and has_programs else MIN_BLOCK
 
     def new_states(self, like: Tensor) -> Tensor:
         """Return memory for the states before all chunks (rows, chunks, heads, K, V)."""
@@ -300,7 +288,8 @@ def _backward(
         return grads
     sizes = _Sizes.of(k, v)
     grad, q, k, v, beta, ids = (x.contiguous() for x in (grad, q, k, v, beta, ids))
-    grad_k = grads[1] if sizes.groups == 1 else v.new_empty(*v.shape[:3], sizes.width)
+    keys = v.new_empty(*v.shape[:3], sizes.width)
+    grad_k = grads[1] if sizes.groups == 1 else torch.empty_like(keys)
     states, grad_states = (sizes.new_states(v) for _ in range(2))
     grad_written, grad_scores, grad_pairs = (torch.empty_like(x) for x in (v, inverse, inverse))
     grad_decays, grad_factors = (torch.empty_like(decays) for _ in range(2))
@@ -310,34 +299,35 @@ def _backward(
     state = None if state is None else state.contiguous()
     constants, ends = sizes.constants, (sizes.length, sizes.chunks)
     parts = {**constants, "BK": MIN_BLOCK}
-    tile = {**constants, "BK": sizes.state_tile_rows}
-    kernels.compute_states[(cdiv(sizes.width, tile["BK"]) * sizes.v_blocks, sizes.rows * sizes.heads)](
-        *(k, written, decays, ids, before, state, states, *ends),
-        **tile,
-        num_warps=8 if sizes.itemsize == 2 else 4,
-        num_stages=4 if tile["BK"] == MIN_BLOCK else 3,
+    kernels.multiply_keys[(sizes.chunk_heads,)](
+        *(k, beta, inverse, decays, ids, before, keys, *ends),
+        **{name: constants[name] for name in ("HEADS", "GROUPS", "K", "BK", "CHUNK", "PRECISION")},
+        num_warps=4,
+    )
+    kernels.compute_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
+        *(k, written, decays, ids, before, state, states, *ends), **parts, num_warps=4, num_stages=4
     )
     kernels.compute_score_gradients[(sizes.chunk_heads,)](
         *(grad, q, k, written, decays, ids, grad_written, grad_scores, grad_decays, *ends),
-        **constants,
+        **{**constants, "BV": sizes.wide_tile_columns},
         num_warps=4,
         num_stages=2,
         **sizes.limit_registers(168),
     )
     block = sizes.carry_tile_columns
     kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
-        *(grad, grad_state.contiguous(), q, k, beta, inverse, decays, ids, before, grad_written, grad_states),
+        *(grad, grad_state.contiguous(), q, k, keys, decays, ids, before, grad_written, grad_states),
         *(grads[5] if state is not None else None, *ends),
         **{**constants, "BV": block},
         num_warps=4 if block < MIN_BLOCK else 8,
-        num_stages=(4 if block < MIN_BLOCK else 3) if sizes.fits_several_chunks else 1,
+        num_stages=3 if sizes.fits_several_chunks else 1,
     )
     kernels.compute_system_gradients[(sizes.chunk_heads,)](
-        *(k, v, beta, written, grad_written, decays, ids, grads[2], grad_pairs, grad_factors, grad_decays),
+        *(k, v, beta, inverse, written, grad_written, decays, ids, grads[2], grad_pairs, grad_factors, grad_decays),
         *ends,
         **constants,
         num_warps=4,
-        num_stages=3 if sizes.itemsize == 2 else 2,
+        num_stages=2,
         **sizes.limit_registers(168),
     )
     kernels.compute_query_gradients[(sizes.chunk_heads // sizes.groups * sizes.key_parts,)](

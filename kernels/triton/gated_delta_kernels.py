@@ -153,6 +153,29 @@ def solve_chunks(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
+def multiply_keys(
+    k, beta, inverse, decays, ids, before, keys, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """Store the inverse systems' products with keys, as `solve_chunks` does."""
+    _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
+    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
+    by_head = (first + token) * HEADS + head
+    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.load(decays + by_head, mask=inside, other=0.0)
+    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    solved = load_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside).to(tl.float32)
+    from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
+    weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
+    product = tl.dot(weighted, key, input_precision=PRECISION)
+    store_tile(keys + head * K, first, HEADS * K, token, channel, K, inside, product)
+
+
+# fmt: off
+@cache_launches
+@triton.jit(do_not_specialize=["length", "chunks"])
 def carry_states(
     k, keys, written, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
@@ -303,15 +326,12 @@ def compute_score_gradients(
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def carry_gradients_back(
-    grad, grad_last, q, k, beta, inverse, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
+    grad, grad_last, q, k, keys, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """
-    Pass the state's gradient back through a row's chunks. Replace the written values' gradients by the right sides',
-    divided by beta.
-    """
+    """Pass the state's gradient back through a row's chunks, and complete the written values' gradients."""
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -325,7 +345,6 @@ def carry_gradients_back(
         first = row.to(tl.int64) * length + chunk * CHUNK
         inside = chunk * CHUNK + token < length
         own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
-        factors = tl.load(beta + (first + token) * HEADS + head, mask=inside, other=0.0).to(tl.float32)
         sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
         total = tl.load(decays + (first + end) * HEADS + head)
         to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
@@ -333,15 +352,13 @@ def carry_gradients_back(
         key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
         values = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         values += to_end[:, None] * tl.dot(key, narrow, input_precision=PRECISION)
-        solved = load_transposed(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
-        wanted = tl.dot(solved, values.to(solved.dtype), input_precision=PRECISION)
-        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, wanted)
+        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, values)
         query = load_transposed(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+        seen = load_transposed(keys + head * K, first, HEADS * K, token, channel, K, inside)
         grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
         carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), input_precision=PRECISION)
-        weighted = (factors * from_state)[:, None] * wanted
-        carried -= tl.dot(tl.trans(key), weighted.to(key.dtype), input_precision=PRECISION)
+        carried -= tl.dot(seen, values.to(seen.dtype), input_precision=PRECISION)
     if grad_state is not None:
         first_at, is_state = tile_of_state(grad_state, row * HEADS + head, channel, column, K, V)
         tl.store(first_at, carried, mask=is_state)
@@ -351,29 +368,31 @@ def carry_gradients_back(
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
 def compute_system_gradients(
-    k, v, beta, written, grad_written, decays, ids, grad_v, grad_pairs, grad_factors, grad_decays, length, chunks,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    k, v, beta, inverse, written, grad_written, decays, ids, grad_v, grad_pairs, grad_factors, grad_decays, length,
+    chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """
     Store gradients through the solved systems, for values and for key pairs' products. Start beta's gradients, and add
-    to the decay sums'.
+    to the decay sums'. The right sides' gradients replace the written values'.
     """
     _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
+    solved = load_transposed(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
     by_pair = tl.zeros((CHUNK, CHUNK), tl.float32)
     to_factors = tl.zeros((CHUNK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        real = load_tile(v + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
         grads = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
-        wanted = tl.where(inside[:, None], grads.to(tl.float32), 0.0)  # in registers, also for the product
+        real = load_tile(v + head * V, first, HEADS * V, token, column, V, inside)
+        wanted = tl.dot(solved, grads, input_precision=PRECISION)
         store_tile(grad_v + head * V, first, HEADS * V, token, column, V, inside, factors[:, None] * wanted)
-        to_factors += tl.sum(wanted * real, 1)
+        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, wanted)
+        to_factors += tl.sum(wanted * real.to(tl.float32), 1)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
         by_pair -= tl.dot(wanted.to(values.dtype), tl.trans(values), input_precision=PRECISION)
     sums = tl.load(decays + by_head, mask=inside, other=0.0)
