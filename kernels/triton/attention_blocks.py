@@ -37,7 +37,7 @@ class BlockMask(NamedTuple):
     """
     Causal mask within documents, int64 (rows, length), or within whole rows, and the last `window` tokens.
 
-    `learned` is the mask of the implementation that differentiates; None without gradients, as with a cache.
+    `learned` is the differentiating implementation's mask; None without gradients, as with a cache.
     """
 
     documents: Tensor | None
@@ -46,7 +46,7 @@ class BlockMask(NamedTuple):
 
 
 def create_block_attention(differentiated: AttentionImplementation) -> AttentionImplementation:
-    """Return attention in blocks, with the gradients of another implementation."""
+    """Return attention in blocks, with another implementation's gradients."""
 
     def create_mask(documents: Tensor, window: int | None = None, queries: Tensor | None = None) -> BlockMask:
         if queries is not None:

@@ -29,7 +29,7 @@ MAX_WIDTH = 256
 MIN_BLOCK = 64
 """
 Channels in the smallest tile. With 16, an H200 computed wrong results from the second chunk on, and products with
-32 columns on eight warps read outside of shared memory (Triton 3.6).
+32 columns on eight warps read outside shared memory (Triton 3.6).
 """
 
 
@@ -358,7 +358,7 @@ def _backward(
 
 
 def _sum_over_value_heads(grad: Tensor, summed: Tensor, sizes: _Sizes) -> None:
-    """Write the sums of gradients (rows, length, value_heads, K) over value heads with a common key head."""
+    """Write summed gradients (rows, length, value_heads, K) over value heads with a common key head."""
     count, block = summed.shape[:3].numel(), next_power_of_2(sizes.width)
     size = max(1, 4096 // block)
     kernels.sum_groups_kernel[(cdiv(count, size),)](

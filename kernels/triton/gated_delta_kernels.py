@@ -2,16 +2,16 @@
 Kernels for the gated delta rule; `kernels/triton/gated_delta.py` launches them.
 
 For a chunk with keys K, queries Q, values V and the incoming state S, all tokens solve (I + A) N = beta (V - e K S): A
-is the strictly lower part of beta K K^T D, where D has the decays from token to token within a document, and e the
+is the strictly lower part in beta K K^T D, where D has the decays from token to token within a document, and e the
 decays from the incoming state. Then the results are e Q S + (Q K^T D) N, and the next state is the decayed S
 plus (f K)^T N, where f has the decays to the chunk's end.
 
-Products of accumulated tiles in 16 bits take these as they are: Triton 3.6 multiplies their transposes wrongly on
+Products with accumulated tiles in 16 bits take these as they are: Triton 3.6 multiplies their transposes wrongly on
 Hopper. A transposed product is computed from transposed loads, or stored and loaded again. In a loop with several
 stages, a loaded tile is an operand of products or read by other operations, and never both: Triton 3.6 then loads the
 next tile over it while products still read it. `compute_key_gradients` has such tiles, and one stage.
 
-Heads follow each other in memory. Neighbouring programs have neighbouring heads, so that they read long pieces.
+Heads follow each other in memory. Neighbouring programs have neighbouring heads, and read long pieces.
 """
 
 import triton
@@ -538,7 +538,7 @@ def sum_parts_kernel(
 @triton.jit(do_not_specialize=["count"])
 def sum_groups_kernel(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
     # fmt: on
-    """Store the sum of gradients over value heads with a common key head."""
+    """Store gradients summed over value heads with a common key head."""
     key_head = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     channel, inside = tl.arange(0, BK), key_head < count
     total = tl.zeros((SIZE, BK), tl.float32)
