@@ -53,7 +53,7 @@ def search(
     return StagePolicies(
         program=PROGRAM,
         costs={policy: {stage: stage_costs(policy, stage) for stage in range(2)} for policy in KEPT},
-        build_table=partial(link_table, link),  # type: ignore[arg-type]
+        build_table=partial(link_table, link),
         count_bytes=count_bytes,  # type: ignore[arg-type]
         placements=[PLACEMENTS[:placements]] * 2,
         limit=200 + limit,
