@@ -110,7 +110,7 @@ class Spec:
         return (self.cls.__doc__ or "").strip().partition("\n")[0]
 
 
-@lru_cache(maxsize=1024)  # a program makes a registry for every recipe, and reading a recipe's classes takes 20 ms
+@lru_cache(maxsize=1024)  # every recipe has its own registry, and loading takes a third less with classes read before
 def read_spec(use: str, cls: type, distribution: str = "") -> Spec:
     """Read the settings and edges of a component class."""
     # attrs keeps the strings of postponed annotations; get_type_hints resolves them.
