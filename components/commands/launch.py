@@ -97,7 +97,7 @@ class LaunchResult(Result):
         return ""
 
 
-class _Agent(LocalElasticAgent):
+class Agent(LocalElasticAgent):
     """Agent of torchrun that replaces lost workers one by one if the workers have declared that they survive losses."""
 
     _surviving = ""  # the attempt whose workers survive losses
@@ -215,7 +215,7 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     command = [*options.arguments, *options.words, *(f"--import={path}" for path in options.imports)]
     launcher: Any = api
-    launcher.LocalElasticAgent = partial(_Agent, options.spares)  # elastic_launch has no argument for the agent's class
+    launcher.LocalElasticAgent = partial(Agent, options.spares)  # elastic_launch has no argument for the agent's class
     package = project.registry.package.partition(".")[0]
     try:
         start = elastic_launch(_make_launch_config(options), sys.executable)

@@ -1,12 +1,17 @@
 """Output, exit codes and arguments of `launch`; tests/runs starts processes."""
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from drawloom.components.commands.launch import print_failure_and_get_exit_code
+from drawloom.components.commands.launch import Agent, print_failure_and_get_exit_code
 from drawloom.components.distributed.error_file import write_error_file
 from drawloom.graph.cli.main import main
 
@@ -75,3 +80,16 @@ def test_error_files_follow_the_format_of_torch(tmp_path: Path) -> None:
         for rank in (0, 1)
     }
     assert ChildFailedError("drawloom", failures).get_first_failure()[0] == 1
+
+
+def test_stopped_workers_are_resumed_to_be_ended() -> None:
+    """A stopped process receives SIGTERM only when it is resumed."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        agent = object.__new__(Agent)
+        agent._worker_watchdog = agent._health_check_server = None
+        workers: Any = SimpleNamespace(subprocess_handlers={0: SimpleNamespace(proc=process)})
+        workers.close = lambda *_: process.terminate()
+        agent._pcontext = workers
+        agent._shutdown()
+        assert process.wait(10) == -signal.SIGTERM
