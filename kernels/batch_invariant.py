@@ -35,8 +35,8 @@ MIN_ROWS = 16
 
 OUTPUTS = 64
 """
-Outputs of a product on a GPU are a multiple of this number: with 257, whose rows begin at odd addresses, cuBLAS chooses
-kernels by the number of rows.
+Outputs of a product on a GPU are a multiple of this number: rows begin at aligned addresses, and cuBLAS has the kernels
+that were measured, also for an odd vocabulary.
 """
 
 QUERIES = 8
