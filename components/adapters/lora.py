@@ -79,10 +79,10 @@ class Lora:
             and list_matching_patterns("lm_head", self.targets)
         ):
             matched.update(list_matching_patterns("lm_head", self.targets))
-            module.add_module("lm_head", self._adapt_tied_head(module))
+            module.add_module("lm_head", self._create_tied_head_adapter(module))
         return matched
 
-    def _adapt_tied_head(self, module: CausalLM) -> LoraTiedHead:
+    def _create_tied_head_adapter(self, module: CausalLM) -> LoraTiedHead:
         """Return the adapter for a head with the embedding's weight."""
         table = module.model.embed_tokens
         if module.lm_head is not None:

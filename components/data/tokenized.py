@@ -67,9 +67,9 @@ class Tokenized:
         return select_split_documents(self._train, self._train.document_hashes, split, self.validation_fraction)
 
 
-def _open_store(key: str, path: Path) -> Store:
+def _open_store(setting_name: str, path: Path) -> Store:
     """Open a store. Raises UserError with the setting's name."""
     try:
         return Store.open(path)
     except UserError as error:
-        raise UserError(f"{key}: {error}") from error
+        raise UserError(f"{setting_name}: {error}") from error

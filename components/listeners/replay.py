@@ -183,7 +183,7 @@ class Replay:
         """Before a recorded forward pass, hook the gradient of the layer's input."""
         name = f"{BACKWARD} of the input of {layer}"
         if (digests := self._get_digests_to_record_into(f"the output of {layer}")) is not None:
-            _hook_gradient_digest(digests, name, inputs)
+            _hook_first_gradient_digest(digests, name, inputs)
 
     def _record_output(self, layer: str, is_last: bool, _block: nn.Module, _inputs: Any, output: Any) -> None:
         """Record a layer's output in the first forward pass, and hook its gradient after the rank's last layer."""
@@ -191,7 +191,7 @@ class Replay:
         if (digests := self._get_digests_to_record_into(name)) is not None:
             digests[name] = _hash_tensors(output)
             if is_last:
-                _hook_gradient_digest(digests, f"{BACKWARD} of the output of {layer}", output)
+                _hook_first_gradient_digest(digests, f"{BACKWARD} of the output of {layer}", output)
 
     def _get_digests_to_record_into(self, name: str) -> Digests | None:
         """Return the digests to add a name to, if this is a recorded training pass, and the first one of the layer."""
@@ -291,7 +291,7 @@ def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tenso
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
-def _hook_gradient_digest(digests: Digests, name: str, tree: Any) -> None:
+def _hook_first_gradient_digest(digests: Digests, name: str, tree: Any) -> None:
     """Record the gradient of a tree's first differentiable tensor in its backward pass."""
 
     def record(gradient: Tensor) -> None:

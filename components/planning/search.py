@@ -70,7 +70,7 @@ def search_fastest_plans(recipe: Recipe, device: DeviceModel, ranks: int) -> lis
     UserError with the first reason if no mesh suits the recipe.
     """
     searched = _Search(Nodes.of(recipe), device, ranks)
-    tried = list(searched.plan_promising_meshes())
+    tried = list(searched.plan_meshes_until_more_tensor_ranks_stop_helping())
     tried += searched.search_auto_schedules(tried)
     if not tried and searched.problem:
         raise UserError(f"no mesh of {ranks} ranks suits the recipe: {searched.problem}")
@@ -95,8 +95,8 @@ class _Search:
     best: float = math.inf
     problem: str = ""
 
-    def plan_promising_meshes(self) -> Iterator[PlanChoice]:
-        """Yield plans for all promising meshes; if nothing fits, plans for the meshes with the least memory."""
+    def plan_meshes_until_more_tensor_ranks_stop_helping(self) -> Iterator[PlanChoice]:
+        """Yield plans by rising tensor sizes until a larger one is no faster; if none fits, those with least memory."""
         before = math.inf
         for tensor in _list_power_of_two_divisors(self.ranks, min(8, self.device.per_host)):
             for mesh in _list_meshes(self.nodes, self.device, self.ranks, tensor):

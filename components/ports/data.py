@@ -346,7 +346,7 @@ class SourceProgress(Protocol):
 
 @port
 class ValidationData(Protocol):
-    """Fixed validation rows, always in the same order."""
+    """Source of fixed validation microbatches, always in the same order."""
 
     def count_evaluated_and_total_rows(self) -> tuple[int, int]:
         """Return (rows evaluated by all ranks together, rows to choose from)."""

@@ -70,7 +70,7 @@ class LockedFolder:
         self._was_refused = self._is_new and isinstance(error, UserError)
 
     def close(self) -> None:
-        """Release the lock, and remove the folder if it was created for a run that never began."""
+        """Release the lock, and remove this rank's files from a new folder if the run was refused before it began."""
         if self._was_refused:
             self._remove_files()
         if self._lock is not None:

@@ -162,7 +162,7 @@ class Registry:
 
     @classmethod
     def of(cls, package: str) -> "Registry":
-        """Return a package's registry, without importing the package."""
+        """Return the registry of components in a package's files and in installed distributions; imports nothing."""
         return cls(PackageSource.of(package), EntryPointSource(package))
 
     def with_source(self, source: Source) -> "Registry":

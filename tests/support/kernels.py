@@ -80,7 +80,7 @@ def assert_close(result: Tensor, exact: Tensor, roundings: float = 1.0) -> None:
 
 
 def assert_all_close(results: Sequence[Tensor], exact: Sequence[Tensor], roundings: float = 1.0) -> None:
-    """Assert that each tensor is close to the exact one, and has the dtype of its input."""
+    """Assert that each tensor has the exact one's shape, and an error of at most so many roundings of its own dtype."""
     for result, exact_result in zip(results, exact, strict=True):
         assert_close(result, exact_result, roundings)
 

@@ -94,8 +94,8 @@ class ChatTemplate:
             raise UserError("the process that renders the chat template has died; use another template") from error
         except TimeoutError as error:
             self.close()
-            problem = f"the chat template takes more than {seconds:g} s for a conversation"
-            raise UserError(f"{problem}; use another template") from error
+            text = f"the chat template takes more than {seconds:g} s for a conversation; use another template"
+            raise UserError(text) from error
 
     def _read_answer_line(self, deadline: float) -> bytes:
         """

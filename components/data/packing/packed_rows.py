@@ -111,7 +111,7 @@ class PackedRows:
         warn_of_long_texts(min(longest, self.length), self.models)
 
     def close(self) -> None:
-        """Free the index."""
+        """Drop both splits' packed rows and their fingerprints."""
         self._splits.clear()
         self._fingerprints.clear()
 

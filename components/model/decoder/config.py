@@ -237,7 +237,7 @@ class MoeConfig(DecoderConfig):
 
     @property
     def routing(self) -> Routing:
-        """The router's choice of experts."""
+        """The router's choice of experts: by softmax and top k, unless a family overrides this."""
         return Routing()
 
     @property

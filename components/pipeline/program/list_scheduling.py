@@ -230,7 +230,7 @@ def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
     for stage, owner in enumerate(owners):
         position = local[owner].index(stage)
         size = task.activations[stage]
-        limit, sum_limits = _compute_own_and_cumulative_activation_limits(task, policy, local[owner], position)
+        limit, sum_limits = _compute_stage_limit_and_limits_on_later_sums(task, policy, local[owner], position)
         forward, back, weights = (costs.get_duration(op, stage) for op in "FIW")
         new_queue = partial(
             _Queue,
@@ -252,7 +252,7 @@ def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
     return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), rank_limit) for own in local]
 
 
-def _compute_own_and_cumulative_activation_limits(
+def _compute_stage_limit_and_limits_on_later_sums(
     task: Task, policy: Policy, own_stages: list[int], position: int
 ) -> tuple[float, list[float]]:
     """

@@ -255,7 +255,7 @@ def test_the_stage_with_a_head_has_fewer_layers() -> None:
 
 
 def _costs(program: Program, last: float, latency: float) -> Costs:
-    """Return costs in which the last rank's share takes `last` times as long as the others'."""
+    """Return costs in which a rank's stages take 1 together, and the last stage `last` - 1 more."""
     stages = program.stages // program.ranks
     factors = [1 / stages] * program.stages
     factors[-1] += last - 1
