@@ -37,7 +37,7 @@ from drawloom.components.distributed.launch_store import (
 )
 from drawloom.components.distributed.torchrun import CONTINUES, SPARES
 from drawloom.graph import UserError
-from drawloom.graph.cli.exit_codes import OK, STOPPED
+from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
@@ -123,6 +123,8 @@ class Agent(LocalElasticAgent):
             if self._workers_survive_loss(worker_group):
                 self._start_spares(worker_group)
         codes = [handler.proc.poll() for handler in workers.subprocess_handlers.values()]
+        if INVALID in codes:
+            self._remaining_restarts = 0  # another start would find the same fault in the recipe
         if any(codes) and self._workers_survive_loss(worker_group):
             if None in codes:
                 self._restart_lost_workers(worker_group)

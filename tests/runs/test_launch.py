@@ -103,8 +103,9 @@ def _environment(folder: Path, **more: str) -> dict[str, str]:
     ids=["recipe", "run"],
 )
 def test_a_failure_of_every_process_is_one_message(folder: Path, word: str, code: int, message: str) -> None:
-    """An error in the recipe or the run is printed once, with a single process's exit code."""
-    words = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", "2", "run", "recipe.toml", word]
+    """An error in the recipe or the run is printed once and starts nothing again, with a single process's exit code."""
+    launch = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", "2", "--max-restarts", "2"]
+    words = [*launch, "run", "recipe.toml", word]
     done = subprocess.run(words, cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=120)
     [line] = [line for line in done.stderr.splitlines() if "warning: " not in line]
     assert message in line and done.stdout == "" and done.returncode == code
