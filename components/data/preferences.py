@@ -44,7 +44,7 @@ class Preferences(ChatCorpus):
         """Return a line's two documents, the preferred one first, or none. Raises ValueError for a malformed line."""
         prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
         if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-            return _set_pair_weights(
+            return _weight_tokens_and_attach_labels(
                 [encode_completion(self.tokenizer, prompt, answer) for answer in (chosen, rejected)], row
             )
         if not (isinstance(chosen, list) and isinstance(rejected, list) and isinstance(prompt, list | None)):
@@ -52,7 +52,9 @@ class Preferences(ChatCorpus):
         sides = [[*(prompt or []), *answer] for answer in (chosen, rejected)]
         shared = len(prompt) if prompt else len([*takewhile(_are_messages_equal, zip(*sides, strict=False))])
         tools = row.get("tools")
-        return _set_pair_weights([self._encode_conversation(side, shared, tools, template) for side in sides], row)
+        return _weight_tokens_and_attach_labels(
+            [self._encode_conversation(side, shared, tools, template) for side in sides], row
+        )
 
     def format_nothing_trained_error(self) -> str:
         return f"no line has two different answers to compare; write {FORMS}"
@@ -70,7 +72,7 @@ def _are_messages_equal(pair: tuple[Message, Message]) -> bool:
     return pair[0] == pair[1]
 
 
-def _set_pair_weights(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
+def _weight_tokens_and_attach_labels(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
     """
     Return both sides with equal weights for trained tokens, 1 in sum, and with references and margin.
 

@@ -231,6 +231,6 @@ def _build_user_error(error: Exception, operation: str, monitor: RankMonitor) ->
     monitor.is_recovering = True
     message = str(error).strip().splitlines()[0]
     if monitor.on_loss is not None and "imed out" in message:
-        monitor.declare_hanging()
+        monitor.declare_awaited_ranks_lost()
     cause = monitor.diagnose() or "most likely another process stopped"
     return UserError(f"{operation} failed on rank {monitor.rank}: {cause}; see its log. torch says: {message}")

@@ -290,7 +290,7 @@ class TorchProcesses:
         if self._monitor.store is None:
             log.error("%s", text)
             return True
-        if self.survives_rank_losses and (hanging := self._monitor.declare_hanging()):
+        if self.survives_rank_losses and (hanging := self._monitor.declare_awaited_ranks_lost()):
             log.error("%s", text)
             return self.rank in hanging
         self._monitor.report_failure(text)

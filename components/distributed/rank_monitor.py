@@ -150,7 +150,7 @@ class RankMonitor:
             return ""
         return format_hang_diagnosis(dict(answers), self.size)
 
-    def declare_hanging(self) -> frozenset[int]:
+    def declare_awaited_ranks_lost(self) -> frozenset[int]:
         """
         Declare the ranks lost for which all others wait in a collective, and return them; none if it is unclear.
 

@@ -44,7 +44,7 @@ class ProgressBar:
     _filtered: list[logging.Handler] = attrs.field(init=False, factory=list)
 
     def open(self) -> None:
-        """Create the console, and detect whether standard output is a terminal."""
+        """Create the console for the bar, which starts at the first step; detect whether it is a terminal."""
         self.console = self.console or Console(force_terminal=sys.stdout.isatty())
 
     def close(self) -> None:

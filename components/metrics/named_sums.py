@@ -41,7 +41,9 @@ def sum_tensor_over_microbatches(losses: Mapping[str, Any], name: str, shape: tu
     total = _read_values_by_microbatch(losses, name).double().sum(0)
     if total.shape != shape:
         text = f"the loss's sum {name!r} has shape {tuple(total.shape)}, and the metric needs shape {shape}"
-        raise UserError(f"{text}; set `{setting}` to the value in the loss, or name another sum in `of`", exit_code=2)
+        raise UserError(
+            f"{text}; write the loss's value in the metric's `{setting}`, or name another sum in `of`", exit_code=2
+        )
     return total
 
 

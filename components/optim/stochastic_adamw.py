@@ -280,9 +280,9 @@ class StochasticAdamW(HostStates):
             name: {key: getattr(param, field) for key, field in self._fields_by_key.items()} | {"steps": steps}
             for name, param in self._params.items()
         }
-        return state | {f"{name}{SCALES}": scales for name, scales in self._collect_8bit_scales().items()}
+        return state | {f"{name}{SCALES}": scales for name, scales in self._8bit_scales_by_parameter().items()}
 
-    def _collect_8bit_scales(self) -> dict[str, dict[str, Tensor]]:
+    def _8bit_scales_by_parameter(self) -> dict[str, dict[str, Tensor]]:
         """Return the scales of means by parameter, for those with codes of 8 bits."""
         named = {
             name: {"mean": param.exp_avg_scale, "square": param.exp_avg_sq_scale}
@@ -296,7 +296,7 @@ class StochasticAdamW(HostStates):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer. Raises KeyError for other parameters' state."""
-        scales = {f"{name}{SCALES}": values for name, values in self._collect_8bit_scales().items()}
+        scales = {f"{name}{SCALES}": values for name, values in self._8bit_scales_by_parameter().items()}
         if other := state.keys() ^ (self._params.keys() | scales.keys()):
             raise KeyError(f"optimizer state differs for {sorted(other)}")
         steps = {state[name]["steps"] for name in self._params}

@@ -19,7 +19,7 @@ class ForwardBackward:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report pairs without a pair loss, and a pair loss without pairs."""
+        """Report a loss that does not fit the data: pairs, or unpaired answers, in only one of them."""
         data, executor = node.neighbour("data"), node.neighbour("executor")
         rows, loss = data and data.neighbour("rows"), executor and executor.neighbour("objective")
         if not rows or not loss:

@@ -337,7 +337,7 @@ class MovableData(TrainingData, Protocol):
 
 @port
 class SourceProgress(Protocol):
-    """Training progress by source in a mixture."""
+    """A component that counts the tokens trained on by source in a mixture."""
 
     def tokens_by_source(self, step: int) -> Mapping[str, float]:
         """Return token counts by source in all steps up to and including `step`, without padding."""

@@ -78,7 +78,7 @@ class DeclaresRoles(Protocol):
 class ScalesRoles(Protocol):
     """A module that scales the roles of its own and its submodules' parameters."""
 
-    def scale_role(self, name: str, role: Role) -> Role:
+    def role_with_scaling(self, name: str, role: Role) -> Role:
         """Return the scaled role of a parameter by its name inside of the module."""
         ...
 
@@ -97,4 +97,4 @@ def parameter_roles(module: nn.Module) -> Iterator[tuple[str, Role]]:
         for leaf, parameter in owner.named_parameters(recurse=False):
             name = f"{path}.{leaf}" if path else leaf
             role = declared.get(leaf) or default_role(leaf, parameter)
-            yield name, module.scale_role(name, role) if isinstance(module, ScalesRoles) else role
+            yield name, module.role_with_scaling(name, role) if isinstance(module, ScalesRoles) else role

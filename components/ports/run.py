@@ -49,7 +49,7 @@ class RunFolder(Protocol):
 class EnvironmentSource(Protocol):
     """A node with choices made by the machine instead of the recipe, such as the GPU or a kernel."""
 
-    def list_automatic_choices(self) -> Mapping[str, str]:
+    def list_resolved_choices(self) -> Mapping[str, str]:
         """Return choices by name, such as the GPU or a kernel; called on an open node."""
         ...
 

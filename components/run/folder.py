@@ -135,7 +135,7 @@ def read_environment(sources: Mapping[str, EnvironmentSource]) -> dict[str, str]
     chosen = {
         f"{node}.{key}": value
         for node, source in sources.items()
-        for key, value in source.list_automatic_choices().items()
+        for key, value in source.list_resolved_choices().items()
     }
     return versions | chosen
 

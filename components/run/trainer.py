@@ -220,7 +220,7 @@ class Trainer:
                 phase.run_phase(step)
             # The GPU computes this step's first phase while the host reads the numbers of the last step.
             self._skipped.wait_and_count_added_step()
-            self._agree_on_stop(step, name, phase, asked)
+            self._agree_on_last_step(step, name, phase, asked)
             self.events.emit(Event("phase_ended", step, name))
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
@@ -241,7 +241,7 @@ class Trainer:
         }
         return {name for name, read in values.items() if not {"gradients", "gradients?"}.isdisjoint(read)}
 
-    def _agree_on_stop(self, step: Step, name: str, phase: Phase, before: str) -> None:
+    def _agree_on_last_step(self, step: Step, name: str, phase: Phase, before: str) -> None:
         """
         Make this step the last one on all ranks, if the phase has asked for a stop on any rank.
 

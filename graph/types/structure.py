@@ -81,10 +81,10 @@ class ValueConverter:
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
         converter.register_structure_hook_func(_is_literal, _structure_choice)
         converter.register_structure_hook_func(lambda kind: union_members(kind) != [kind], self._structure_union)
-        converter.register_structure_hook_func(lambda kind: _type_origin(kind) is tuple, self._structure_tuple)
+        converter.register_structure_hook_func(lambda kind: _get_origin_or_type(kind) is tuple, self._structure_tuple)
         converter.register_structure_hook_factory(_is_array, _make_array_hook)
         converter.register_structure_hook_factory(
-            lambda kind: _type_origin(kind) in (dict, Mapping), _make_mapping_hook
+            lambda kind: _get_origin_or_type(kind) in (dict, Mapping), _make_mapping_hook
         )
         converter.register_structure_hook_factory(_is_class, self._make_class_hook)
         for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and their subclasses
@@ -232,7 +232,7 @@ def _pair_toml_values_with_choices(kind: Any) -> list[tuple[Any, Any]]:
 def _make_array_hook(kind: Any, converter: Converter) -> Hook:
     items = list_structure_factory(kind if typing.get_args(kind) else list, converter)
     return _make_container_hook(
-        list, items if _type_origin(kind) is list else lambda value, kind: tuple(items(value, kind))
+        list, items if _get_origin_or_type(kind) is list else lambda value, kind: tuple(items(value, kind))
     )
 
 
@@ -255,12 +255,12 @@ def _raise_unsupported_type(kind: Any) -> Any:
     raise TypeError(f"a setting can't be of type {kind}: TOML can't express this type")
 
 
-def _type_origin(kind: Any) -> Any:
+def _get_origin_or_type(kind: Any) -> Any:
     return typing.get_origin(kind) or kind
 
 
 def _is_array(kind: Any) -> bool:
-    return _type_origin(kind) in (list, Sequence) or kind is tuple or typing.get_args(kind)[1:] == (...,)
+    return _get_origin_or_type(kind) in (list, Sequence) or kind is tuple or typing.get_args(kind)[1:] == (...,)
 
 
 def _is_literal(kind: Any) -> bool:

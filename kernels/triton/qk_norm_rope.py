@@ -66,7 +66,7 @@ class _QkNormRope(Function):
 def _allocate_forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rotated queries and keys, and 1 / rms by vector."""
+    """Return empty tensors for rotated queries and keys, and for 1 / rms by vector."""
     q_rstd, k_rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (q, k))
     return q.new_empty(q.shape), k.new_empty(k.shape), q_rstd, k_rstd
 

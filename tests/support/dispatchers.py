@@ -36,8 +36,8 @@ def experts_of(**changes: Any) -> Experts:
         return Experts(WIDTH, spec, model.kernels).double()
 
 
-def weight(name: str) -> Tensor:
-    """Return a whole parameter."""
+def make_random_weight(name: str) -> Tensor:
+    """Return random numbers for a whole parameter, the same in every process."""
     shape = experts_of().get_parameter(name).shape
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
 
@@ -86,7 +86,7 @@ def _run_choices(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor
             splits = split_experts(module, mesh.expert_group)
             module.to_empty(device="cpu")
             for name, split in splits.items():
-                module.get_parameter(name).data.copy_(weight(name)[split.tensor_slice.index()])
+                module.get_parameter(name).data.copy_(make_random_weight(name)[split.tensor_slice.index()])
             results.append(run_experts(module, *inputs(chosen, mesh.world.rank)))
         return results
     finally:
@@ -98,7 +98,7 @@ def assert_equal_to_one_rank(name: str, parts: list[dict[str, Tensor]]) -> None:
     inputs_by_rank = [inputs(CHOICES[name], rank) for rank in range(RANKS)]
     module = experts_of().to_empty(device="cpu")
     for key, parameter in module.named_parameters():
-        parameter.data.copy_(weight(key))
+        parameter.data.copy_(make_random_weight(key))
     joined = [torch.cat([tensors[index].detach() for tensors in inputs_by_rank]) for index in range(3)]
     whole = run_experts(module, joined[0].requires_grad_(), joined[1], joined[2].requires_grad_())
     for key, expected in whole.items():

@@ -182,8 +182,8 @@ class CausalLM(nn.Module):
         layer: HeadLayer = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return layer.finish_with_head(hidden, finish)
 
-    def scale_role(self, name: str, role: Role) -> Role:
-        """Return a parameter's role, scaled by its layer and kind."""
+    def role_with_scaling(self, name: str, role: Role) -> Role:
+        """Return a role with the scaling for its place (head, residual output, other layers) and kind (matrix, vector)."""
         scaling = self.scaling
         if ".layers." not in name:
             return attrs.evolve(role, scaling=scaling.head if name.startswith("lm_head.") else scaling.outer)

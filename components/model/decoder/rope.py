@@ -295,7 +295,7 @@ def split_rope_by_layer_type(config: Mapping[str, Any], sliding: str, base: floa
         return dict(config)
     local, full = (by_type.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
     if not isinstance(local, Mapping) or not isinstance(full, Mapping):
-        raise ValueError("has rope_parameters without an object per layer type")
+        raise ValueError("has rope_parameters whose entries for sliding_attention and full_attention are not objects")
     if local.get("rope_type", "default") != "default":
         raise ValueError("scales rotary positions of sliding attention, where only full attention can be scaled")
     return {**config, "rope_parameters": full, sliding: local.get("rope_theta", base)}

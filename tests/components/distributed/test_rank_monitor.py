@@ -255,14 +255,14 @@ def test_the_rank_for_which_all_others_wait_is_declared_lost(store: Any) -> None
     for monitor in monitors[1:]:
         monitor.start()
     zero, one, two = monitors
-    assert zero.declare_hanging() == frozenset()
+    assert zero.declare_awaited_ranks_lost() == frozenset()
     with zero.mark_blocked("an all-reduce", "world"):
         one.is_recovering = two.is_recovering = True
         time.sleep(2 * rank_monitor.TICK)
-        assert zero.declare_hanging() == frozenset()
+        assert zero.declare_awaited_ranks_lost() == frozenset()
         two.is_recovering, two.exit = False, lambda _: None
         time.sleep(2 * rank_monitor.TICK)
-        assert zero.declare_hanging() == {2}
+        assert zero.declare_awaited_ranks_lost() == {2}
     zero.poll_peers_for_failures()
     assert zero.describe_lost_ranks() == "rank 2 hangs in step 2"
     for monitor in monitors:

@@ -28,8 +28,8 @@ def test_memory_is_read_from_the_device() -> None:
     assert measure(Memory(device=Machine(used=2**40 + 1), users=Every()), Step(1, 1)) == {"memory": 2**40 + 1}
 
 
-def test_memory_by_kind_comes_from_the_fullest_rank() -> None:
-    """Ranks have their own kinds; the rest of a rank's peak is workspace, which may come from another rank."""
+def test_memory_of_each_kind_is_its_maximum_over_ranks() -> None:
+    """Each kind is from the rank with most of it, as is workspace, the rest of a rank's peak."""
     first: Any = {
         "device": Machine(used=100),
         "users": Every({"a": User({"masters": 70}), "b": User({"gradients": 5})}),

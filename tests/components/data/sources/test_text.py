@@ -57,8 +57,8 @@ def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
     assert list(iterate_texts(select_split_parts(parts, "train", 0.0))) == ["text"]
 
 
-def test_parts_are_of_a_bounded_size(tmp_path: Path) -> None:
-    """Files of more bytes than a part are in several, in their order."""
+def test_files_larger_than_a_part_are_divided_among_several(tmp_path: Path) -> None:
+    """Files with more bytes together than a part are divided among several, whole and in order."""
     for number in range(3):
         with (tmp_path / f"{number}.txt").open("wb") as file:
             file.truncate(PART_BYTES // 2)
