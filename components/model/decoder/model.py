@@ -183,7 +183,7 @@ class CausalLM(nn.Module):
         return layer.finish_with_head(hidden, finish)
 
     def role_with_scaling(self, name: str, role: Role) -> Role:
-        """Return a role with the scaling for its place (head, residual output, other layers) and kind (matrix, vector)."""
+        """Return a role with the scaling for its place (head, residual output, other) and kind (matrix, vector)."""
         scaling = self.scaling
         if ".layers." not in name:
             return attrs.evolve(role, scaling=scaling.head if name.startswith("lm_head.") else scaling.outer)
