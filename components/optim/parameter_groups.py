@@ -180,7 +180,7 @@ def _pair_with_group_index(names: Sequence[str], targets: Mapping[str, Sequence[
 
 
 class _PatternFault(NamedTuple):
-    """What is wrong with a pattern of a group, whose index counts from 0."""
+    """Fault in a group's pattern; the group's index counts from 0."""
 
     group_index: int
     pattern: str

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import run_ranks
-from support.runs import command, deterministic_rows, drawloom, rows, series, take_back
+from support.runs import QWEN3, command, deterministic_rows, drawloom, rows, series, take_back
 
 RECIPE = """
 extends = "grpo"
@@ -23,17 +23,8 @@ optimizer.lr = 1e-2
 lr.warmup_steps = 0
 checkpoint = { every = 2, keep = 9 }
 trainer = { steps = 4, on_finish = [] }
-
-[model]
-use = "model.qwen3.dense"
-num_hidden_layers = 2
-hidden_size = 32
-num_attention_heads = 2
-num_key_value_heads = 2
-head_dim = 16
-intermediate_size = 32
-initializer_range = 0.3
 """
+MODEL = f"{QWEN3}initializer_range = 0.3\n"
 LAYOUTS = {
     "stages": ("mesh.pipeline=2",),
     "shards": ("mesh.data_shard=2", "batch.micro_size=1"),
@@ -44,7 +35,7 @@ SAMPLED = ("reward", "reward/rewards.regex", "length", "truncated", "validation_
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
+    (tmp_path / "tiny.toml").write_text(RECIPE + MODEL, "utf-8")
     return tmp_path
 
 

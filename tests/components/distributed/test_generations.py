@@ -84,7 +84,7 @@ def test_replica_shapes_number_ranks_like_the_mesh(expert: int, count: int) -> N
 
 
 def test_shards_shrink_to_a_number_with_whole_sets_of_experts() -> None:
-    """Of four shards three are left, over which two sets of experts can't be divided."""
+    """If three of four shards are left, two continue: two sets of experts can't be divided among three."""
     shape = ReplicaShape(1, 4, 1, [1, 2, 3, 4], expert=2).shrink(3)
     assert shape is not None and (shape.shards, shape.size) == (2, 2)
 
