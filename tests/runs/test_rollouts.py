@@ -8,7 +8,8 @@ import pytest
 from support.processes import run_ranks
 from support.runs import QWEN3, command, deterministic_rows, drawloom, rows, series, take_back
 
-RECIPE = """
+RECIPE = (
+    """
 extends = "grpo"
 vars.base = "unused"
 tokenizer = { use = "data.bytes" }
@@ -24,7 +25,9 @@ lr.warmup_steps = 0
 checkpoint = { every = 2, keep = 9 }
 trainer = { steps = 4, on_finish = [] }
 """
-MODEL = f"{QWEN3}initializer_range = 0.3\n"
+    + QWEN3
+    + "initializer_range = 0.3\n"
+)
 LAYOUTS = {
     "stages": ("mesh.pipeline=2",),
     "shards": ("mesh.data_shard=2", "batch.micro_size=1"),
@@ -35,7 +38,7 @@ SAMPLED = ("reward", "reward/rewards.regex", "length", "truncated", "validation_
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.toml").write_text(RECIPE + MODEL, "utf-8")
+    (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
     return tmp_path
 
 
