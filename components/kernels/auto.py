@@ -369,11 +369,11 @@ class AutoKernels:
             mask = mask.whole
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
-            k, v = mask.cache.extend(k, v)
+            k, v, count = mask.cache.extend(k, v)
             if self._triton_blocks is not None and q.dtype != torch.float64:
-                blocks = self._triton_blocks.BlockMask(None, mask.window)
+                blocks = self._triton_blocks.BlockMask(None, mask.window, key_count=count)
                 return self._triton_blocks.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
-            visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
+            visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device, count)
             if self.batch_invariant:
                 return attend_in_blocks(q, k, v, visible, options, sinks)
             return attention_eager(q, k, v, visible, options, sinks)

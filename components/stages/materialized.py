@@ -145,7 +145,7 @@ class MaterializedStages:
     capture: bool = setting(
         default=False,
         impact="safe",
-        doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches",
+        doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches and texts",
     )
     offload: bool = setting(
         default=False,

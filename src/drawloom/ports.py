@@ -13,6 +13,7 @@ from drawloom.components.ports.adapters import (
     trains_base_weights as trains_base_weights,
 )
 from drawloom.components.ports.cache import (
+    CachedKeys as CachedKeys,
     KeyValueCache as KeyValueCache,
 )
 from drawloom.components.ports.corpus import (

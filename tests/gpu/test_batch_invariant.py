@@ -17,7 +17,7 @@ from drawloom.kernels.attention_options import AttentionOptions
 from drawloom.kernels.logsumexp import logsumexp_by_halves
 from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.triton.attention_blocks import BlockMask, attend_in_blocks_triton
-from runs.test_rollouts import LAYOUTS, RECIPE
+from runs.test_rollouts import LAYOUTS, RECIPE, SAMPLED
 from support.gpu import drawloom_run
 from support.processes import run_ranks
 from support.runs import series
@@ -131,6 +131,21 @@ def test_float32_products_are_refused(kernels: AutoKernels) -> None:
     """cuBLAS's products in float32 depend on the number of rows, so a float32 model is an error with a remedy."""
     with pytest.raises(UserError, match=r"precision\.compute = 'bfloat16'"):
         kernels.linear(torch.ones(2, 8, device="cuda"), torch.ones(4, 8, device="cuda"))
+
+
+@pytest.mark.parametrize("kernels_are_invariant", [True, False])
+def test_cuda_graphs_draw_the_same_completions(tmp_path: Path, kernels_are_invariant: bool) -> None:
+    """GRPO with a CUDA graph for passes over one token has the bits of passes launched kernel by kernel."""
+    (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
+    invariant = str(kernels_are_invariant).lower()
+    words = (f"kernels.batch_invariant={invariant}", f"rollouts.exact={invariant}", "randomness.deterministic=true")
+    rows = []
+    for capture in ("false", "true"):
+        name = f"capture_{capture}"
+        outcome = drawloom_run(tmp_path, "tiny.toml", *SIZES, *words, f"run.name={name}", f"stages.capture={capture}")
+        assert outcome.code == 0, outcome.text
+        rows.append(series(tmp_path / "runs" / name, *SAMPLED, "sampler_difference", "ratio"))
+    assert rows[0] == rows[1]
 
 
 EXPERTS = "num_experts = 8\nnum_experts_per_tok = 2\nmoe_intermediate_size = 256\n"

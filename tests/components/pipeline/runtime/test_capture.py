@@ -1,66 +1,32 @@
 """Recorded and replayed passes: a stand-in for CUDA graphs repeats the recorded computation."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
-from unittest import mock
 
-import attrs
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
+from drawloom.components.pipeline.runtime.capture import WeightSums
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import make_state_of_batches
 from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 from drawloom.kernels import recompute_policy
 from drawloom.kernels.recompute import call_with_recomputation
 from support import pipelines
 from support.processes import run_ranks
-
-
-@attrs.define
-class Again:
-    """A function's stand-in graph: computes again, and overwrites the first results."""
-
-    run: Callable[[], Any]
-    outputs: Any
-
-    def replay(self) -> None:
-        """Run the recorded function, as a GPU does only here, and write its results."""
-        for there, here in zip(list_leaves(self.outputs), list_leaves(self.run()), strict=True):
-            if isinstance(there, Tensor):
-                there.data.copy_(here)
-
-
-class Recorder:
-    """Counter of slots and recordings."""
-
-    def __init__(self) -> None:
-        self.slots = self.recorded = self.running = 0
-
-    def new(self) -> Callable[[Callable[[], Any]], Again]:
-        """Return a recorder for a slot."""
-        self.slots += 1
-        return self.record
-
-    def record(self, run: Callable[[], Any]) -> Again:
-        """Return a recorded function."""
-        self.recorded += 1
-        return Again(run, run())
+from support.recorders import Again, Recorder, use_recorder
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Takes the place of CUDA graphs in every executor."""
-    graph_recorder = Recorder()
-    monkeypatch.setattr(Captures, "create_on_gpu", lambda _device, objective: Captures(objective, graph_recorder.new))
-    return graph_recorder
+def recorder() -> Iterator[Recorder]:
+    """Take the place of CUDA graphs in every executor."""
+    with use_recorder() as graph_recorder:
+        yield graph_recorder
 
 
 def steps(cases: list[pipelines.Case], capture: bool, lengths: tuple[int, int] = (6, 0), **how: Any) -> Any:
@@ -119,10 +85,7 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
 
 def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Run the cases in a separate process with stand-ins for CUDA graphs."""
-    graph_recorder = Recorder()
-    with mock.patch.object(
-        Captures, "create_on_gpu", lambda _device, objective: Captures(objective, graph_recorder.new)
-    ):
+    with use_recorder() as graph_recorder:
         steps_of_rank: list[dict[str, Any]] = steps(cases, capture, sizes=sizes)
     assert bool(graph_recorder.recorded) == capture
     return steps_of_rank
