@@ -18,7 +18,7 @@ from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe, merge_layers
 from drawloom.graph.recipe.overrides import nest_values, read_overrides
-from drawloom.graph.registry.imports import find_component_source
+from drawloom.graph.registry.imports import find_source_and_extend_sys_path
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
 from drawloom.graph.wiring.graph import Graph
@@ -47,7 +47,7 @@ class Project:
         registry = self.registry
         for package in packages:
             try:
-                registry = registry.with_source(find_component_source(package))
+                registry = registry.with_source(find_source_and_extend_sys_path(package))
             except (LookupError, ImportError, ValueError) as error:
                 raise UserError(f"--import {package}: {error}", exit_code=2) from error
         return attrs.evolve(self, registry=registry)

@@ -39,13 +39,13 @@ class AttentionImplementation(NamedTuple):
     document, and a token attends to the last `window` tokens of its document, itself included. With `queries`, int64
     (tokens,), the queries are every row's tokens at these positions, and all tokens are keys. `attend` takes q
     (rows, tokens, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim), the mask,
-    options, and sinks (heads,) or None, and returns (rows, tokens, heads, v_dim); kv_heads divides heads. `whole_rows`,
-    if it is not None, replaces the mask where every row is one document and there is no window.
+    options, and sinks (heads,) or None, and returns (rows, tokens, heads, v_dim); kv_heads divides heads.
+    `one_document_mask`, if it is not None, replaces the mask where every row is one document and there is no window.
     """
 
     mask: Callable[..., Any]
     attend: Attend
-    whole_rows: Any = None
+    one_document_mask: Any = None
 
 
 def attention_eager(

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-Flops = Callable[..., float]
+FlopsFunction = Callable[..., float]
 """Return the floating-point operations of an operation's matrix products, from some of its arguments by name."""
 
-Scratch = Callable[..., int]
+ScratchFunction = Callable[..., int]
 """Return the most bytes that exist only while an operation runs, from some of its arguments by name."""
 
 
@@ -48,10 +48,10 @@ class OperationCosts:
 class _Registration:
     """An operation's cost functions."""
 
-    flops: Flops
-    scratch: Scratch
+    flops: FlopsFunction
+    scratch: ScratchFunction
     is_attention: bool
-    work: Flops
+    work: FlopsFunction
 
     def costs(self, arguments: Mapping[str, Any]) -> OperationCosts:
         return OperationCosts(
@@ -68,10 +68,10 @@ _REGISTERED: dict[OpOverloadPacket, _Registration] = {}
 def register_costs(
     operation: OpOverloadPacket,
     *,
-    flops: Flops,
-    scratch: Scratch,
+    flops: FlopsFunction,
+    scratch: ScratchFunction,
     is_attention: bool = False,
-    work: Flops | None = None,
+    work: FlopsFunction | None = None,
 ) -> None:
     """
     Register an operation's cost functions, whose parameters name some of the operation's arguments.

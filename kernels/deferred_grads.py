@@ -160,7 +160,7 @@ class DeferredGrad:
         """Queue a summand; `tensors` (any shapes) live until it is computed."""
         self._pending.append((compute, record_versions(*tensors)))
 
-    def queue_versioned(self, compute: Compute, tensors: VersionedTensors) -> None:
+    def queue_versioned_summand(self, compute: Compute, tensors: VersionedTensors) -> None:
         """Queue a summand whose tensors other summands may share."""
         self._pending.append((compute, tensors))
 

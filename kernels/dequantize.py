@@ -39,7 +39,7 @@ def linear_quantized(
     """
     Return x @ weight.T + bias (..., outputs), bfloat16: x (..., inputs), the weight's storage (outputs, units).
     """
-    y = _apply_product(x, stored, weight_format, dequantize, _linear, torch.matmul)
+    y = _multiply_by_dequantized_weight(x, stored, weight_format, dequantize, _linear, torch.matmul)
     return y if bias is None else y + bias
 
 
@@ -61,7 +61,7 @@ def multiply_quantized_experts(
         return grouped_gemm(rows, weight, offsets, transposed)
 
     product, gradient = partial(multiply, transposed=True), partial(multiply, transposed=False)
-    return _apply_product(x, stored, weight_format, dequantize, product, gradient)
+    return _multiply_by_dequantized_weight(x, stored, weight_format, dequantize, product, gradient)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
-def _apply_product(
+def _multiply_by_dequantized_weight(
     x: Tensor,
     stored: Tensor,
     weight_format: WeightFormat,

@@ -26,7 +26,7 @@ def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
     Weights with a row width other than 0 are rounded to float8 by rows.
     """
-    rows = [_quantize(weight.view(-1, width)) for weight, width in zip(weights, widths, strict=True) if width]
+    rows = [_quantize_rows(weight.view(-1, width)) for weight, width in zip(weights, widths, strict=True) if width]
     plain = [weight.view(torch.uint8) for weight, width in zip(weights, widths, strict=True) if not width]
     exponents = [(part.scale.view(torch.int32) >> MANTISSA_BITS[torch.float32]).to(torch.uint8) for part in rows]
     parts = [*plain, *(part.data.view(torch.uint8).view(-1) for part in rows), *exponents]
@@ -50,7 +50,7 @@ def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence
         torch.mul(elements.view(E4M3).to(torch.bfloat16).view(shape), scale.unsqueeze(2), out=output.view(shape))
 
 
-def _quantize(weight: Tensor) -> Float8Rows:
+def _quantize_rows(weight: Tensor) -> Float8Rows:
     """Round a weight (rows, width) by rows."""
     if not weight.is_cuda or why_no_triton(weight.device):
         return EAGER.quantize_rows(weight, False)

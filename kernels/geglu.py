@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcast
+from drawloom.kernels.operation import as_new_alias, once_differentiable, upcast
 
 
 def geglu_eager(gate: Tensor, up: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ class _GeGlu(Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return a tensor like gate, for gate and up (..., width) in one dtype."""
         ctx.save_for_backward(gate, up)
-        return as_new_tensor(F.gelu(upcast(gate), approximate="tanh").mul_(up).to(gate.dtype))
+        return as_new_alias(F.gelu(upcast(gate), approximate="tanh").mul_(up).to(gate.dtype))
 
     @staticmethod
     @once_differentiable

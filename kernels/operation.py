@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable as differentiable_once
 
-from drawloom.kernels.costs import Flops, Scratch, register_costs
+from drawloom.kernels.costs import FlopsFunction, ScratchFunction, register_costs
 
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability, that of Ampere: older GPUs have no bfloat16."""
@@ -75,7 +75,7 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x))
 
 
-def as_new_tensor(result: Tensor) -> Tensor:
+def as_new_alias(result: Tensor) -> Tensor:
     """
     Return an autograd Function's result (any shape and dtype) as a new tensor on the same storage.
 
@@ -86,7 +86,12 @@ def as_new_tensor(result: Tensor) -> Tensor:
 
 
 def register_kernel(
-    schema: str, *, fake: KernelFunction, flops: Flops, scratch: Scratch, work: Flops | None = None
+    schema: str,
+    *,
+    fake: KernelFunction,
+    flops: FlopsFunction,
+    scratch: ScratchFunction,
+    work: FlopsFunction | None = None,
 ) -> Callable[[KernelFunction], KernelFunction]:
     """
     Register a kernel launcher as the operator `drawloom::<name>`, which torch.compile does not trace.

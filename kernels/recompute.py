@@ -8,8 +8,8 @@ operation's arguments, saved anyway; all other tensors are kept (Korthikanti et 
 Recomputation", arXiv 2205.05198, section 5).
 
 torch.utils.checkpoint returns a recomputed tensor only once, so weight gradients of torch's matmuls can't be deferred,
-and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `Saved` per tensor,
-readable any number of times.
+and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `SavedTensor` per
+tensor, readable any number of times.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ LEAF: type[Node] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defin
 TRANSPOSE: type[Node] = torch._C._functions.TBackward0  # type: ignore[attr-defined]
 
 
-class Saved(ABC):
+class SavedTensor(ABC):
     """Wrapper saved by autograd instead of a tensor."""
 
     __slots__ = ("__weakref__",)
@@ -38,19 +38,19 @@ class Saved(ABC):
         """Return the tensor (any shape), without a graph."""
 
 
-def unpack(saved: Saved) -> Tensor:
+def unpack(saved: SavedTensor) -> Tensor:
     """Return a wrapper's tensor (any shape): autograd's unpack hook."""
     return saved.value()
 
 
-def get_recompute_wrapper(variable: Any) -> Saved | None:
+def get_recompute_wrapper(variable: Any) -> SavedTensor | None:
     """
     Return our wrapper around a node's `_raw_saved_<name>`, or None if the tensor was saved by other hooks or none.
     """
     return variable.data if variable.unpack_hook is unpack else None
 
 
-class Kept(Saved):
+class KeptTensor(SavedTensor):
     """Wrapper around a kept tensor: it shares memory, which must not change in place until it is read."""
 
     __slots__ = ("_tensor", "_version")
@@ -58,7 +58,7 @@ class Kept(Saved):
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
         self._version = tensor._version
-        if (collected := _collected.get()) is not None and not _is_parameter(tensor):
+        if (collected := _collected.get()) is not None and not _is_parameter_or_view(tensor):
             collected.append(ref(self))
 
     def replace(self, tensor: Tensor) -> None:
@@ -84,11 +84,11 @@ class Collecting:
     __slots__ = ("_hooks", "_token", "kept")
 
     def __init__(self) -> None:
-        self.kept: list[ref[Kept]] = []
-        self._hooks = saved_tensors_hooks(Kept, unpack)
+        self.kept: list[ref[KeptTensor]] = []
+        self._hooks = saved_tensors_hooks(KeptTensor, unpack)
 
     def __enter__(self) -> "Collecting":
-        self._token: Token[list[ref[Kept]] | None] = _collected.set(self.kept)
+        self._token: Token[list[ref[KeptTensor]] | None] = _collected.set(self.kept)
         self._hooks.__enter__()
         return self
 
@@ -97,29 +97,29 @@ class Collecting:
         _collected.reset(self._token)
 
 
-_collected: ContextVar[list[ref[Kept]] | None] = ContextVar("collected", default=None)
+_collected: ContextVar[list[ref[KeptTensor]] | None] = ContextVar("collected", default=None)
 
 
-def _is_parameter(tensor: Tensor) -> bool:
+def _is_parameter_or_view(tensor: Tensor) -> bool:
     """Return whether a tensor (any shape) is a parameter or a view of one."""
-    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter) or _is_weight(tensor)
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter) or _is_trained_leaf_or_transpose(tensor)
 
 
-class _Repeatable(ABC):
+class _Recomputation(ABC):
     """Call that can be repeated to compute its tensors; unreferenced tensors are skipped."""
 
     __slots__ = ("parts",)
 
     def __init__(self) -> None:
-        self.parts: list[ref[_Part] | None] = []
+        self.parts: list[ref[_RecomputedTensor] | None] = []
 
-    def add(self, tensor: Tensor) -> "_Part":
+    def add(self, tensor: Tensor) -> "_RecomputedTensor":
         """Append a wrapper for the call's next tensor (any shape)."""
-        part = _Part(self, tensor)
+        part = _RecomputedTensor(self, tensor)
         self.parts.append(ref(part))
         return part
 
-    def fill_part(self, number: int, tensor: Tensor) -> None:
+    def store_recomputed_tensor(self, number: int, tensor: Tensor) -> None:
         """Store one part's value; RuntimeError if its layout differs from the first run's."""
         weak = self.parts[number]
         part = None if weak is None else weak()
@@ -134,16 +134,16 @@ class _Repeatable(ABC):
         part.tensor = tensor.detach()
 
     @abstractmethod
-    def repeat(self) -> None:
+    def recompute(self) -> None:
         """Repeat the call and fill the parts."""
 
 
-class _Part(Saved):
+class _RecomputedTensor(SavedTensor):
     """Wrapper around a tensor that a repeated call computes; the tensor lives until autograd releases the wrapper."""
 
     __slots__ = ("call", "layout", "tensor")
 
-    def __init__(self, call: _Repeatable, tensor: Tensor) -> None:
+    def __init__(self, call: _Recomputation, tensor: Tensor) -> None:
         self.call = call
         self.layout = _get_layout(tensor)
         self.tensor: Tensor | None = None
@@ -151,7 +151,7 @@ class _Part(Saved):
     def value(self) -> Tensor:
         """Return the tensor (any shape); the first request for a tensor of a call repeats the call."""
         if self.tensor is None:
-            self.call.repeat()
+            self.call.recompute()
         assert self.tensor is not None
         return self.tensor
 
@@ -175,7 +175,7 @@ def call_with_recomputation(function: Callable[..., Any], *arguments: Any, **nam
     The function runs again in the backward pass, up to its last saved tensor, with the same random numbers and the same
     autocast.
     """
-    call = _Rerun(function, arguments, named)
+    call = _FunctionRecomputation(function, arguments, named)
     with saved_tensors_hooks(call.pack, unpack):
         return function(*arguments, **named)
 
@@ -198,7 +198,7 @@ def mark_as_recomputation() -> Iterator[None]:
         _repeating.reset(token)
 
 
-class _Rerun(_Repeatable):
+class _FunctionRecomputation(_Recomputation):
     """Function call, whose parts are its saved tensors."""
 
     __slots__ = ("_arguments", "_autocast", "_function", "_named", "_random")
@@ -214,20 +214,20 @@ class _Rerun(_Repeatable):
         self._autocast = _Autocast(device.type)
         self._random = _RandomState(device)
 
-    def pack(self, tensor: Tensor) -> Saved:
+    def pack(self, tensor: Tensor) -> SavedTensor:
         """Keep a weight, which takes no memory of its own; for any other tensor (any shape) add a part."""
-        if _is_weight(tensor) or tensor.layout != torch.strided:
+        if _is_trained_leaf_or_transpose(tensor) or tensor.layout != torch.strided:
             self.parts.append(None)
-            return Kept(tensor)
+            return KeptTensor(tensor)
         return self.add(tensor)
 
-    def repeat(self) -> None:
+    def recompute(self) -> None:
         number = -1
 
         def fill_next(tensor: Tensor) -> Tensor:
             nonlocal number
             number += 1
-            self.fill_part(number, tensor)
+            self.store_recomputed_tensor(number, tensor)
             if number == len(self.parts) - 1:
                 raise _AllFilledError
             return tensor.detach()
@@ -268,7 +268,7 @@ class _Argument:
     __slots__ = ("_kept", "_requires_grad")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._kept = Kept(tensor)
+        self._kept = KeptTensor(tensor)
         self._requires_grad = tensor.requires_grad
 
     def restore(self) -> Tensor:
@@ -284,7 +284,7 @@ def _unwrap_argument(value: Any) -> Any:
     return value.restore() if isinstance(value, _Argument) else value
 
 
-def _is_weight(tensor: Tensor) -> bool:
+def _is_trained_leaf_or_transpose(tensor: Tensor) -> bool:
     """Return whether a saved tensor (any shape) is a trained leaf, or its transpose."""
     if tensor.is_leaf:
         return tensor.requires_grad
@@ -380,22 +380,28 @@ class Selective:
     def record_recomputable_call(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Remember the call behind these results for the backward pass."""
         tensors = results if isinstance(results, tuple) else (results,)
-        call = _Repeated(function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments])
+        call = _OperationRecomputation(
+            function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments]
+        )
         for result in tensors:
             # The part lives as long as its result, or as long as autograd keeps it.
             result.recomputed = call.add(result)
             if result.is_contiguous() and (address := _address(result)):
                 self._results[address] = ref(result), result._version
 
-    def _pack(self, tensor: Tensor) -> Saved:
+    def _pack(self, tensor: Tensor) -> SavedTensor:
         weak, version = self._results.get(_address(tensor), (_return_none, 0))
         result: Any = weak()
         if result is None or result._version != version or tensor.dtype != result.dtype:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         # A tensor at the result's address is a view of it, or of something larger that begins with it.
         if _count_spanned_elements(tensor) > result.numel():
-            return Kept(tensor)
-        return result.recomputed if _get_layout(tensor) == _get_layout(result) else _View(result.recomputed, tensor)
+            return KeptTensor(tensor)
+        return (
+            result.recomputed
+            if _get_layout(tensor) == _get_layout(result)
+            else _RecomputedView(result.recomputed, tensor)
+        )
 
 
 _selective: ContextVar[Selective | None] = ContextVar("selective", default=None)
@@ -417,7 +423,7 @@ def _count_spanned_elements(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-class _Repeated(_Repeatable):
+class _OperationRecomputation(_Recomputation):
     """Cheap operation's call, whose parts are its results."""
 
     __slots__ = ("_arguments", "_function")
@@ -427,20 +433,20 @@ class _Repeated(_Repeatable):
         self._function = function
         self._arguments = arguments
 
-    def repeat(self) -> None:
+    def recompute(self) -> None:
         with torch.no_grad():
-            arguments = [value.value() if isinstance(value, Saved) else value for value in self._arguments]
+            arguments = [value.value() if isinstance(value, SavedTensor) else value for value in self._arguments]
             results = self._function(*arguments)
         for number, result in enumerate(results if isinstance(results, tuple) else (results,)):
-            self.fill_part(number, result)
+            self.store_recomputed_tensor(number, result)
 
 
-class _View(Saved):
+class _RecomputedView(SavedTensor):
     """Wrapper saved in place of a view: it has the view's shape and strides, and the recomputed result under it."""
 
     __slots__ = ("_part", "_shape", "_strides")
 
-    def __init__(self, part: _Part, view: Tensor) -> None:
+    def __init__(self, part: _RecomputedTensor, view: Tensor) -> None:
         self._part = part
         self._shape, self._strides = view.shape, view.stride()
 

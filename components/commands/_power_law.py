@@ -39,22 +39,22 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     freedom = len(points) - 2
     residuals = [y - line.intercept - line.slope * x for x, y in zip(xs, ys, strict=True)]
     spread = math.sqrt(sum(r * r for r in residuals) / freedom / (statistics.pvariance(xs) * len(xs)))
-    half = compute_t_quantile(CONFIDENCE, freedom) * spread
+    half = compute_central_t_quantile(CONFIDENCE, freedom) * spread
     return PowerLaw(math.exp(line.intercept), line.slope, line.slope - half, line.slope + half)
 
 
-def compute_t_quantile(probability: float, freedom: int) -> float:
+def compute_central_t_quantile(probability: float, freedom: int) -> float:
     """Return t: a Student variable with `freedom` degrees is in [-t, t] with `probability`."""
     low, high = 0.0, 1.0
-    while compute_t_probability(high, freedom) < probability:
+    while compute_central_t_probability(high, freedom) < probability:
         high *= 2
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if compute_t_probability(middle, freedom) < probability else (low, middle)
+        low, high = (middle, high) if compute_central_t_probability(middle, freedom) < probability else (low, middle)
     return high
 
 
-def compute_t_probability(t: float, freedom: int) -> float:
+def compute_central_t_probability(t: float, freedom: int) -> float:
     """
     Return the probability of [-t, t] for a Student variable.
 

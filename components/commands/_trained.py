@@ -128,7 +128,7 @@ def _load_checkpoint_and_recipe(
 ) -> _LoadedRun:
     """Load the chosen checkpoint's recipe, and the state of the first port's node."""
     folder = options.run_folder
-    while (checkpoint := _choose_checkpoint(options)) is not None:
+    while (checkpoint := _choose_checkpoint_if_any(options)) is not None:
         try:
             recipe = _load_recipe_for_one_process(project, checkpoint / LOCK, folder / FILES)
             recipe = change(recipe) if change else recipe
@@ -165,7 +165,7 @@ def _load_averaged_weights(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
     return {name: parts["average"] for name, parts in state.items()}
 
 
-def _choose_checkpoint(options: argparse.Namespace) -> Path | None:
+def _choose_checkpoint_if_any(options: argparse.Namespace) -> Path | None:
     """Return the requested checkpoint, or None if the run has none. Raises UserError if no checkpoint matches."""
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if options.step is not None and checkpoints:

@@ -192,7 +192,7 @@ def an_example_becomes_one_row_of_the_length(collator: Collator) -> None:
 STEPS = 3
 
 
-def microbatches_depend_only_on_the_step(one: TrainingData, other: TrainingData) -> None:
+def equal_settings_yield_equal_microbatches(one: TrainingData, other: TrainingData) -> None:
     """Two loaders with the same settings return the same microbatches at every step."""
     for step in range(STEPS):
         first, second = one.next_step(), other.next_step()
@@ -225,7 +225,7 @@ def consecutive_steps_have_different_data(data: TrainingData) -> None:
 
 def tokens_by_source_never_decrease(progress: SourceProgress) -> None:
     """From step to step, no source's tokens decrease, and the total increases."""
-    counts = [progress.tokens_by_source(step) for step in range(1, STEPS + 1)]
+    counts = [progress.cumulative_tokens_by_source(step) for step in range(1, STEPS + 1)]
     for earlier, later in pairwise(counts):
         expect(all(tokens <= later[name] for name, tokens in earlier.items()), f"{earlier} tokens become {later}")
         expect(sum(earlier.values()) < sum(later.values()), f"a step has no tokens: {earlier} and {later}")

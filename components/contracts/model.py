@@ -46,11 +46,11 @@ def attention_is_causal_within_documents(kernels: Kernels) -> None:
     """
     Attention is a softmax over earlier tokens in the same document, and head groups share keys and values.
 
-    The mask for rows of one document (`whole_rows`) has the same result.
+    The mask for rows of one document (`one_document_per_row`) has the same result.
     """
     q, k, v = _random_tensor(2, 6, 4, 8), _random_tensor(2, 6, 2, 8), _random_tensor(2, 6, 2, 8)
     one = torch.zeros(2, 6, dtype=torch.int64)
-    known = kernels.attention_mask(one, whole_rows=True)
+    known = kernels.attention_mask(one, one_document_per_row=True)
     _expect_close(kernels.attention(q, k, v, known), kernels.attention(q, k, v, kernels.attention_mask(one)).double())
     documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
     k64, v64 = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
@@ -79,8 +79,8 @@ def attention_supports_scale_softcap_and_sinks(kernels: Kernels) -> None:
     scores = scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
     with_sinks = torch.cat([scores, sinks.double()[None, :, None, None].expand(2, 4, 6, 1)], -1)
     wanted = torch.einsum("rhij,rjhd->rihd", with_sinks.softmax(-1)[..., :-1], v64)
-    for whole_rows in (False, True):
-        mask = kernels.attention_mask(documents, whole_rows=whole_rows)
+    for one_document_per_row in (False, True):
+        mask = kernels.attention_mask(documents, one_document_per_row=one_document_per_row)
         _expect_close(kernels.attention(q, k, v, mask, AttentionOptions(0.3, 2.0), sinks), wanted)
 
 
@@ -184,13 +184,13 @@ def initial_values_depend_only_on_name_shape_and_seed(one: Model, other: Model) 
     differ = False
     for name, shape in shapes.items():
         first, again, otherwise = torch.empty(shape), torch.empty(shape), torch.empty(shape)
-        one.initialise(name, first, 1)
-        other.initialise(name, again, 1)
-        other.initialise(name, otherwise, 2)
+        one.initialize_parameter(name, first, 1)
+        other.initialize_parameter(name, again, 1)
+        other.initialize_parameter(name, otherwise, 2)
         expect(torch.equal(first, again), f"{name} has other initial values in a second model with the same settings")
         last = torch.empty_like(first[len(first) // 2 :])
         offsets = len(first) - len(last), *(0 for _ in shape[1:])
-        one.initialise(name, last, 1, TensorSlice(tuple(shape), offsets, tuple(last.shape)))
+        one.initialize_parameter(name, last, 1, TensorSlice(tuple(shape), offsets, tuple(last.shape)))
         expect(torch.equal(first[-len(last) :], last), f"a slice of {name} has other initial values than the whole")
         expect(torch.isfinite(first).all(), f"{name} has initial values that are not finite")
         differ |= not torch.equal(first, otherwise)
@@ -201,7 +201,7 @@ def head_losses_agree_with_its_logits(model: LanguageModel) -> None:
     """`finish` gets hidden states and a head; the head's losses, means and chunks agree with its logits."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
-        model.initialise(name, parameter.data, 1)
+        model.initialize_parameter(name, parameter.data, 1)
     tokens = torch.arange(10).reshape(2, 5) % model.vocab_size
     targets = (tokens + 1) % model.vocab_size
     targets[0, 1] = IGNORE_INDEX
@@ -227,7 +227,7 @@ def hidden_states_of_cached_parts_equal_the_whole_texts(model: LanguageModel) ->
     """Hidden states for parts with a key-value cache, if the model uses it, equal the whole text's."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
-        model.initialise(name, parameter.data, 1)
+        model.initialize_parameter(name, parameter.data, 1)
     tokens, positions = torch.arange(6)[None] % model.vocab_size, torch.arange(6)[None]
     documents, cache = torch.zeros_like(tokens), KeyValueCache(6)
     with torch.no_grad():

@@ -80,7 +80,7 @@ def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
     """A gradient of ones becomes the number of ranks with the parameter."""
     for _, parameter in parameters.named_parameters():
         get_or_create_gradient(parameter).fill_(1)
-    parameters.sum_gradients()
+    parameters.sum_remaining_gradients()
     for name, parameter in parameters.named_parameters():
         gradient = get_or_create_gradient(parameter)
         ranks = float(gradient.flatten()[0])
@@ -111,7 +111,7 @@ def compute_gradients_become_master_gradients(stages: TrainableStages) -> None:
     for stage in stages.local:
         for parameter in stage.module.parameters():
             get_or_create_gradient(parameter).fill_(1)
-    stages.hand_over_gradients()
+    stages.move_gradients_to_masters()
     for stage in stages.local:
         for name, parameter in stage.named_parameters():
             expect(parameter.grad is not None, f"{name} gets no gradient")

@@ -77,7 +77,7 @@ class ReplicaShape:
             for replica in range(count)
         ]
 
-    def count_replicas(self, processes: int) -> int:
+    def find_max_replica_count(self, processes: int) -> int:
         """Return the largest number of replicas that can share the work, with at most so many processes; 0 if none."""
         largest = processes // self.size
         return max((count for count in range(1, largest + 1) if count * self.data_ranks in self.counts), default=0)
@@ -85,7 +85,7 @@ class ReplicaShape:
     def shrink(self, processes: int) -> "ReplicaShape | None":
         """Return the shape of one replica with the most shards for `processes` ranks; None if they are too few."""
         shapes = (attrs.evolve(self, shards=shards) for shards in range(self.shards, 0, -1))
-        return next((shape for shape in shapes if shape.count_replicas(processes)), None)
+        return next((shape for shape in shapes if shape.find_max_replica_count(processes)), None)
 
 
 @attrs.frozen
@@ -119,12 +119,12 @@ class Generation:
         members = [RunProcess(**member) for member in values.pop("members")]
         return cls(**values, members=members, shape=shape and ReplicaShape(**shape))
 
-    def set_rank_variables(self, rank: int) -> None:
+    def set_rank_environment(self, rank: int) -> None:
         """Set RANK and WORLD_SIZE in the environment, as torchrun would; LOCAL_RANK keeps its device."""
         os.environ["RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(len(self.members))
 
-    def choose_following(self, lost: Set[int], spares: Iterable[RunProcess]) -> "Generation":
+    def choose_next_generation(self, lost: Set[int], spares: Iterable[RunProcess]) -> "Generation":
         """
         Return the next generation: as many replicas as possible that can share the work.
 
@@ -151,7 +151,7 @@ class Generation:
                 return following
             shape = shrunk
         replicas = [*complete, *(pool[start : start + shape.size] for start in range(0, len(pool), shape.size))]
-        count = shape.count_replicas(sum(map(len, replicas)))
+        count = shape.find_max_replica_count(sum(map(len, replicas)))
         placed = {
             rank: member
             for ranks, replica in zip(shape.list_ranks_by_replica(count), replicas, strict=False)
@@ -209,7 +209,7 @@ class Spares:
         self.store.set("ended", str(exit_code))
 
 
-def agree_on_generation(
+def agree_on_next_generation(
     generation: Generation,
     rank: int,
     store: Any,
@@ -229,7 +229,7 @@ def agree_on_generation(
         if is_over():
             return None
         time.sleep(TICK)
-    following = generation.choose_following(losses().keys(), spares.find_waiting_spares().values())
+    following = generation.choose_next_generation(losses().keys(), spares.find_waiting_spares().values())
     chosen = Generation.from_json(store.compare_set("following", "", following.to_json()).decode())
     # every rank does this, because the one that has proposed may be lost meanwhile
     spares.admit([number for number, spare in spares.find_waiting_spares().items() if spare in chosen.members], chosen)

@@ -117,7 +117,7 @@ class MeshView:
         return self.group(*SHARDS)
 
     @property
-    def model_group(self) -> Group:
+    def model_copy_group(self) -> Group:
         """The ranks that together contain one model copy: all dimensions except `expert_replicate`."""
         return self.group(*MODEL)
 

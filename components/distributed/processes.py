@@ -26,20 +26,20 @@ from drawloom.components.distributed.generations import (
     ReplicaShape,
     RunProcess,
     Spares,
-    agree_on_generation,
+    agree_on_next_generation,
 )
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
     connect_to_launch_store,
-    shorten_name_lookups,
+    shorten_dns_retry_timeout,
 )
-from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel, connect_by_nccl
-from drawloom.components.distributed.parent import exit_after_parent
+from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel, connect_two_ranks_by_nccl
+from drawloom.components.distributed.parent import start_exit_with_parent_thread
 from drawloom.components.distributed.process_group import (
     SingleProcess,
     TorchGroup,
-    convert_collective_error,
-    convert_peer_errors,
+    convert_if_collective_error,
+    mark_blocked_and_convert_errors,
 )
 from drawloom.components.distributed.rank_monitor import STORE_TIMEOUT, RankMonitor
 from drawloom.components.distributed.spare import wait_as_spare
@@ -47,7 +47,7 @@ from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_lau
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
 from drawloom.graph import Every, UserError, above, component, setting
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.problems import ReopenError, ReportedError
 
 log = logging.getLogger("drawloom.distributed")
@@ -154,7 +154,7 @@ class TorchProcesses:
         self._launch = read_launch()
         if self.survives_rank_losses:
             self._check_backend_survives_losses()
-            shorten_name_lookups()
+            shorten_dns_retry_timeout()
             os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         elif self._launch.spares:
             raise UserError(
@@ -163,7 +163,7 @@ class TorchProcesses:
                 exit_code=2,
             )
         if self._launch.address:
-            exit_after_parent(os.getppid())
+            start_exit_with_parent_thread(os.getppid())
         self._limit = self._get_torch_timeout(self.timeout)
         if dist.is_initialized():
             raise UserError(
@@ -177,7 +177,7 @@ class TorchProcesses:
             self._connections = Connections(self._launch.port)
             if not self._launch.is_single_process:
                 self._join_process_group()
-            self._monitor = self._start_monitor()
+            self._monitor = self._start_monitor_and_connect_stores()
         else:
             self._join_generation_groups(membership)
 
@@ -208,12 +208,12 @@ class TorchProcesses:
     def shards(self) -> int | None:
         return self._generation.shards if self._generation else None
 
-    def has_spares(self) -> bool:
+    def can_grow_with_spares(self) -> bool:
         if self._generation is None or self._spares is None or self.rank > 0:
             return False
         generation = attrs.evolve(self._generation, shape=self._find_replica_shape())
         return (
-            len(generation.choose_following(set(), self._spares.find_waiting_spares().values()).members)
+            len(generation.choose_next_generation(set(), self._spares.find_waiting_spares().values()).members)
             > self.world_size
         )
 
@@ -234,8 +234,10 @@ class TorchProcesses:
         if not isinstance(error, Exception):
             return None
         if self._monitor.store is not None:
-            error = convert_collective_error(error, self._monitor)  # gives the monitor time to notice a killed rank
-            if (isinstance(error, ReopenError) or self._await_rank_loss()) and (outcome := self._agree_on_generation()):
+            error = convert_if_collective_error(error, self._monitor)  # gives the monitor time to notice a killed rank
+            if (isinstance(error, ReopenError) or self._await_rank_loss()) and (
+                outcome := self._agree_on_next_generation()
+            ):
                 return outcome
             failure = self._monitor.report_exception(error)
             self._exit_code = failure.exit_code
@@ -268,15 +270,15 @@ class TorchProcesses:
         if not self._joined:
             return SingleProcess()
         ranks = list(range(self.world_size))
-        with self._record_group_connections(f"control {name}", ranks, NO_TIMEOUT) as timeout:
+        with self._wait_for_ranks_and_record_connections(f"control {name}", ranks, NO_TIMEOUT) as timeout:
             handle = dist.new_group(ranks, backend="gloo", timeout=timeout)
-        _set_timeout(handle, NO_TIMEOUT)
+        _set_group_timeout(handle, NO_TIMEOUT)
         return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor)
 
     def set_timeout(self, seconds: float) -> None:
         self._limit = self._get_torch_timeout(seconds)
         for handle in dict.fromkeys([dist.group.WORLD, *filter(None, self._handles.values())] if self._joined else []):
-            _set_timeout(handle, self._limit)
+            _set_group_timeout(handle, self._limit)
         for communicator in self._communicators.values():
             communicator.backend._set_default_timeout(self._limit)
 
@@ -284,9 +286,9 @@ class TorchProcesses:
         self._monitor.location = location
 
     def diagnose_hang(self) -> str:
-        return self._monitor.diagnose()
+        return self._monitor.describe_ranks_to_blame()
 
-    def fail_all_ranks(self, text: str) -> bool:
+    def fail_all_or_hanging_ranks(self, text: str) -> bool:
         if self._monitor.store is None:
             log.error("%s", text)
             return True
@@ -313,7 +315,7 @@ class TorchProcesses:
         limit = timedelta(seconds=seconds)
         return limit + NCCL_MARGIN if self.device.backend == "nccl" else limit
 
-    def _start_monitor(self) -> RankMonitor:
+    def _start_monitor_and_connect_stores(self) -> RankMonitor:
         """Start this rank's monitor; a single process's monitor has neither store nor thread."""
         launch = self._launch
         monitor = RankMonitor(self.rank, self.world_size, error_file=launch.error_file)
@@ -352,7 +354,7 @@ class TorchProcesses:
             where=f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else "",
         )
         if self.survives_rank_losses:
-            monitor.on_loss = connections.shut_down_all
+            monitor.on_loss = connections.break_all_connections
             monitor.heartbeat_timeout = self.heartbeat_timeout
         monitor.start()
         return Membership(generation, monitor, connections)
@@ -372,7 +374,7 @@ class TorchProcesses:
         """Join the groups of a generation after the first one."""
         self._generation, self._monitor = membership.generation, membership.monitor
         self._connections, self._control, self._hosted = membership.connections, membership.control, membership.hosted
-        self._generation.set_rank_variables(self._monitor.rank)
+        self._generation.set_rank_environment(self._monitor.rank)
         self._launch = read_launch()
         self._connect_stores(self._generation)
         if not self._launch.is_single_process:
@@ -418,17 +420,17 @@ class TorchProcesses:
         fitting = [
             count
             for count in range(1, largest + 1)
-            if count == largest or all(limit.fits_replicas(count) for limit in self.limits.values())
+            if count == largest or all(limit.can_divide_among_replicas(count) for limit in self.limits.values())
         ]
         return ReplicaShape(stages, shards, shard_size, fitting, expert)
 
-    def _agree_on_generation(self) -> ReopenError | None:
+    def _agree_on_next_generation(self) -> ReopenError | None:
         """Agree with the other live ranks on the next generation; return the error to raise, None to end the run."""
         end, monitor = time.monotonic() + self.timeout, self._monitor
         assert self._generation is not None and self._spares is not None
         monitor.is_recovering = True
         try:
-            following = agree_on_generation(
+            following = agree_on_next_generation(
                 attrs.evolve(self._generation, shape=self._find_replica_shape()),
                 self.rank,
                 monitor.store,
@@ -449,7 +451,7 @@ class TorchProcesses:
         except RuntimeError:  # the store was in a lost process
             return None
         if self._next.monitor.rank == 0:
-            print_text(text, "stderr")
+            print_escaped_text(text, "stderr")
         return ReopenError(f"{text} if `drawloom run` started them")
 
     def _describe_generation_change(self, following: Generation) -> str:
@@ -467,12 +469,12 @@ class TorchProcesses:
         arguments: Mapping[str, Any] = {}
         hook = sys.excepthook
         try:
-            with self._record_group_connections("world", range(self.world_size), self._limit) as timeout:
+            with self._wait_for_ranks_and_record_connections("world", range(self.world_size), self._limit) as timeout:
                 if self._generation is not None:
                     store = PrefixStore("world", self._store)
                     arguments = {"store": store, "rank": self.rank, "world_size": self.world_size}
                 dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **arguments)
-            _set_timeout(dist.group.WORLD, self._limit)
+            _set_group_timeout(dist.group.WORLD, self._limit)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses
             dist.distributed_c10d._world.group_count = 0  # torch numbers groups, and their names must agree later
             self._monitor.is_recovering = True
@@ -485,7 +487,9 @@ class TorchProcesses:
         self._joined = True
 
     @contextmanager
-    def _record_group_connections(self, name: str, ranks: Sequence[int], limit: timedelta) -> Iterator[timedelta]:
+    def _wait_for_ranks_and_record_connections(
+        self, name: str, ranks: Sequence[int], limit: timedelta
+    ) -> Iterator[timedelta]:
         """
         Record the connections made in the body, in which `ranks` make a group, and return the body's timeout.
 
@@ -505,7 +509,7 @@ class TorchProcesses:
                 if time.monotonic() > end:
                     raise RuntimeError(f"not all ranks came to make group {name} within {self.timeout:g} s")
                 time.sleep(MEETING_TICK)
-            with self._connections.record_sockets(), self._connections.make_breakable():
+            with self._connections.record_sockets(), self._connections.make_gloo_connections_interruptible():
                 yield min(limit, CONNECT_LIMIT) if self.device.backend == "gloo" else limit
 
     @property
@@ -520,14 +524,14 @@ class TorchProcesses:
         if self.device.backend == "nccl":
             # one split makes the groups of all sets; new_group would split the world's communicator once for each set
             parts = [list(ranks) for ranks in rank_sets]
-            with self._record_group_connections(name, range(self.world_size), self._limit) as timeout:
+            with self._wait_for_ranks_and_record_connections(name, range(self.world_size), self._limit) as timeout:
                 return dist.split_group(split_ranks=parts, timeout=timeout, group_desc=name)
         if len(own_ranks) == 1:
             return None
         # without local synchronization, every rank would have to make every group
-        with self._record_group_connections(name, own_ranks, self._limit) as timeout:
+        with self._wait_for_ranks_and_record_connections(name, own_ranks, self._limit) as timeout:
             handle = dist.new_group(list(own_ranks), timeout=timeout, use_local_synchronization=True)
-        _set_timeout(handle, self._limit)
+        _set_group_timeout(handle, self._limit)
         return handle
 
     def _get_or_connect_communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
@@ -543,14 +547,16 @@ class TorchProcesses:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
         with (
-            convert_peer_errors(self._monitor, "a connection", name, ranks),
-            self._record_group_connections(name, ranks, self._limit) as timeout,
+            mark_blocked_and_convert_errors(self._monitor, "a connection", name, ranks),
+            self._wait_for_ranks_and_record_connections(name, ranks, self._limit) as timeout,
         ):
             store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
             if self.device.backend == "gloo":
-                backend = self._connections.connect_in_thread(lambda: dist.ProcessGroupGloo(store, rank, 2, timeout))
+                backend = self._connections.connect_in_thread_until_broken(
+                    lambda: dist.ProcessGroupGloo(store, rank, 2, timeout)
+                )
             else:
-                backend = connect_by_nccl(store, rank, ranks, timeout, self._tensor_device)
+                backend = connect_two_ranks_by_nccl(store, rank, ranks, timeout, self._tensor_device)
         backend._set_default_timeout(self._limit)
         communicator = TorchCommunicator(name, ranks, backend, self._tensor_device, self._monitor)
         # the first transfer connects the two ranks, so it happens here, where all ranks follow one order
@@ -566,7 +572,7 @@ class TorchProcesses:
             communicator.backend.shutdown()
 
 
-def _set_timeout(group: Any, timeout: timedelta) -> None:
+def _set_group_timeout(group: Any, timeout: timedelta) -> None:
     """Set a process group's timeout."""
     # torch 2.14 has a public function, and warns of the private one.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout

@@ -33,12 +33,12 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.error_file import write_error_file
+from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.components.distributed.hang_diagnosis import RankStatus, format_hang_diagnosis, is_waited_for
 from drawloom.components.distributed.launch_store import Failure, call_store_with_timeout, claim_first_failure
 from drawloom.components.distributed.rank_errors import RankError
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 
 log = logging.getLogger("drawloom.distributed")
 
@@ -97,11 +97,11 @@ class RankMonitor:
 
     def start(self) -> None:
         """Watch the peers' processes, and start to answer requests."""
-        self.watch_peers()
-        self._thread = threading.Thread(target=self._poll_store, name="rank-monitor", daemon=True)
+        self.watch_local_peer_processes()
+        self._thread = threading.Thread(target=self._poll_store_until_closed, name="rank-monitor", daemon=True)
         self._thread.start()
 
-    def watch_peers(self) -> None:
+    def watch_local_peer_processes(self) -> None:
         """Watch the peers' processes; without pidfds (not Linux) a peer's death is not noticed."""
         for rank, process in self.peers.items() if hasattr(os, "pidfd_open") else ():
             try:
@@ -129,7 +129,7 @@ class RankMonitor:
         finally:
             self._blocked.pop(threading.get_ident(), None)
 
-    def diagnose(self) -> str:
+    def describe_ranks_to_blame(self) -> str:
         """
         Return a message with the ranks for which others wait; "" if unknown, or if it is this rank.
 
@@ -190,7 +190,7 @@ class RankMonitor:
         if log.hasHandlers():
             log.error("%s", f"{trace}{text}", extra={"printed": True})
         if is_first and failure == own_failure:
-            print_text(f"{trace}{text}", "stderr")
+            print_escaped_text(f"{trace}{text}", "stderr")
         return failure
 
     def report_exception(self, error: Exception) -> Failure:
@@ -211,10 +211,10 @@ class RankMonitor:
             log.info("%s; rank %d ends because of it", failure.text, self.rank)
         dead = [] if self.failure else self._find_dead_peers()
         if self.on_loss is not None:
-            silent = [] if self.failure else self._exchange_heartbeats()
+            silent = [] if self.failure else self._send_heartbeat_and_find_silent_ranks()
             stopped = [] if self.failure else self._find_stopped_peers()
             silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
-            self._publish_and_end_lost_ranks(
+            self._publish_losses_and_kill_lost_ranks(
                 dict.fromkeys(silent, silence) | dict.fromkeys(stopped, STOPPED) | dict.fromkeys(dead, KILLED)
             )
         elif dead:
@@ -229,7 +229,7 @@ class RankMonitor:
         if self.failure and time.monotonic() > self._deadline:
             self.exit(self.failure.exit_code)
 
-    def _poll_store(self) -> None:
+    def _poll_store_until_closed(self) -> None:
         """Answer requests and check for failures until `close`; runs in the monitor's thread."""
         while not self._closing.wait(TICK):
             self.exit_if_grace_period_is_over()
@@ -281,7 +281,7 @@ class RankMonitor:
         """Keep the first failure, start the grace period, and write the error file."""
         if self.failure is None:
             self.failure, self._deadline = failure, time.monotonic() + GRACE
-            write_error_file(self.error_file, failure.text, is_cause=failure.reporter == self.rank)
+            write_torchrun_error_file(self.error_file, failure.text, is_cause=failure.reporter == self.rank)
 
     def _find_dead_peers(self) -> list[int]:
         """Return this machine's ranks whose processes ended without announcing it."""
@@ -293,11 +293,11 @@ class RankMonitor:
 
     def _find_stopped_peers(self) -> list[int]:
         """Return this machine's ranks whose processes were stopped at several polls in a row."""
-        stopped = {rank for rank in self._watched.values() if is_stopped(self.peers[rank])}
+        stopped = {rank for rank in self._watched.values() if is_process_stopped_by_signal(self.peers[rank])}
         self._stopped = Counter({rank: self._stopped[rank] + 1 for rank in stopped})
         return [rank for rank, polls in self._stopped.items() if polls >= STOPPED_POLLS]
 
-    def _exchange_heartbeats(self) -> list[int]:
+    def _send_heartbeat_and_find_silent_ranks(self) -> list[int]:
         """Send a heartbeat, and return the watched ranks without one for too long, unless they have ended normally."""
         now = time.monotonic()
         # at most two beats count, so that nobody is blamed after this process or its machine was suspended
@@ -318,18 +318,18 @@ class RankMonitor:
         process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
         return f"rank {rank}{process} {reason}"
 
-    def _publish_and_end_lost_ranks(self, reasons: Mapping[int, str]) -> None:
+    def _publish_losses_and_kill_lost_ranks(self, reasons: Mapping[int, str]) -> None:
         """Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`."""
         self.declare_lost({rank: reason for rank, reason in reasons.items() if rank not in self.losses})
         if self.store.check(["broken"]):
             lost = [rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])]
             self.losses = {rank: self.store.get(f"lost/{rank}").decode() for rank in lost}
             self.is_broken = True
-            self._end_lost_processes()
+            self._kill_lost_processes()
             assert self.on_loss is not None
             self.on_loss()
 
-    def _end_lost_processes(self) -> None:
+    def _kill_lost_processes(self) -> None:
         """Kill lost processes on this machine, such as stopped ones, or end this process if it is lost itself."""
         for descriptor, rank in self._watched.items():
             if rank in self.losses:
@@ -352,7 +352,7 @@ class RankMonitor:
         return f"{prefix}: {text}" if prefix else text
 
 
-def is_stopped(process: int) -> bool:
+def is_process_stopped_by_signal(process: int) -> bool:
     """Return whether a process on this machine is stopped by a signal, such as SIGSTOP; False if it is gone."""
     try:
         # the name in parentheses may contain anything, even parentheses; the state follows

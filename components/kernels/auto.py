@@ -35,8 +35,8 @@ from drawloom.kernels.batch_invariant import (
     apply_with_padded_rows,
     attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
+    grouped_gemm_with_padded_rows,
     linear_with_aligned_outputs,
-    multiply_experts_by_padded_rows,
 )
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
@@ -194,27 +194,27 @@ class AutoKernels:
     @property
     def _batch_invariant_functions(self) -> dict[str, Any]:
         """Return the operations with a batch-invariant implementation of their own."""
-        if self._triton_blocks is None:
+        if self._triton_block_attention_module is None:
             return {
                 "attention": BLOCKS,
-                "grouped_gemm": multiply_experts_by_padded_rows,
+                "grouped_gemm": grouped_gemm_with_padded_rows,
                 "linear_cross_entropy": cut_cross_entropy_with_padded_rows,
             }
         # The kernels for losses and experts have tiles of one size.
         return {
-            "attention": self._block_attention,
-            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").multiply_experts_in_fixed_tiles,
+            "attention": self._batch_invariant_attention,
+            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").grouped_gemm_in_fixed_tiles,
             "linear_cross_entropy": load_implementation("linear_cross_entropy", "cut"),
         }
 
     @property
-    def _block_attention(self) -> AttentionImplementation:
+    def _batch_invariant_attention(self) -> AttentionImplementation:
         """Return batch-invariant attention in Triton, with the gradients of the implementation for the GPU."""
         name = choose_implementation("attention", "auto", self.device.device).name
-        return self._triton_blocks.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
+        return self._triton_block_attention_module.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
 
     @cached_property
-    def _triton_blocks(self) -> Any:
+    def _triton_block_attention_module(self) -> Any:
         """Return the module for attention in blocks in Triton; None if the recipe or the device has another one."""
         device = self.device.device
         is_eager = self.choose_implementation_of("attention").name == "eager"
@@ -243,7 +243,7 @@ class AutoKernels:
 
     embedding = staticmethod(embedding_eager)
 
-    def _get_float8(self, operation: str) -> Any:
+    def _get_float8_implementation(self, operation: str) -> Any:
         """Return an operation's implementation. Raises UserError if it must be batch-invariant."""
         if self.batch_invariant:
             text = "batch_invariant has no products in float8; leave out [precision] float8, or write"
@@ -251,13 +251,13 @@ class AutoKernels:
         return self._functions_by_operation[operation]
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_float8(self._get_float8("linear_float8"), x, weight, bias)
+        return linear_float8(self._get_float8_implementation("linear_float8"), x, weight, bias)
 
     def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return linears_float8(self._get_float8("linear_float8"), x, weights)
+        return linears_float8(self._get_float8_implementation("linear_float8"), x, weights)
 
     def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return mlp_float8(self._get_float8("linear_float8"), x, gate, up, down)
+        return mlp_float8(self._get_float8_implementation("linear_float8"), x, gate, up, down)
 
     def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
         on_device = weight_format.fetch(stored)
@@ -273,7 +273,7 @@ class AutoKernels:
     ) -> Tensor:
         if float8:
             unpack = partial(self.dequantize, weight_format=weight_format)
-            return linear_quantized_float8(self._get_float8("linear_float8"), unpack, x, stored, bias)
+            return linear_quantized_float8(self._get_float8_implementation("linear_float8"), unpack, x, stored, bias)
         dequantize = self._functions_by_operation["dequantize"]
         if self.batch_invariant:
             return apply_with_padded_rows(
@@ -337,7 +337,7 @@ class AutoKernels:
         window: int | None = None,
         part: RowPart | None = None,
         cache: KeyValueCache | None = None,
-        whole_rows: bool = False,
+        one_document_per_row: bool = False,
     ) -> Any:
         """
         Return the mask for `attention`, from document ids int64 (rows, length).
@@ -346,12 +346,12 @@ class AutoKernels:
         """
         if cache is not None:
             return Cached(cache, window)
-        if part is not None and self.batch_invariant and self._triton_blocks is not None:
+        if part is not None and self.batch_invariant and self._triton_block_attention_module is not None:
             raise UserError("kernels.auto: batch_invariant has no attention to a part of a row; write context = 1", 2)
         chosen = self._functions_by_operation["attention"]
         if part is None:
-            if whole_rows and window is None and chosen.whole_rows is not None:
-                return chosen.whole_rows
+            if one_document_per_row and window is None and chosen.one_document_mask is not None:
+                return chosen.one_document_mask
             return chosen.mask(documents, window)
         return PartMask(chosen.mask(part.gather(documents), window, part.token_indices), part)
 
@@ -370,9 +370,9 @@ class AutoKernels:
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
             k, v, count = mask.cache.extend(k, v)
-            if self._triton_blocks is not None and q.dtype != torch.float64:
-                blocks = self._triton_blocks.BlockMask(None, mask.window, key_count=count)
-                return self._triton_blocks.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
+            if self._triton_block_attention_module is not None and q.dtype != torch.float64:
+                blocks = self._triton_block_attention_module.BlockMask(None, mask.window, key_count=count)
+                return self._triton_block_attention_module.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
             visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device, count)
             if self.batch_invariant:
                 return attend_in_blocks(q, k, v, visible, options, sinks)
@@ -440,13 +440,15 @@ class AutoKernels:
         return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
 
     def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-        kernels = self._get_float8("experts_float8")
+        kernels = self._get_float8_implementation("experts_float8")
         return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
 
     def expert_rows_float8(
         self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
     ) -> Tensor:
-        return expert_rows_float8(self._get_float8("experts_float8"), rows, probabilities, gate_up, down, offsets)
+        return expert_rows_float8(
+            self._get_float8_implementation("experts_float8"), rows, probabilities, gate_up, down, offsets
+        )
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor

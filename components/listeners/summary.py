@@ -96,7 +96,7 @@ class RunSummary:
         """Yield the header as (subject, text): run, model, data, device."""
         yield "run", f"{self.job.name}, in {self.job.path}"
         for model in self.models.values():
-            whole = _build_whole_model(model)
+            whole = _build_whole_model_on_meta(model)
             count = f"{sum(parameter.numel() for parameter in whole.parameters()):,} parameters"
             yield "model", ", ".join([*_list_architectures(model), count, *self._describe_weight_dtypes(whole)])
         for rows in self.data.values():
@@ -171,7 +171,7 @@ def _list_architectures(model: Model) -> list[str]:
     return [str(name) for name in model.hugging_face_config().get("architectures", [])]
 
 
-def _build_whole_model(model: Model) -> nn.Module:
+def _build_whole_model_on_meta(model: Model) -> nn.Module:
     """Build the whole model, without ranks, on the meta device."""
     with torch.device("meta"):
         return model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))

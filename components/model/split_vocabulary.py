@@ -173,7 +173,7 @@ def replace_by_split_layers(module: nn.Module, split: Split) -> nn.Module:
     return module
 
 
-def create_join_mapper(names: Sequence[str], split: Split) -> Mapper:
+def create_vocabulary_join_mapper(names: Sequence[str], split: Split) -> Mapper:
     """
     Return a mapper that joins the tables and separate rows for all embeddings and heads among the parameter names.
     """

@@ -149,7 +149,7 @@ class MuonStep(WideGradientStep):
         """Update the running means of the parameters in `param_groups`, and keep their updates for `step`."""
         for group in self.param_groups:
             for part in group["params"]:
-                self._updates[self._names[part]] = self._average_gradient(part, group)
+                self._updates[self._names[part]] = self._update_momentum_buffer(part, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -166,7 +166,7 @@ class MuonStep(WideGradientStep):
                 updated = part * (1 - group["lr"] * group["weight_decay"])
                 self._copy_unless_inf_found(part, updated.add_(directions[name], alpha=-rate))
 
-    def _average_gradient(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    def _update_momentum_buffer(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise."""
         state, gradient = self.state[parameter], get_or_create_gradient(parameter).to(parameter.dtype)
         gradient = -gradient if group["maximize"] else gradient

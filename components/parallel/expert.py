@@ -12,7 +12,7 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
-from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
+from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
@@ -73,16 +73,16 @@ class ExpertDimension(Dimension):
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_experts(module, self.mesh.expert_group)
 
-    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """Return the experts' parameters that several ranks in one model copy have, except on the first rank."""
         if not parameters.experts or not self.mesh.indices.expert_shard:
             return frozenset()
         return parameters.experts - parameters.sharded
 
-    def sum_gradients(self, parameters: SharedParameters) -> None:
+    def sum_remaining_gradients(self, parameters: RankParameters) -> None:
         """Sum experts' gradients over the ranks with the same experts."""
         if parameters.experts:
-            parameters.sum_named_over_group(
+            parameters.sum_named_gradients_over_group(
                 [name for name in parameters.trained if name in parameters.experts - parameters.summed],
                 self.mesh.expert_data_group,
             )

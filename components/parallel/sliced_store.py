@@ -44,7 +44,7 @@ class SlicedStore(ParameterStore):
     _local_bytes: Mapping[Tensor, int] = attrs.field(factory=dict)
 
     @classmethod
-    def slice_parameters(
+    def from_sliced_modules(
         cls,
         modules: Sequence[nn.Module],
         blocks: Blocks,
@@ -74,7 +74,7 @@ class SlicedStore(ParameterStore):
         store = cls.from_modules(modules, precision)
         store.masters = {**store.masters, **masters}
         store.slices, store.gathers_per_block, store._local_bytes = slices, gathers_per_block, local_bytes
-        store.gathered = [_count_gathered_bytes(module, blocks(module), local_bytes) for module in modules]
+        store.gathered = [_count_gathered_bytes_by_block(module, blocks(module), local_bytes) for module in modules]
         return store
 
     def local_bytes(self, tensor: Tensor) -> int:
@@ -96,7 +96,7 @@ def _slice_rows(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
     return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), size)
 
 
-def _count_gathered_bytes(
+def _count_gathered_bytes_by_block(
     module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]
 ) -> GatheredBytes:
     """Return the bytes of a module's sharded parameters while gathered: outside blocks, and by block."""

@@ -35,7 +35,7 @@ class StreamedWeights:
     _fetched: list[Tensor] = attrs.field(init=False, factory=list)
     _arriving: deque[tuple[Tensor, Ticket]] = attrs.field(init=False, factory=deque)
 
-    def move_to_host(self, modules: Iterable[nn.Module]) -> None:
+    def move_quantized_weights_to_host(self, modules: Iterable[nn.Module]) -> None:
         """Move modules' quantized weights to host memory; a module of the meta device gets a plan's copies."""
         for module in modules:
             layers = [part for part in module.modules() if isinstance(part, QuantizableLayer)]
@@ -52,7 +52,7 @@ class StreamedWeights:
     def _move_data(self, weights: Sequence[nn.Parameter]) -> None:
         """Move the weights' data to one allocation in host memory."""
         parts = torch.split(
-            self.transfers.allocate_in_host_memory(sum(weight.nbytes for weight in weights)),
+            self.transfers.allocate_pinned_host_memory(sum(weight.nbytes for weight in weights)),
             [weight.nbytes for weight in weights],
         )
         for weight, memory in zip(weights, parts, strict=True):
@@ -63,7 +63,7 @@ class StreamedWeights:
         """Return the bytes on the device for weights on their way."""
         return min(WINDOW_BYTES, self.byte_count)
 
-    def begin_step(self) -> None:
+    def expect_last_fetch_order(self) -> None:
         """Expect the order since the last call again."""
         self._drop_arriving()
         self._order, self._fetched = self._fetched, []

@@ -21,7 +21,7 @@ class Measurements:
     distributions: Mapping[str, Histogram]
 
 
-def compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
+def wait_and_compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
     """Compute a measured step's metrics from their totals, after waiting until the totals are on the host."""
     rest = {
         op: iter(_split_accumulators(metrics, op, packed))

@@ -77,7 +77,7 @@ class _RankChoice:
 
 
 @attrs.frozen(eq=False)
-class StagePolicies:
+class MemoryChoiceSearch:
     """
     Search for every stage's policy and every rank's optimizer state, for a program without merged costs.
 
@@ -112,13 +112,13 @@ class StagePolicies:
         best = _RankChoice(dict.fromkeys(stages, "none"), frozenset(), 0.0)  # for a rank without stages
         best_seconds, smallest, update = np.inf, (np.inf, np.inf), self.placements[rank][0].seconds
         for busy, offloaded, policies, table in sorted(
-            self._list_choices(alone, stages), key=lambda item: item.busy_seconds
+            self._iterate_candidates(alone, stages), key=lambda item: item.busy_seconds
         ):
             if busy + update >= best_seconds:
                 break  # waits for the link only add to the busy time
             program = attrs.evolve(self.program, offloaded=offloaded)
             needed = self.count_bytes(rank, program, self._select_costs(policies))
-            placement = self._place_state(rank, needed)
+            placement = self._choose_state_placement(rank, needed)
             device = needed.device - placement.saved
             fits = _is_within(device, self.limit) and _is_within(needed.host + placement.host, self.host_limit)
             passes = simulate(attrs.evolve(alone, offloaded=offloaded), table).makespan if offloaded else busy
@@ -129,14 +129,14 @@ class StagePolicies:
                 best, smallest = choice, (device, seconds)
         return best
 
-    def _place_state(self, rank: int, needed: RankBytes) -> StatePlacement:
+    def _choose_state_placement(self, rank: int, needed: RankBytes) -> StatePlacement:
         """Return the fastest placement with which a rank fits, or the smallest for which the host has room."""
         placements = self.placements[rank]
         possible = [item for item in placements if _is_within(needed.host + item.host, self.host_limit)]
         fitting = (item for item in possible if _is_within(needed.device - item.saved, self.limit))
         return next(fitting, None) or max(possible or placements[:1], key=lambda item: item.saved)
 
-    def _list_choices(self, alone: Program, stages: Sequence[int]) -> Iterator[_Candidate]:
+    def _iterate_candidates(self, alone: Program, stages: Sequence[int]) -> Iterator[_Candidate]:
         """Yield a rank's choices."""
         actions = [alone.action(row) for row in range(len(alone.stage))]
         waiting = [

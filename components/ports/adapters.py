@@ -23,7 +23,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def inject(self, module: nn.Module) -> Collection[str]:
+    def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
         """
         Adapt a span of the model in place, and return the patterns that match.
 

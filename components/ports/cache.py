@@ -95,7 +95,7 @@ class KeyValueCache:
         self._next_state += 1
         return self._states[self._next_state - 1]
 
-    def write_state_read_last(self, state: Tensor) -> None:
+    def replace_last_read_state(self, state: Tensor) -> None:
         """Store a state (any shape) for the operation whose `read_next_state` was last."""
         self._states[self._next_state - 1] = state
 

@@ -254,7 +254,7 @@ class SurvivingProcesses(Protocol):
         """The number of shards that are left in a replica, in place of the mesh's `data_shard`; None if all are."""
         ...
 
-    def has_spares(self) -> bool:
+    def can_grow_with_spares(self) -> bool:
         """Return whether enough processes wait to join; False on all ranks but the first."""
         ...
 
@@ -263,7 +263,7 @@ class SurvivingProcesses(Protocol):
 class ReplicaLimit(Protocol):
     """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
 
-    def fits_replicas(self, count: int) -> bool:
+    def can_divide_among_replicas(self, count: int) -> bool:
         """Return whether `count` data-parallel ranks (DDP × FSDP) can share the work; called on an open node."""
         ...
 
@@ -284,7 +284,7 @@ class Timed(Protocol):
         """Return a message that names the ranks for which others wait, or "" if unknown. Takes about a second."""
         ...
 
-    def fail_all_ranks(self, text: str) -> bool:
+    def fail_all_or_hanging_ranks(self, text: str) -> bool:
         """
         End all ranks' processes with `text` as this rank's error message; return whether this process has to end.
 
@@ -363,7 +363,7 @@ class Mesh(Protocol):
         ...
 
     @property
-    def model_group(self) -> Group:
+    def model_copy_group(self) -> Group:
         """The ranks that together have one model copy."""
         ...
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange, quantized_parameter_formats
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, list_quantized_parameter_formats
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
 from drawloom.graph import port
@@ -62,17 +62,17 @@ class Shards(Protocol):
         """End the backward pass announced by `reduce_in_next_backward`; later passes only accumulate gradients."""
         ...
 
-    def list_reduced_parts(self) -> Sequence["ReducedPart"]:
+    def list_reduction_units(self) -> Sequence["ReductionUnit"]:
         """Return the parameter groups for the executor itself to reduce, in an order common to all ranks."""
         ...
 
     def reduce_remaining_gradients(self) -> None:
-        """Reduce the remaining gradients, in no group of `list_reduced_parts`, and end the reduction."""
+        """Reduce the remaining gradients, in no group of `list_reduction_units`, and end the reduction."""
         ...
 
 
 @attrs.frozen(eq=False)
-class ReducedPart:
+class ReductionUnit:
     """Parameters, as ids of tensors, whose gradients one call to `reduce` starts to reduce together."""
 
     parameters: Set[int]
@@ -125,7 +125,7 @@ class Stage:
             if not name.startswith(f"{LOSS}.")
         }
         if (read_frozen := self.read_frozen) is not None:
-            for name, weight_format in quantized_parameter_formats(self.module).items():
+            for name, weight_format in list_quantized_parameter_formats(self.module).items():
                 stored = parameters[name]
                 shape = weight_format.weight_shape(stored.shape)
                 read = partial(read_frozen, name, shape, stored.dtype)
@@ -163,7 +163,7 @@ class TrainableStages(Stages, Protocol):
         """
         ...
 
-    def hand_over_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
         ...
 
@@ -281,7 +281,7 @@ class SpreadParameters(Parameters, Protocol):
         """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
         ...
 
-    def sum_gradients(self) -> None:
+    def sum_remaining_gradients(self) -> None:
         """Sum gradients over the ranks with the same parameter, unless the backward passes already did."""
         ...
 

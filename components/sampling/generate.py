@@ -79,7 +79,7 @@ class Sampler:
         return self.model.infer(window, TokenContext(positions, torch.zeros_like(window), cache=cache))
 
 
-def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+def stream_decoded_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     """
     Yield the text of ids as they come; the pieces add up to the text of all ids.
 

@@ -74,7 +74,7 @@ class Sample:
 
     def _sample_conversation(self, chat: ChatPrompts) -> str:
         """Return the user's message with the model's answer."""
-        prompt = chat.encode_messages([{"role": "user", "content": self.prompt}]).tolist()
+        prompt = chat.encode_messages_as_prompt([{"role": "user", "content": self.prompt}]).tolist()
         answer = self._make_sampler(chat.answer_end_ids).sample_continuation(prompt, self.tokens)
         return f"user: {self.prompt}\nassistant: {self.tokenizer.decode([*answer])}"
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 
-def parse_strictly(text: bytes, *, most: int) -> Any:
+def parse_strict_json(text: bytes, *, most: int) -> Any:
     """
     Parse a JSON text.
 
@@ -17,7 +17,9 @@ def parse_strictly(text: bytes, *, most: int) -> Any:
         raise ValueError(f"it has {parts} values, above the limit of {most}")
     try:
         return json.loads(
-            text.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_nan_and_infinity
+            text.decode("utf-8"),
+            object_pairs_hook=_build_dict_without_duplicates,
+            parse_constant=_refuse_nan_and_infinity,
         )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
@@ -33,7 +35,7 @@ def hash_canonical(value: Any) -> str:
     return hashlib.sha256(encode_canonical(value)).hexdigest()
 
 
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object as a dict. Raises ValueError for a repeated name."""
     value = dict(pairs)
     if len(value) < len(pairs):

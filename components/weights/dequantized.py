@@ -61,7 +61,7 @@ class QuantizedTensor:
 
 
 @attrs.frozen(slots=False)
-class Dequantized:
+class DequantizedSource:
     """
     Source in which each quantized tensor of another source is one bfloat16 tensor.
 
@@ -76,7 +76,9 @@ class Dequantized:
         """Quantized tensors by the name of the dequantized tensor. Raises UserError for an unsupported format."""
         specs = self.source.specs()
         return {
-            name: tensor for find in (_find_nf4, _find_float8, _find_mxfp4) for name, tensor in find(self.source, specs)
+            name: tensor
+            for find in (_find_nf4_weights, _find_float8_weights, _find_mxfp4_weights)
+            for name, tensor in find(self.source, specs)
         }
 
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -95,10 +97,10 @@ class Dequantized:
 
 
 Specs = Mapping[str, TensorSpec]
-Found = Iterator[tuple[str, QuantizedTensor]]
+NamedQuantizedTensors = Iterator[tuple[str, QuantizedTensor]]
 
 
-def _find_nf4(source: TensorSource, specs: Specs) -> Found:
+def _find_nf4_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTensors:
     """
     Find bitsandbytes' NF4 weights; yield their names and tensors. Raises UserError for other bitsandbytes formats.
 
@@ -126,12 +128,12 @@ def _find_nf4(source: TensorSource, specs: Specs) -> Found:
 
         def read(name: str = name, shape: tuple[int, ...] = shape, state: Any = state) -> Tensor:
             """Read the weight's storage: codes and scales, not yet dequantized."""
-            return _read_nf4(source, name, shape, state)
+            return _read_nf4_storage(source, name, shape, state)
 
         yield name, QuantizedTensor(TensorSpec(shape, torch.bfloat16), NF4, parts, read)
 
 
-def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Tensor:
+def _read_nf4_storage(source: TensorSource, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Tensor:
     """Read an NF4 weight's codes and scales as its storage. Raises UserError for another code table."""
     codes, scales = source.tensor(name), source.tensor(f"{name}.absmax")
     if not torch.equal(source.tensor(f"{name}.quant_map"), torch.tensor(NF4_VALUES)):
@@ -147,7 +149,7 @@ def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Ma
     return NF4.pack_storage(codes.view(torch.uint8).view(*blocks, NF4.block // 2), scales.view(blocks))
 
 
-def _find_float8(source: TensorSource, specs: Specs) -> Found:
+def _find_float8_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTensors:
     """Find weights `W` in e4m3 (..., outputs, inputs) with scales `W_scale_inv` for 128 x 128 tiles."""
     for name, spec in specs.items():
         scales = name + TILE_SCALES
@@ -168,7 +170,7 @@ def _find_float8(source: TensorSource, specs: Specs) -> Found:
         yield name, QuantizedTensor(TensorSpec(spec.shape, torch.bfloat16), FLOAT8, (name, scales), read)
 
 
-def _find_mxfp4(source: TensorSource, specs: Specs) -> Found:
+def _find_mxfp4_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTensors:
     """
     Yield pairs `X_blocks`, uint8 (experts, outputs, groups, 16), and `X_scales`, exponents uint8 (experts, outputs,
     groups), as tensors X (experts, inputs, outputs), as in the files of gpt-oss without quantization.

@@ -21,7 +21,7 @@ from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import FORMAT, MergedRecipe
-from drawloom.graph.toml.emit import dump_canonical, dump_key, dumps
+from drawloom.graph.toml.emit import dump_canonical, dump_key, dump_toml
 from drawloom.graph.toml.parsing import parse
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
@@ -50,7 +50,7 @@ def format_resolved_recipe(graph: Graph) -> str:
     """
     lines = [f"format = {FORMAT}"]
     for name, table in serialize_nodes(graph.nodes).items():
-        written = {key: f"{dump_key(key)} = {dumps(value)}" for key, value in table.items()}
+        written = {key: f"{dump_key(key)} = {dump_toml(value)}" for key, value in table.items()}
         width = max(len(line) for key, line in written.items() if len(line) <= MAX_ALIGNED_WIDTH or key == "use")
         lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
         lines += [
@@ -176,7 +176,7 @@ def _format_use(node: Mapping[str, Any] | None) -> str:
 
 
 def _format_value(part: Any) -> str:
-    return ABSENT if part is None else dumps(part)
+    return ABSENT if part is None else dump_toml(part)
 
 
 def diff(old: MergedRecipe, new: Graph) -> list[RecipeChange]:

@@ -53,15 +53,17 @@ class RecipeServer(LanguageServer):
 
     def publish_diagnostics_of_dependents(self, path: Path) -> None:
         """Check the open documents extending a file."""
-        for other in self.recipes.list_dependents(path):
+        for other in self.recipes.list_open_dependents(path):
             self.publish_diagnostics(other)
 
     def _to_lsp_diagnostic(self, path: Path, diagnostic: Diagnostic) -> lsp.Diagnostic:
         severity = lsp.DiagnosticSeverity.Warning if diagnostic.problem.warning else lsp.DiagnosticSeverity.Error
         related = []
-        if diagnostic.elsewhere is not None and diagnostic.elsewhere.line:
+        if diagnostic.position_in_other_file is not None and diagnostic.position_in_other_file.line:
             related = [
-                lsp.DiagnosticRelatedInformation(self.to_lsp_location(diagnostic.elsewhere), diagnostic.problem.text)
+                lsp.DiagnosticRelatedInformation(
+                    self.to_lsp_location(diagnostic.position_in_other_file), diagnostic.problem.text
+                )
             ]
         return lsp.Diagnostic(
             self.to_lsp_range(path, (diagnostic.start, diagnostic.end)),
@@ -135,7 +137,7 @@ def make_server(project: Project) -> RecipeServer:
     server.feature(lsp.TEXT_DOCUMENT_DEFINITION)(find_definition)
     server.feature(lsp.TEXT_DOCUMENT_REFERENCES)(list_references)
     server.feature(lsp.TEXT_DOCUMENT_PREPARE_RENAME)(prepare_rename)
-    server.feature(lsp.TEXT_DOCUMENT_RENAME)(rename_all)
+    server.feature(lsp.TEXT_DOCUMENT_RENAME)(make_rename_edits)
     return server
 
 
@@ -196,7 +198,7 @@ def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> N
 def did_change_files(server: RecipeServer, params: lsp.DidChangeWatchedFilesParams) -> None:
     """Check the documents extending files changed outside the editor."""
     for path in {
-        other for change in params.changes for other in server.recipes.list_dependents(path_from_uri(change.uri))
+        other for change in params.changes for other in server.recipes.list_open_dependents(path_from_uri(change.uri))
     }:
         server.publish_diagnostics(path)
 
@@ -268,7 +270,7 @@ def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp
     )
 
 
-def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
+def make_rename_edits(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
     """Return the edits for renaming a node or variable in all recipes merged with each other."""
     path = path_from_uri(params.text_document.uri)
     symbol = server.find_symbol_at(path, params.position)

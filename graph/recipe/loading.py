@@ -97,7 +97,7 @@ class _Reader:
         elif shipped:
             self._read_and_add_recipe(shipped, _relative_to_cwd(shipped), COMMAND_LINE, ())
         else:
-            similar = next(_find_namesakes(name), None)
+            similar = next(_find_file_and_run_folders_named(name), None)
             hint = f"did you mean {similar!r}?" if similar else did_you_mean(name, self.folder.names)
             text = f"there is no recipe {name!r}: it is not a file, a run folder or a shipped name"
             self._add_problem("DL101", text, hint, COMMAND_LINE)
@@ -138,14 +138,16 @@ class _Reader:
         for name, number in _iterate_first_indices(names):
             position = layer.value_position(("extends",) if isinstance(extends, str) else ("extends", number))
             if name.endswith(".toml"):
-                yield from self._resolve_relative_base(layer, path, name, position)
+                yield from self._resolve_base_in_allowed_folders(layer, path, name, position)
             elif shipped := self.folder.find(name):
                 yield _Base(shipped, _relative_to_cwd(shipped), position)
             else:
                 hint = did_you_mean(name, self.folder.names)
                 self._add_problem("DL101", f"extends {name!r}, which is not a shipped recipe", hint, position)
 
-    def _resolve_relative_base(self, layer: Layer, path: Path, name: str, position: Position) -> Iterator[_Base]:
+    def _resolve_base_in_allowed_folders(
+        self, layer: Layer, path: Path, name: str, position: Position
+    ) -> Iterator[_Base]:
         """Yield a base given as a path beside the recipe; report it instead if it is outside the allowed folders."""
         target = path.parent / name.replace("\0", "")  # system calls refuse NUL
         # A recipe from a stranger must not read arbitrary files of this machine; "../mine.toml" is a user's own file.
@@ -200,7 +202,7 @@ def _iterate_first_indices(names: list[str]) -> Iterator[tuple[str, int]]:
             yield name, number
 
 
-def _find_namesakes(name: str) -> Iterator[str]:
+def _find_file_and_run_folders_named(name: str) -> Iterator[str]:
     """Yield the file and the run folders, one level down, with this name."""
     if os.path.isfile(f"{name}.toml"):
         yield f"{name}.toml"

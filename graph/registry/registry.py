@@ -251,7 +251,7 @@ class Registry:
         if not beside:
             package, _, rest = use.partition(".")
             offer = f"to use the components of the package {package!r}, add --import {package}"
-            offer = offer if _is_installed_package(use) else ""
+            offer = offer if _belongs_to_installed_package(use) else ""
             if near := self._find_similar_component(rest.lower()):
                 return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
             if offer:
@@ -276,7 +276,7 @@ class Registry:
         return find_nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
 
 
-def _is_installed_package(use: str) -> bool:
+def _belongs_to_installed_package(use: str) -> bool:
     """Return whether a name may belong to a component in an installed package, which is found but not imported."""
     package = use.partition(".")[0]
     if not NAME.fullmatch(use) or package in sys.stdlib_module_names:

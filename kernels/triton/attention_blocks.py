@@ -47,13 +47,13 @@ class BlockMask(NamedTuple):
     key_count: Tensor | None = None
 
 
-def create_block_attention(differentiated: AttentionImplementation) -> AttentionImplementation:
+def create_block_attention(gradient_implementation: AttentionImplementation) -> AttentionImplementation:
     """Return attention in blocks, with another implementation's gradients."""
 
     def create_mask(documents: Tensor, window: int | None = None, queries: Tensor | None = None) -> BlockMask:
         if queries is not None:
             raise ValueError("attention in blocks has the queries of whole rows")
-        return BlockMask(documents, window, differentiated.mask(documents, window))
+        return BlockMask(documents, window, gradient_implementation.mask(documents, window))
 
     def attend(
         q: Tensor,
@@ -65,10 +65,10 @@ def create_block_attention(differentiated: AttentionImplementation) -> Attention
     ) -> Tensor:
         if q.is_meta:
             return attention_on_meta(q, k, v, sinks=sinks)
-        result: Tensor = _BlockAttention.apply(q, k, v, sinks, mask, options, differentiated)  # type: ignore[no-untyped-call]
+        result: Tensor = _BlockAttention.apply(q, k, v, sinks, mask, options, gradient_implementation)  # type: ignore[no-untyped-call]
         return result
 
-    whole = differentiated.whole_rows
+    whole = gradient_implementation.one_document_mask
     return AttentionImplementation(create_mask, attend, None if whole is None else BlockMask(None, None, whole))
 
 
@@ -84,11 +84,11 @@ class _BlockAttention(Function):
         sinks: Tensor | None,
         mask: BlockMask,
         options: AttentionOptions,
-        differentiated: AttentionImplementation,
+        gradient_implementation: AttentionImplementation,
     ) -> Tensor:
         """Return (rows, length, heads, v_dim), for q (rows, length, heads, head_dim) and as many keys and values."""
         ctx.save_for_backward(q, k, v, sinks)
-        ctx.mask, ctx.options, ctx.attend = mask, options, differentiated.attend
+        ctx.mask, ctx.options, ctx.attend = mask, options, gradient_implementation.attend
         return attend_in_blocks_triton(q, k, v, mask, options, sinks)
 
     @staticmethod

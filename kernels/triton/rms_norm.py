@@ -16,17 +16,17 @@ from torch.autograd import Function
 
 from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import E4M3, Float8Rows
-from drawloom.kernels.linear_float8 import keep_rounded_rows
+from drawloom.kernels.linear_float8 import attach_quantized_rows
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import NormAndSum
-from drawloom.kernels.triton.float8 import get_magnitude_bits, scale_and_inverse
+from drawloom.kernels.triton.float8 import compute_scale_and_inverse, get_magnitude_bits
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
     next_power_of_2,
-    reduce_partials,
     sm_count,
+    sum_partials,
     view_as_rows,
 )
 
@@ -41,7 +41,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool =
     """Compute rms_norm_eager for float32, bfloat16 and float16: x (..., hidden_size), weight (hidden_size,)."""
     check_floats("rms_norm_triton", x, weight)
     normed, *rows = _RmsNorm.apply(x, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return _keep_rounded_rows(normed, rows)
+    return _attach_quantized_rows_if_any(normed, rows)
 
 
 def add_rms_norm_triton(
@@ -54,14 +54,14 @@ def add_rms_norm_triton(
     """
     check_floats("add_rms_norm_triton", x, residual, weight)
     normed, summed, *rows = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return NormAndSum(_keep_rounded_rows(normed, rows), summed)
+    return NormAndSum(_attach_quantized_rows_if_any(normed, rows), summed)
 
 
-def _keep_rounded_rows(normed: Tensor, rows: list[Tensor]) -> Tensor:
+def _attach_quantized_rows_if_any(normed: Tensor, rows: list[Tensor]) -> Tensor:
     """Return the norm, and keep its rounded rows and scales if there are any."""
     data, scale = rows
     if scale.numel():
-        keep_rounded_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
+        attach_quantized_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
     return normed
 
 
@@ -227,7 +227,7 @@ def _backward(
         num_warps=_choose_warp_count(tile_rows * block),
         enable_fp_fusion=True,
     )
-    return grad_x, weight.new_empty(0) if parts is None else reduce_partials(parts, weight.dtype)
+    return grad_x, weight.new_empty(0) if parts is None else sum_partials(parts, weight.dtype)
 
 
 def _choose_warp_count(elements: int) -> int:
@@ -262,7 +262,7 @@ def _forward_kernel(
     tl.store(normed + row * width + column, result, mask=inside)
     if data is not None:
         wide = result.to(tl.float32)
-        own_scale, inverse = scale_and_inverse(tl.max(get_magnitude_bits(wide), 1, keep_dims=True))
+        own_scale, inverse = compute_scale_and_inverse(tl.max(get_magnitude_bits(wide), 1, keep_dims=True))
         tl.store(data + row * width + column, (wide * inverse).to(data.dtype.element_ty), mask=inside)
         tl.store(q_scale + row, own_scale, mask=row < count)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
 from drawloom.kernels.float8 import E4M3, EAGER, EagerFloat8, Float8Rows
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.linear_float8 import KeptWeights, linear_float8, linears_float8, mlp_float8
+from drawloom.kernels.linear_float8 import CachedFloat8Weights, linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.recompute import Selective, call_recomputable, call_with_recomputation
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.swiglu import swiglu_eager
@@ -155,13 +155,13 @@ def test_kept_weights_have_the_bits_of_weights_rounded_in_every_pass(layer: Call
     plain = draw_network()[: {linear_float8_eager: 1, side_by_side: 2, network: 3}[layer]]
     kept = [weight.detach().clone().requires_grad_() for weight in plain]
     groups = [kept[:2], kept[2:]] if layer is network else [kept]
-    operations = [KeptWeights(group) for group in groups]
+    operations = [CachedFloat8Weights(group) for group in groups]
     for update in ("none", "counted", "silent"):
         for weight in (*plain, *kept) if update != "none" else ():
             with torch.no_grad():
                 weight.mul_(0.7) if update == "counted" else weight.data.mul_(0.7)
         for operation in operations if update == "silent" else ():
-            operation.round_again()
+            operation.requantize()
         x, addresses = draw(TOKENS, INPUTS), [operation.rows.data.data_ptr() for operation in operations]
         y = layer(x, *plain)
         grad = torch.randn_like(y)

@@ -149,7 +149,7 @@ def losses_of(model: Any, policy: Recompute) -> tuple[Any, Any]:
     layers = model.num_hidden_layers
     module = model.build(LayerRange(0, layers, embedding=True, head=True))
     for name, parameter in module.named_parameters():
-        model.initialise(name, parameter, 1)
+        model.initialize_parameter(name, parameter, 1)
     make_recomputable(model.blocks(module))
     tokens = torch.arange(256).view(2, 128) % 7
     positions = torch.arange(128).expand(2, 128)

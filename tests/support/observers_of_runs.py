@@ -32,7 +32,7 @@ from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
-from drawloom.components.ports.model import Model, TokenContext, quantized_parameter_formats
+from drawloom.components.ports.model import Model, TokenContext, list_quantized_parameter_formats
 from drawloom.components.ports.pipeline import Executor, Predictor, RepeatingExecutor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.ports.stages import Parameters, Stages
@@ -164,7 +164,7 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     mesh = SingleRankMesh(replicas=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
         objects["stages"].local[0].shards.reduce_in_next_backward(is_last_in_step=True)
-        objects["stages"].hand_over_gradients()
+        objects["stages"].move_gradients_to_masters()
     return group.summed
 
 
@@ -186,7 +186,7 @@ def formats_of_frozen_weights(use: str, values: Values, folder: Path) -> Any:
     model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
     tables = {"precision": dict(values), "model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}}
     with _recipe(folder, **tables).open(only="stages") as objects:
-        formats = quantized_parameter_formats(objects["stages"].local[0].module)
+        formats = list_quantized_parameter_formats(objects["stages"].local[0].module)
         return {name: weight_format.name for name, weight_format in formats.items()}
 
 
@@ -272,7 +272,7 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.object(joining, "connect_to_launch_store", lambda *_: store),
-        mock.patch.object(joining, "exit_after_parent"),
+        mock.patch.object(joining, "start_exit_with_parent_thread"),
         mock.patch.dict("os.environ"),
         open_node(node),
     ):
@@ -366,7 +366,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
     """Return the steps whose first microbatch is repeated."""
     steps: list[int] = []
 
-    def repeat_passes(state: StepState) -> None:
+    def rerun_passes_as_recomputation(state: StepState) -> None:
         steps.append(step.index)
         state["losses"] = losses_of(1.0, 1.0)
 
@@ -376,7 +376,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
         model=fake(Model),
         stages=fake(Stages, local=[]),
         parameters=fake(Parameters, named_parameters=lambda: []),
-        executor=fake(RepeatingExecutor, repeat_passes=repeat_passes),
+        executor=fake(RepeatingExecutor, rerun_passes_as_recomputation=rerun_passes_as_recomputation),
         device=ComputeDevice(kind="cpu"),
         **values,
     )
@@ -408,7 +408,7 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
         raise OSError(28, "No space left on device")
 
     with (
-        mock.patch.object(commit, "create_empty_temporary_folder", fail, create=False),
+        mock.patch.object(commit, "remove_leftovers_and_create_folder", fail, create=False),
         messages("drawloom.checkpoint"),
     ):
         try:

@@ -8,7 +8,7 @@ from unittest import mock
 import attrs
 from torch import Tensor
 
-from drawloom.components.pipeline.runtime.capture import Captures
+from drawloom.components.pipeline.runtime.capture import RankGraphs
 from drawloom.components.state.trees import list_leaves
 from support.host_reads import NoHostReads
 
@@ -52,5 +52,5 @@ class Recorder:
 def use_recorder(may_read: bool = True) -> Iterator[Recorder]:
     """Replace CUDA graphs in every executor. Eager kernels for experts read values that kernels for GPUs do not."""
     recorder = Recorder(may_read)
-    with mock.patch.object(Captures, "create_on_gpu", lambda _device, objective: Captures(objective, recorder.new)):
+    with mock.patch.object(RankGraphs, "create_on_gpu", lambda _device, objective: RankGraphs(objective, recorder.new)):
         yield recorder

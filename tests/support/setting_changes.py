@@ -791,7 +791,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "data.template_prompts": Row(
-        policy.encode_messages,
+        policy.encode_messages_as_prompt,
         {},
         {
             "template": Change("other.jinja", {"template": "one.jinja", "date": "2025-01-31"}),

@@ -87,7 +87,7 @@ class Decoder(TensorParallel):
         """
         wanted, documents = shared.hidden_states, shared.document_ids
         kept: dict[int, Tensor] = {}
-        whole = partial(self.ranks.gather_tokens_for_all, shape=shared.positions.shape)
+        whole = partial(self.ranks.gather_tokens_without_grad_sum, shape=shared.positions.shape)
         if wanted is not None:
             check_hidden_states_request(shared, self.architecture.num_hidden_layers)
             inputs, before = inputs if isinstance(inputs, tuple) else (inputs, {})
@@ -126,7 +126,7 @@ class Decoder(TensorParallel):
         specs = [attention for attention in self.attention if attention is not None]
         masks = {
             window: self.kernels.attention_mask(
-                shared.document_ids, window, shared.part, shared.cache, shared.whole_rows
+                shared.document_ids, window, shared.part, shared.cache, shared.one_document_per_row
             )
             for window in dict.fromkeys(attention.window for attention in specs)
         }

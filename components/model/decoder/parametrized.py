@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.ports.parametrization import ModelScaling, Parametrization
-from drawloom.graph import Problem, inheritable
+from drawloom.graph import Problem, component_base_class
 
 
-@inheritable
+@component_base_class
 class ParametrizedBuilder(DecoderBuilder):
     """
     Builder for a pre-norm decoder without experts, whose initial values and learning rates a parametrization may scale.

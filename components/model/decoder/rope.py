@@ -223,7 +223,7 @@ BY_LENGTH = ("dynamic", "longrope")
 """Scalings that depend on lengths of texts and on max_position_embeddings."""
 
 
-def find_rope_context_faults(rope: RopeScaling | None) -> Iterator[str]:
+def find_rope_context_parallel_faults(rope: RopeScaling | None) -> Iterator[str]:
     """Yield a reason if the scaling forbids context parallelism: it depends on the length of whole rows."""
     if rope is not None and rope.rope_type in BY_LENGTH:
         yield f"{rope.rope_type} positions depend on the length of whole rows"

@@ -67,7 +67,7 @@ class CircularExecutor(ProgramExecutor):
 
     def train(self, state: StepState) -> None:
         self.stages.cast_weights()
-        inputs = [self._prepare_inputs(batch) for batch in state["batches"]]
+        inputs = [self._upload_inputs(batch) for batch in state["batches"]]
         group = self.mesh.pipeline_group
         repeats = (len(self._stage_to_rank) - 2) // group.size
         table = Timetable(group.size, len(inputs), repeats, 2 if self.delayed else 1)
@@ -91,7 +91,7 @@ class CircularExecutor(ProgramExecutor):
         del hidden, embedded
         # The token starts backward passes on ranks without a loss, which take part in all exchanges of gradients.
         torch.autograd.backward([*losses, forward_pass.token])
-        self.stages.hand_over_gradients()
+        self.stages.move_gradients_to_masters()
         _gather_losses_on_last_stage(state, share, group, self.device.device)
 
     def _infer_stage_tensor_meta(self, inputs: MicrobatchInputs) -> TensorMeta:

@@ -53,7 +53,7 @@ class StageResult(NamedTuple):
 
 
 @attrs.define(eq=False)
-class Slot:
+class GraphSlot:
     """CUDA graphs for a stage's passes on one microbatch at a time; `runner` records them with microbatch number 0."""
 
     runner: StageRunner
@@ -121,7 +121,7 @@ class Slot:
 
 
 @attrs.define(eq=False)
-class WeightSums:
+class GradientSums:
     """Parameter gradients at fixed addresses for graphs: the same tensors in every step."""
 
     _sums: dict[nn.Parameter, Tensor] = attrs.field(factory=dict)
@@ -213,23 +213,23 @@ class StageGraphs:
     new_record: Callable[[], Record]
     _first: Any = None  # the reference microbatch, and whether its backward pass is split
     _token_passes: WeakKeyDictionary[KeyValueCache, TokenPass] = attrs.field(factory=WeakKeyDictionary)
-    _slots: list[Slot] = attrs.field(factory=list)
-    _free: list[Slot] = attrs.field(factory=list)
+    _slots: list[GraphSlot] = attrs.field(factory=list)
+    _free: list[GraphSlot] = attrs.field(factory=list)
     _warned: bool = False
 
     def lacks_slots(self, in_flight: int) -> bool:
         """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
         return self._first is not None and len(self._slots) < in_flight
 
-    def free_and_create_slots(self, in_flight: int) -> None:
+    def release_slots_and_record_missing(self, in_flight: int) -> None:
         """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
         while self.lacks_slots(in_flight):
             example, split = self._first
-            self._slots.append(Slot(self._create_runner(split), self.new_record()))
+            self._slots.append(GraphSlot(self._create_runner(split), self.new_record()))
             self._slots[-1].record_passes(example)
         self._free = list(self._slots)
 
-    def take_slot(self, inputs_context_batch: Any, stage: Stage, split: bool) -> Slot | None:
+    def take_slot(self, inputs_context_batch: Any, stage: Stage, split: bool) -> GraphSlot | None:
         """Take a free slot; None if there is none, or if the microbatch has other shapes than the first one."""
         if self._first is None:
             self._first, self.stage = (map_leaves(_copy_leaf, inputs_context_batch), split), stage
@@ -238,7 +238,7 @@ class StageGraphs:
             return None
         return self._free.pop() if self._free else None
 
-    def return_slot(self, slot: Slot) -> None:
+    def return_slot(self, slot: GraphSlot) -> None:
         """Free a finished microbatch's slot."""
         self._free.append(slot)
 
@@ -266,7 +266,7 @@ class CapturedRunner(StageRunner):
     """`StageRunner` that launches a microbatch's graphs if the microbatch has a slot."""
 
     graphs: StageGraphs = attrs.field(kw_only=True)
-    _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
+    _slots: dict[int, GraphSlot] = attrs.field(init=False, factory=dict)
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
@@ -308,17 +308,17 @@ class CapturedRunner(StageRunner):
 
 
 @attrs.define(eq=False)
-class Captures:
+class RankGraphs:
     """CUDA graphs for this rank's stages, and the parameters' gradients at fixed addresses."""
 
     objective: Loss
     new_record: Callable[[], Record]
     _graphs: dict[int, StageGraphs] = attrs.field(factory=dict)
-    _sums: WeightSums = attrs.field(factory=WeightSums)
-    _whole_rows: bool = True
+    _sums: GradientSums = attrs.field(factory=GradientSums)
+    _has_one_document_per_row: bool = True
 
     @classmethod
-    def create_on_gpu(cls, device: torch.device, objective: Loss) -> "Captures | None":
+    def create_on_gpu(cls, device: torch.device, objective: Loss) -> "RankGraphs | None":
         """Create the graphs on a GPU; return None on a CPU, whose kernels take longer than their launches."""
         if device.type == "cpu":
             return None
@@ -330,17 +330,22 @@ class Captures:
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
         return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
 
-    def unify_whole_rows_flags(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
+    def unify_one_document_flags(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
         """
-        Return a step's microbatches with one `whole_rows` flag: true until a row with several documents occurs.
+        Return a step's microbatches with one `one_document_per_row` flag: true until a row with several documents
+        occurs.
 
         Rows with several documents are the general case. When they first occur, graphs are recorded again, and then
         serve all later microbatches, because a microbatch of packed data sometimes has only whole rows.
         """
-        if self._whole_rows and not all(microbatch.shared.whole_rows for microbatch in inputs):
-            self._whole_rows = False
+        if self._has_one_document_per_row and not all(microbatch.shared.one_document_per_row for microbatch in inputs):
+            self._has_one_document_per_row = False
             self._graphs.clear()
-        return inputs if self._whole_rows else [microbatch.without_whole_rows_flag() for microbatch in inputs]
+        return (
+            inputs
+            if self._has_one_document_per_row
+            else [microbatch.without_one_document_flag() for microbatch in inputs]
+        )
 
     def record_missing_graphs(self, actions: Iterable[Action]) -> None:
         """
@@ -355,13 +360,13 @@ class Captures:
         self._sums.attach_to_parameters()
         for index, graphs in self._graphs.items():
             try:
-                graphs.free_and_create_slots(most[index])
+                graphs.release_slots_and_record_missing(most[index])
             except RuntimeError as error:
                 raise UserError(_describe_capture_error(index, error), exit_code=2) from error
         self._sums.restore_or_zero_sums()
 
-    def keep_gradient_tensors(self) -> None:
-        """Reuse the step's gradient tensors in later steps; call this before `hand_over_gradients`."""
+    def reuse_gradient_tensors(self) -> None:
+        """Reuse the step's gradient tensors in later steps; call this before `move_gradients_to_masters`."""
         for graphs in self._graphs.values():
             self._sums.adopt_gradients(graphs.stage.module.parameters())
 

@@ -63,7 +63,7 @@ def test_an_update_changes_no_held_state() -> None:
     memory.reference_states(key(4), {"node": node})
     kept = memory.parts()[key(3)]
     assert isinstance(kept, HeldState)
-    memory.replace_states_by(kept)
+    memory.replace_newest_states(kept)
     assert [*_own(memory)] == [3]
 
 

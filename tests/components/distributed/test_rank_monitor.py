@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from drawloom.components.distributed import rank_monitor
 from drawloom.components.distributed.launch_store import Failure
 from drawloom.components.distributed.rank_errors import RankError
-from drawloom.components.distributed.rank_monitor import STOPPED_POLLS, RankMonitor, is_stopped
+from drawloom.components.distributed.rank_monitor import STOPPED_POLLS, RankMonitor, is_process_stopped_by_signal
 from drawloom.graph import UserError
 
 
@@ -121,7 +121,7 @@ def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> Ra
     """Return the monitor of rank 0 after its peer, rank 1, has ended in this way."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         zero = RankMonitor(0, 2, store, {1: process.pid}, where=", on host 1, deep")
-        zero.watch_peers()
+        zero.watch_local_peer_processes()
         zero.poll_peers_for_failures()
         assert zero.failure is None
         end(process)
@@ -153,7 +153,7 @@ def test_closing_leaves_no_descriptor(store: Any) -> None:
     """Each peer takes one descriptor while the monitor is open."""
     before = len(os.listdir("/proc/self/fd"))
     zero = RankMonitor(0, 2, store, {1: os.getpid()})
-    zero.watch_peers()
+    zero.watch_local_peer_processes()
     assert len(os.listdir("/proc/self/fd")) == before + 1
     zero.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -176,13 +176,16 @@ def test_a_lost_rank_is_published_and_ends_no_other_rank(store: Any, capsys: pyt
     two = RankMonitor(2, 3, store, on_loss=lambda: calls.append(2))
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
         zero.peers = {1: process.pid}
-        zero.watch_peers()
+        zero.watch_local_peer_processes()
         process.wait()
     for monitor in (two, zero, two, zero, two):
         monitor.poll_peers_for_failures()
     assert zero.losses.keys() == two.losses.keys() == {1} and calls == [0, 2, 0, 2]
     assert zero.failure is two.failure is None and capsys.readouterr().err == ""
-    assert zero.diagnose().startswith(f"rank 1 (process {process.pid}) is gone") and "rank 1 is gone" in two.diagnose()
+    assert (
+        zero.describe_ranks_to_blame().startswith(f"rank 1 (process {process.pid}) is gone")
+        and "rank 1 is gone" in two.describe_ranks_to_blame()
+    )
     zero.close()
 
 
@@ -215,7 +218,7 @@ def test_a_stopped_process_is_lost_and_killed_unless_it_continues(store: Any) ->
     zero = RankMonitor(0, 2, store, on_loss=lambda: calls.append(0))
     with subprocess.Popen(["sleep", "60"]) as process:
         zero.peers = {1: process.pid}
-        zero.watch_peers()
+        zero.watch_local_peer_processes()
         for _ in range(2):
             _signal_and_wait(process.pid, signal.SIGSTOP, stops=True)
             for _ in range(STOPPED_POLLS - 1):
@@ -234,7 +237,7 @@ def test_a_stopped_process_is_lost_and_killed_unless_it_continues(store: Any) ->
 def _signal_and_wait(process: int, number: signal.Signals, *, stops: bool) -> None:
     """Send a signal, and wait until the process is stopped, or is not."""
     os.kill(process, number)
-    while is_stopped(process) != stops:
+    while is_process_stopped_by_signal(process) != stops:
         time.sleep(0.01)
 
 

@@ -33,7 +33,7 @@ class Held:
 
     owned_parameters = named_parameters
 
-    def sum_gradients(self) -> None: ...
+    def sum_remaining_gradients(self) -> None: ...
 
 
 class Other:

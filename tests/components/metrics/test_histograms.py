@@ -39,7 +39,7 @@ class Weights:
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self.named_parameters()
 
-    def sum_gradients(self) -> None:
+    def sum_remaining_gradients(self) -> None:
         pass
 
 

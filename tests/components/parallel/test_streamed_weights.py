@@ -42,13 +42,13 @@ def gradients(folder: Path, *words: str) -> tuple[dict[str, Tensor], int]:
 
 def use_transfers(monkeypatch: pytest.MonkeyPatch, transfers: Any) -> None:
     """Let stages open these transfers."""
-    move = MaterializedStages._move_frozen_weights
+    move = MaterializedStages._move_frozen_weights_to_host_if_streamed
 
     def move_by_transfers(stages: MaterializedStages, modules: Any) -> None:
         stages.open_transfers = lambda device: transfers
         move(stages, modules)
 
-    monkeypatch.setattr(MaterializedStages, "_move_frozen_weights", move_by_transfers)
+    monkeypatch.setattr(MaterializedStages, "_move_frozen_weights_to_host_if_streamed", move_by_transfers)
 
 
 @pytest.mark.parametrize(("recompute", "passes", "window"), [("none", 2, 1), ("blocks", 3, 20_000), ("none", 2, 2**28)])

@@ -19,7 +19,7 @@ from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.recorder import Recorder
 from drawloom.components.planning.text import as_data
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.memory import memory_by_kind
+from drawloom.components.ports.memory import sum_memory_by_kind
 from drawloom.graph import UserError
 from support.processes import run_ranks
 from support.stores import store_of
@@ -77,7 +77,7 @@ def plan_recipe(name: str, *words: str, ranks: int | None = None, recipe: str = 
 
 def by_kind(*users: Any) -> dict[str, int]:
     """Return a run's bytes by memory kind."""
-    return {str(kind): size for kind, size in memory_by_kind(users).items()}
+    return {str(kind): size for kind, size in sum_memory_by_kind(users).items()}
 
 
 def batch() -> TokenBatch:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.rollouts import Completions, Prompts
-from drawloom.components.rollouts.stages import StageRollouts, draw_id_by_row, uniform_by_counter
+from drawloom.components.rollouts.stages import StageRollouts, draw_ids_logps_and_entropies, draw_uniform_by_counter
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -174,7 +174,7 @@ def test_draws_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0], dtype=torch.float64)
     numbers = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     numbers[0], numbers[-1] = 0.0, 1 - 2.0**-53
-    ids, logps, entropies = draw_id_by_row(probabilities.log().expand(1000, -1), numbers)
+    ids, logps, entropies = draw_ids_logps_and_entropies(probabilities.log().expand(1000, -1), numbers)
     assert torch.bincount(ids, minlength=6).tolist() == [0, 500, 0, 300, 200, 0]
     torch.testing.assert_close(logps.double(), probabilities.log()[ids], rtol=1e-6, atol=1e-6)
     entropy = -(probabilities[probabilities > 0].log() * probabilities[probabilities > 0]).sum()
@@ -183,7 +183,7 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_uniform_numbers_are_spread_over_the_interval() -> None:
     """Neighbouring counters give uncorrelated numbers in [0, 1) with a uniform mean and variance."""
-    numbers = uniform_by_counter(7, torch.arange(100_000))
+    numbers = draw_uniform_by_counter(7, torch.arange(100_000))
     assert 0 <= float(numbers.min()) < 1e-4 and 1 - 1e-4 < float(numbers.max()) < 1
     assert abs(float(numbers.mean()) - 0.5) < 0.005 and abs(float(numbers.var()) - 1 / 12) < 0.002
     assert abs(float(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1])) < 0.02

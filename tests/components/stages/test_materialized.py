@@ -42,7 +42,9 @@ class Blueprint:
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         return [part for part in module.modules() if isinstance(part, nn.Linear)]
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
+    def initialize_parameter(
+        self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
+    ) -> None:
         parameter.fill_(len(name) + seed)
 
     def hugging_face_config(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_dependents_are_the_documents_that_extend_a_document(workspace: Workspac
         workspace.check(path)
     broken = write("broken.toml", "extends = \n")
     workspace.check(broken)
-    assert workspace.list_dependents(base) == [middle, top, broken]
+    assert workspace.list_open_dependents(base) == [middle, top, broken]
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,13 @@ def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count
     source, row = segment.locate_sources_and_rows(first, first + count)
     assert list(zip(source.tolist(), row.tolist(), strict=True)) == wanted[first:]
     counted = Counter(source for source, _ in wanted[:first])
-    assert segment.count_rows_up_to(first) == {str(number): counted[number] for number in range(len(shares))}
+    assert segment.count_segment_rows_before(first) == {str(number): counted[number] for number in range(len(shares))}
 
 
 @given(shares, st.integers(0, 10**12))
 def test_a_share_holds_at_every_position(shares: list[int], position: int) -> None:
     """In a run of any length a source's share is exact to half a row per source, and the counts add up."""
-    counts = Segment(0, {str(number): share for number, share in enumerate(shares)}).count_rows_up_to(position)
+    counts = Segment(0, {str(number): share for number, share in enumerate(shares)}).count_segment_rows_before(position)
     assert sum(counts.values()) == position
     for share, count in zip(shares, counts.values(), strict=True):
         assert abs(count - position * Fraction(share, sum(shares))) <= len(shares) / 2 + 0.01

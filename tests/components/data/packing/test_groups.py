@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.data.packing import groups
-from drawloom.components.data.packing.best_fit import pack_best_fit
+from drawloom.components.data.packing.best_fit import pack_by_best_fit
 from drawloom.components.data.packing.first_fit import pack_by_first_fit
 from drawloom.components.data.packing.groups import (
     Group,
@@ -20,9 +20,9 @@ from drawloom.components.data.packing.groups import (
     group_items_by_row,
     split_into_blocks,
 )
-from drawloom.components.data.packing.padded import assign_own_rows
+from drawloom.components.data.packing.padded import assign_one_row_per_document
 
-GROUPINGS = [pack_best_fit, pack_by_first_fit, assign_own_rows]
+GROUPINGS = [pack_by_best_fit, pack_by_first_fit, assign_one_row_per_document]
 
 
 @pytest.mark.parametrize("group", GROUPINGS)
@@ -48,7 +48,7 @@ def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = np.random.default_rng(0).integers(2, 90, 200)
 
     def documents() -> Counter[int]:
-        index = build_rows_from_documents(sizes, split_into_blocks(np.arange(200)), 32, pack_best_fit)
+        index = build_rows_from_documents(sizes, split_into_blocks(np.arange(200)), 32, pack_by_best_fit)
         return Counter(piece.document for row in range(index.rows) for piece in index.pieces(row))
 
     whole = documents()
@@ -58,7 +58,7 @@ def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_index_is_sent_to_workers() -> None:
     """A pickled index has the same rows; a row beyond the last is an error."""
-    index = build_rows_from_documents(np.array([3, 9, 2]), [np.arange(3)], 4, pack_best_fit)
+    index = build_rows_from_documents(np.array([3, 9, 2]), [np.arange(3)], 4, pack_by_best_fit)
     copy: Groups = pickle.loads(ForkingPickler.dumps(index))
     assert [copy.pieces(row) for row in range(copy.rows)] == [index.pieces(row) for row in range(index.rows)]
     for row in (-1, index.rows):

@@ -58,7 +58,7 @@ def whole(model: Granite) -> nn.Module:
     """Return a whole model with initial values."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
-        model.initialise(name, parameter.data, 1)
+        model.initialize_parameter(name, parameter.data, 1)
     return module
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.runtime.capture import WeightSums
+from drawloom.components.pipeline.runtime.capture import GradientSums
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.pipeline import make_state_of_batches
+from drawloom.components.ports.pipeline import create_step_state
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import UserError
 from drawloom.kernels import recompute_policy
@@ -72,7 +72,7 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
         return call_with_recomputation(*given, **named)
 
     def after_evaluation(executor: ProgramExecutor, state: StepState) -> None:
-        executor.evaluate(make_state_of_batches(state["batches"]))
+        executor.evaluate(create_step_state(state["batches"]))
         train(executor, state)
 
     train = ProgramExecutor.train
@@ -126,7 +126,7 @@ def test_rows_of_one_document_are_captured_as_packed_ones(
 ) -> None:
     """If a packed row happens to be one document, its microbatch is launched as a graph like all others."""
     every = cycle([False, True])
-    monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: next(every))
+    monkeypatch.setattr(TokenBatch, "has_one_document_per_row", lambda _batch: next(every))
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
         steps([CASES[0]], True)
     assert not caplog.records and recorder.recorded == 2
@@ -147,7 +147,7 @@ def test_sums_start_at_zero_or_the_existing_gradient() -> None:
     """All steps use the same tensor; a gradient already there is not lost."""
     weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 5.0)
-    sums = WeightSums()
+    sums = GradientSums()
     sums.adopt_gradients([weight, unused])
     kept, weight.grad = weight.grad, None
     sums.attach_to_parameters()
@@ -163,7 +163,7 @@ def test_after_whole_rows_graphs_are_made_anew_for_packed_ones(
     recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs for one-document rows are recorded again, once, when packed rows come."""
-    monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: recorder.recorded == 0)
+    monkeypatch.setattr(TokenBatch, "has_one_document_per_row", lambda _batch: recorder.recorded == 0)
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
         (replayed,) = steps([CASES[0]], True, step_count=6)
     assert not caplog.records and recorder.recorded == 4
