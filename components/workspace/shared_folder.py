@@ -33,7 +33,7 @@ MAX_JSON_SIZE = 256 * 2**20  # bytes
 MAX_PARTS = 4_000_000  # of JSON; more than any model configuration has, and less than 1 GB of memory
 READ_TIMEOUT = 30.0  # seconds; NFS clients cache attributes for 3 to 60 s (acregmin, acdirmax)
 PAUSE = 0.05  # seconds between attempts
-REMEDY = "remove the folder, and begin again"
+REMEDY = "remove the folder, and begin again, on storage that all nodes share"
 REMOVED_ERRNOS = (errno.ENOENT, errno.ESTALE)  # ESTALE: another NFS client removed the file while it was open here
 
 
