@@ -128,13 +128,13 @@ def _read_tensors(path: Path, expected: FileDigest) -> dict[str, Tensor]:
         with open_verified_file(path, expected) as file:
             return load(file.read(0, file.size))
     except ContentMismatchError as error:
-        raise UserError(f"{path} {error}; {REMEDY}") from error
+        raise UserError(f"{path} is corrupt: it {error}; {REMEDY}") from error
     except SafetensorError as error:
         raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
     except OSError as error:
         if error.errno in REMOVED_ERRNOS:
             raise NotVisibleError(f"{path} is missing, though its rank wrote it; {REMEDY}") from error
-        raise UserError(f"{path} can't be read ({error.strerror}); {REMEDY}") from error
+        raise UserError(f"{path} can't be read ({error.strerror}); make it readable, and start again") from error
 
 
 def _iterate_record_files(folder: Path, rank: int) -> Iterator[Path]:
