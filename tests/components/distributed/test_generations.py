@@ -146,7 +146,7 @@ def test_known_spares_cost_one_question_each() -> None:
     """Rank 0 asks in every step, so that spares admitted long ago cost nothing."""
     questions: list[str] = []
 
-    class CountingStore(HashStore):  # type: ignore[misc]
+    class CountingStore(HashStore):
         def check(self, keys: list[str]) -> bool:
             questions.extend(keys)
             return bool(super().check(keys))
