@@ -162,11 +162,17 @@ class Generation:
         return attrs.evolve(following, members=members, shards=shards if members else None)
 
 
-@attrs.frozen
+@attrs.define
 class Spares:
-    """A run's spares in the launch's store, with numbers from 1."""
+    """
+    A run's spares in the launch's store, with numbers from 1.
+
+    Known spares are read once, because rank 0 asks for spares in every step.
+    """
 
     store: Any
+    _known: dict[int, RunProcess] = attrs.field(init=False, factory=dict)
+    _settled: set[int] = attrs.field(init=False, factory=set)  # admitted, or ended
 
     def register(self, member: RunProcess) -> int:
         """Add a spare, and return its number."""
@@ -177,13 +183,12 @@ class Spares:
     def find_waiting_spares(self) -> dict[int, RunProcess]:
         """Return the live spares that were not admitted yet, by number."""
         last: int = self.store.add("spares", 0)
-        numbers = [
-            number
-            for number in range(1, last + 1)
-            if self.store.check([f"spare/{number}"]) and not self.store.check([f"admitted/{number}"])
-        ]
-        spares = {number: RunProcess(**json.loads(self.store.get(f"spare/{number}"))) for number in numbers}
-        return {number: spare for number, spare in spares.items() if not spare.has_ended()}
+        for number in {*range(1, last + 1)} - self._settled:
+            if number not in self._known and self.store.check([f"spare/{number}"]):
+                self._known[number] = RunProcess(**json.loads(self.store.get(f"spare/{number}")))
+            if number in self._known and (self._known[number].has_ended() or self.store.check([f"admitted/{number}"])):
+                self._settled.add(number)
+        return {number: self._known[number] for number in sorted(self._known.keys() - self._settled)}
 
     def admit(self, numbers: Iterable[int], generation: Generation) -> None:
         """Tell spares that they are members in this generation; a second call changes nothing."""

@@ -76,6 +76,9 @@ class SingleProcess:
         """Return the rows (rows, ...) unchanged."""
         return rows.detach()
 
+    def raise_if_broken(self) -> None:
+        """Return at once: no other rank can be lost."""
+
     def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
         """Return `size` bytes on the CPU."""
         return HostMemory([torch.zeros(size, dtype=torch.uint8)], self)
@@ -161,6 +164,10 @@ class TorchGroup:
         with self._mark_blocked_and_convert_errors("an all-to-all"):
             dist.all_to_all_single(output, moved, list(received), list(sent), group=self._handle)
         return output.to(rows.device)
+
+    def raise_if_broken(self) -> None:
+        if self._monitor.is_broken:
+            raise UserError(f"{self._monitor.describe_lost_ranks()}; rank {self._monitor.rank} repeats its step")
 
     def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
         with self._mark_blocked_and_convert_errors("a mapping of memory"):

@@ -42,7 +42,7 @@ from drawloom.components.distributed.process_group import (
     mark_blocked_and_convert_errors,
 )
 from drawloom.components.distributed.rank_monitor import STORE_TIMEOUT, RankMonitor
-from drawloom.components.distributed.spare import wait_as_spare
+from drawloom.components.distributed.spare import import_early, wait_as_spare
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
@@ -328,6 +328,7 @@ class TorchProcesses:
             self._generation = Generation(processes[0][0], 0, members)
             monitor = self._start_generation_monitor(self._generation, self._connections).monitor
             if self.survives_rank_losses:
+                import_early()
                 self._control = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
             self._connect_stores(self._generation)
             if self.survives_rank_losses and not launch.agent_store:

@@ -128,7 +128,7 @@ class ProgramExecutor:
         if self._cuda_graphs is not None:
             inputs = self._cuda_graphs.unify_one_document_flags(inputs)
         runner = self._create_runner(inputs, state, training.stages, training.split)
-        runner.streams = self._streams
+        runner.streams, runner.before_action = self._streams, self.mesh.world.raise_if_broken
         if self._cuda_graphs is None:
             runner.run(training.actions)
         else:

@@ -113,6 +113,14 @@ class Group(Protocol):
         """
         ...
 
+    def raise_if_broken(self) -> None:
+        """
+        Raise UserError if ranks are lost, and the run continues without them; no communication.
+
+        Long computations call this between their parts: their result would be of no use.
+        """
+        ...
+
     def allocate_symmetric_memory(self, size: int) -> "SymmetricMemory":
         """
         Allocate `size` bytes on each rank's device, readable and writable by all ranks; a collective.

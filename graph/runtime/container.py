@@ -278,6 +278,12 @@ class Container(Mapping[str, Any]):
                 members = {key: item for key, item in self._objects.items() if type(item) in fitting}
                 getattr(self._objects[node.name], field.attribute).update(members)
 
+    def _empty_every_fields(self) -> None:
+        """Break the cycles between nodes, so they are freed with their memory even if the collector ignores them."""
+        for name in self._built_objects:
+            for field in self.graph.nodes[name].spec.fields_of_kind_every:
+                getattr(self._objects[name], field.attribute).clear()
+
     def __enter__(self) -> "Container":
         try:
             self.build()
@@ -353,6 +359,8 @@ class Container(Mapping[str, Any]):
             }
             replacement.handed_over = {name: item.hand_over() for name, item in predecessors.items()}
         self._opened.close_all(replacement)
+        if isinstance(replacement, ReopenError):
+            self._empty_every_fields()
         if replacement is not error:
             raise replacement from error
 

@@ -23,6 +23,8 @@ class OneRankGroup:
 
     def max(self, tensor: Tensor) -> None: ...
 
+    def raise_if_broken(self) -> None: ...
+
     def gather_json(self, value: Any) -> list[Any]:
         return [value]
 

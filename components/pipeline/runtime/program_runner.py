@@ -48,7 +48,8 @@ class ProgramRunner:
     Runner for a rank's program in one step; it is dropped with all its tensors, also if the step fails.
 
     `stages` are this rank's stages by number. An output is buffered until the next stage on this rank consumes it, or
-    until it is sent. The last stage's detached output is passed to `on_output`.
+    until it is sent. The last stage's detached output is passed to `on_output`. An error in `before_action` ends the
+    program.
     """
 
     stages: Mapping[int, StageRunner]
@@ -57,6 +58,7 @@ class ProgramRunner:
     p2p: P2PBuffers
     streams: StageStreams | None = None
     on_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
+    before_action: Callable[[], None] = lambda: None
     _outputs: dict[StageMicrobatch, Any] = attrs.field(factory=dict)
     _grads: dict[StageMicrobatch, list[Tensor]] = attrs.field(factory=dict)
     # activations on their way to host memory, with the number of compute actions before their memory is freed
@@ -88,6 +90,7 @@ class ProgramRunner:
             }
             streams.wait_for_current_stream()
         for action in actions:
+            self.before_action()
             if self._leaving and action.op in OPS:
                 self._free_earlier_offloads()
             # A traceback alone would not name the stage and microbatch among many identical ones.

@@ -140,3 +140,21 @@ def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -
     generation.set_rank_environment(2)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("2", "3")
     assert Generation.from_json(generation.to_json()) == generation
+
+
+def test_known_spares_cost_one_question_each() -> None:
+    """Rank 0 asks in every step, so that spares admitted long ago cost nothing."""
+    questions: list[str] = []
+
+    class CountingStore(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            questions.extend(keys)
+            return bool(super().check(keys))
+
+    store = CountingStore()
+    spares = Spares(store)
+    numbers = [spares.register(spare) for spare in (*SPARES, *SPARES)]
+    spares.admit(numbers[:3], _generation(4, ReplicaShape(1, 1, 1, [4])))
+    assert spares.find_waiting_spares() == {numbers[3]: SPARES[1]}
+    questions.clear()
+    assert spares.find_waiting_spares() == {numbers[3]: SPARES[1]} and questions == [f"admitted/{numbers[3]}"]

@@ -1,8 +1,10 @@
 """Containers of built and opened objects."""
 
+import gc
 import operator
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +218,23 @@ def test_nodes_hand_values_over_to_their_successors(
     monkeypatch.setattr(Disk, "open", lambda _: happened.append("open"))
     with successor:
         assert happened[6:] == ["gets a value", "open", "open"] and successor.handed_over == {}
+
+
+def test_reopened_nodes_are_freed_without_a_collection(shop: Shop, project: Project) -> None:
+    """Fields of type Every make no cycle any more, so nodes hidden from the collector (`gc.freeze`) are freed, too."""
+    container = project.container(shop())
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with suppress(ReopenError), container:
+            container["trainer"].counted["trainer"] = container["trainer"]
+            trainer = weakref.ref(container["trainer"])
+            raise ReopenError("again")
+        del container
+        assert trainer() is None
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def test_without_a_failure_no_handler_is_called(reset_stores: None, shop: Shop, project: Project) -> None:
