@@ -143,6 +143,9 @@ def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iter
         yield {nodes.stages_node: {"offload": True}}, "activations wait in host memory", ranks
     if stages["recompute"] != "blocks" and not chooses:
         yield {nodes.stages_node: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
+    if stages["recompute"] in ("none", "selective") and not chooses:
+        lossy = "inputs of norms and gates in 8 bits round gradients"
+        yield {nodes.stages_node: {"recompute": "quantized"}}, lossy, ranks
     if shards > 1 and stages["reshard_after_forward"] is not True and planned.mesh.sizes.pipeline > 1:
         yield {nodes.stages_node: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
     yield {nodes.mesh_node: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks

@@ -135,7 +135,8 @@ class MaterializedStages:
         check=describe_recompute_fault,
         doc=(
             "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
-            "block; a number n: one block in n"
+            "block; a number n: one block in n; 'quantized': 'selective' with inputs of norms and gates in 8 bits, "
+            "which rounds gradients"
         ),
     )
     compile: bool = setting(
@@ -194,6 +195,12 @@ class MaterializedStages:
             yield from check_offload(node, schedule)
             yield from check_memory_policy(node, schedule)
         yield from warn_compiled_recompute(node)
+
+    @classmethod
+    def resume_impact(cls, node: NodeView, key: str, before: Any) -> tuple[str, str] | None:
+        """Return changes_training if `recompute` begins or ceases to round gradients."""
+        changes = key == "recompute" and "quantized" in (before, node.settings["recompute"])
+        return ("changes_training", "'quantized' rounds gradients") if changes else None
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
