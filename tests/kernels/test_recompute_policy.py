@@ -1,6 +1,7 @@
 """Recomputation policies have the same bits on every mesh and schedule, and keep fewer activations."""
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from drawloom.components.pipeline.schedules.auto import Auto, Recomputation
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.checks import describe_recompute_fault, describe_recompute_policy
+from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.kernels import recompute_policy
 from drawloom.kernels.recompute import call_with_recomputation
 from drawloom.kernels.recompute_policy import apply_recompute_policy, make_recomputable
@@ -196,6 +198,17 @@ def test_policies_keep_fewer_bytes(kind: str) -> None:
     assert kept["selective"] < 0.8 * kept["none"]
     assert kept["quantized"] < 0.85 * kept["selective"]
     assert all(torch.equal(losses, results[0]) for losses in results)
+
+
+def test_resuming_with_other_gradients_is_reported() -> None:
+    """To begin or to cease to round changes training; other policies do not."""
+    impacts = {}
+    for before in ("none", "quantized"):
+        for after in ("blocks", "quantized"):
+            node: Any = SimpleNamespace(settings={"recompute": after})
+            impacts[before, after] = MaterializedStages.resume_impact(node, "recompute", before)
+    assert impacts.pop(("none", "blocks")) is None
+    assert {impact and impact[0] for impact in impacts.values()} == {"changes_training"}
 
 
 def test_evaluation_is_not_wrapped() -> None:

@@ -154,14 +154,14 @@ CASES: list[pipelines.Case] = [
 
 def test_shards_and_pipelines_round_alike() -> None:
     """Two pipelines of two shards have the losses and gradients of one process, with whole and split passes."""
-    common: Any = "cpu", pipelines.FLOAT64, 1, 4, (4, 1), 0
-    alone = pipelines.steps(CASES, {}, *common, ["quantized", "none"])
+    alone = pipelines.steps(CASES, layers=4, recompute=["quantized", "none"])
     rounded, exact = alone[: len(CASES)], alone[len(CASES) :]
     for one, other in zip(rounded, exact, strict=True):
         assert one["loss"] == other["loss"]
         whole = torch.cat([grad.flatten() for grad in other["grads"].values() if grad is not None])
         error = torch.cat([grad.flatten() for grad in one["grads"].values() if grad is not None]) - whole
         assert 0 < float(error.norm()) < UNIT * float(whole.norm())
-    ranks = run_ranks(pipelines.steps, 4, CASES[:2], {"data_shard": 2}, *common, ["quantized"], timeout=120)
+    common: Any = "cpu", pipelines.FLOAT64, 1, 4, (4, 1), 0, ["quantized"]
+    ranks = run_ranks(pipelines.steps, 4, CASES[:2], {"data_shard": 2}, *common, timeout=120)
     for number in range(2):
         assert_same_steps([rank[number] for rank in ranks], rounded[number])
