@@ -53,7 +53,7 @@ from drawloom.kernels.recompute import (
     record_recomputable_call,
 )
 from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
-from drawloom.kernels.weight_formats import WeightFormat
+from drawloom.kernels.weight_formats import StorageFormat
 
 WIDE_PRODUCTS = (
     "a row of cuBLAS's products in float32 depends on the number of rows; write precision.compute = 'bfloat16', or "
@@ -269,15 +269,14 @@ class AutoKernels:
         with accept_rounded_inputs():
             return mlp_float8(self._get_float8("linear_float8"), x, gate, up, down)
 
-    def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
-        on_device = weight_format.fetch(stored)
-        return self._functions_by_operation["dequantize"](on_device, weight_format.name)  # type: ignore[no-any-return]
+    def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
+        return weight_format.load(stored, self._functions_by_operation["dequantize"])
 
     def linear_quantized(
         self,
         x: Tensor,
         stored: Tensor,
-        weight_format: WeightFormat,
+        weight_format: StorageFormat,
         bias: Tensor | None = None,
         float8: bool = False,
     ) -> Tensor:
@@ -477,7 +476,7 @@ class AutoKernels:
             return expert_rows_float8(kernels, rows, probabilities, gate_up, down, offsets)
 
     def multiply_quantized_experts(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor
     ) -> Tensor:
         dequantize, grouped_gemm = (
             self._functions_by_operation["dequantize"],

@@ -157,8 +157,8 @@ class MaterializedStages:
     stream_frozen: bool = setting(
         default=False,
         impact="safe",
-        doc="whether quantized frozen weights are in host memory, and are copied to the device where they are used: "
-        "less memory, and time for copies that take longer than a pass",
+        doc="whether frozen weights of linear layers and experts are in host memory, and are copied to the device "
+        "where they are used: less memory, and time for copies that take longer than a pass",
     )
     weights: Path | None = setting(
         default=None,
@@ -258,7 +258,7 @@ class MaterializedStages:
             self.streamed.close()
 
     def _move_frozen_weights(self, modules: Sequence[nn.Module]) -> None:
-        """Move modules' quantized frozen weights to host memory if they are streamed."""
+        """Move modules' frozen weights to host memory if they are streamed."""
         if self.stream_frozen:
             device = self.device.device
             self.streamed = self.streamed or StreamedWeights(self.open_transfers(device), device)
