@@ -126,8 +126,12 @@ class ImpactRules(Protocol):
     """A component class with its own rules for resuming with other values."""
 
     @classmethod
-    def resume_impact(cls, node: Any, key: str) -> Impact | tuple[Impact, str] | None:
-        """Return how a changed `key` affects a resumed run, with or without a reason; None: as its setting declares."""
+    def resume_impact(cls, node: Any, key: str, before: Any) -> Impact | tuple[Impact, str] | None:
+        """
+        Return how a changed `key` affects a resumed run, with or without a reason; None: as its setting declares.
+
+        `node` has the new value; `before` is the old one as in TOML, None if it is unknown.
+        """
         ...
 
 

@@ -29,6 +29,11 @@ MIN_SCALE_EXPONENT = 27
 """Smallest biased exponent for a scale, 2^-100: a row with zeros gets it, and its inverse is finite."""
 
 
+def lacks_float8(device: torch.device) -> bool:
+    """Return whether a device is a GPU without float8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY
+
+
 class ScaledRows(NamedTuple):
     """Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,), or (experts,) for experts' matrices."""
 

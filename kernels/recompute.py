@@ -5,16 +5,16 @@ Activation checkpointing: the backward pass recomputes tensors not kept in the f
 needs its first saved tensor (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174).
 Within `Selective`, results of `call_recomputable` operations, such as norms and gates, are recomputed from the
 operation's arguments, saved anyway; all other tensors are kept (Korthikanti et al. 2022, "Reducing Activation
-Recomputation", arXiv 2205.05198, section 5).
+Recomputation", arXiv 2205.05198, section 5). Within `Quantized`, arguments of norms and gates are also kept in 8 bits.
 
 torch.utils.checkpoint returns a recomputed tensor only once, so weight gradients of torch's matmuls can't be deferred,
-and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `SavedTensor` per
-tensor, readable any number of times.
+and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `SavedTensor` for each,
+readable any number of times.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from typing import Any
 from weakref import ref
@@ -36,6 +36,11 @@ class SavedTensor(ABC):
     @abstractmethod
     def get_or_recompute(self) -> Tensor:
         """Return the tensor (any shape), without a graph."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `get_or_recompute` returns the forward pass's numbers, and not rounded ones."""
+        return True
 
 
 def unpack(saved: SavedTensor) -> Tensor:
@@ -133,6 +138,11 @@ class _Recomputation(ABC):
             )
         part.tensor = tensor.detach()
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the repeated call has the arguments of the first."""
+        return True
+
     @abstractmethod
     def recompute(self) -> None:
         """Repeat the call and fill the parts."""
@@ -147,6 +157,10 @@ class _RecomputedTensor(SavedTensor):
         self.call = call
         self.layout = _get_layout(tensor)
         self.tensor: Tensor | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.call.is_exact
 
     def get_or_recompute(self) -> Tensor:
         """Return the tensor (any shape); the first request for a tensor of a call repeats the call."""
@@ -380,14 +394,17 @@ class Selective:
     def record_recomputable_call(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Remember the call behind these results for the backward pass."""
         tensors = results if isinstance(results, tuple) else (results,)
-        call = _OperationRecomputation(
-            function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments]
-        )
+        packed = [self._pack_argument(value) if isinstance(value, Tensor) else value for value in arguments]
+        call = _OperationRecomputation(function, packed)
         for result in tensors:
             # The part lives as long as its result, or as long as autograd keeps it.
             result.recomputed = call.add(result)
             if result.is_contiguous() and (address := _address(result)):
                 self._results[address] = ref(result), result._version
+
+    def _pack_argument(self, tensor: Tensor) -> SavedTensor:
+        """Return the wrapper for a recomputable call's argument (any shape)."""
+        return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> SavedTensor:
         weak, version = self._results.get(_address(tensor), (_return_none, 0))
@@ -409,6 +426,132 @@ _selective: ContextVar[Selective | None] = ContextVar("selective", default=None)
 
 def _return_none() -> None:
     return None
+
+
+QuantizeRows = Callable[[Tensor], Sequence[Tensor]]
+"""Function from rows (rows, width) to float8 elements (rows, width) and their power-of-two scales, float32 (rows,)."""
+
+
+class Quantized(Selective):
+    """
+    `Selective` with the arguments of norms and gates in 8 bits (COAT: Xi et al. 2024, arXiv 2410.19313, section 5).
+
+    Gradients of norms, gates and weights then read rounded numbers. All other operations save exact tensors: attention
+    and cross entropy would combine rounded inputs with an exact log-sum-exp.
+    """
+
+    __slots__ = ("_accepts_rounded", "_operation")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operation: _RoundedArguments | None = None
+        self._accepts_rounded = False
+
+    @contextmanager
+    def round_arguments(self, operation: "_RoundedArguments") -> Iterator[None]:
+        """Keep an operation's arguments in 8 bits within this context."""
+        self._operation = operation
+        try:
+            yield
+        finally:
+            self._operation = None
+
+    @contextmanager
+    def accept_rounded(self) -> Iterator[None]:
+        """Recompute saved tensors within this context from rounded arguments, too."""
+        before, self._accepts_rounded = self._accepts_rounded, True
+        try:
+            yield
+        finally:
+            self._accepts_rounded = before
+
+    def _pack_argument(self, tensor: Tensor) -> SavedTensor:
+        return self._pack(tensor) if self._operation is not None else super()._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> SavedTensor:
+        saved = super()._pack(tensor)
+        if self._operation is not None:
+            return self._operation.pack(tensor) or saved if isinstance(saved, KeptTensor) else saved
+        return saved if saved.is_exact or self._accepts_rounded else KeptTensor(tensor)
+
+
+def keep_arguments_in_8_bits(quantize: QuantizeRows, *arguments: Tensor) -> AbstractContextManager[None]:
+    """
+    Return a context for a norm or gate, and its `record_recomputable_call`: within `Quantized`, its arguments (...,
+    width), and saved results with their shape, are kept in 8 bits.
+    """
+    selective = None if torch.compiler.is_compiling() else _selective.get()
+    if not isinstance(selective, Quantized):
+        return nullcontext()
+    return selective.round_arguments(_RoundedArguments(quantize, arguments))
+
+
+def accept_rounded_inputs() -> AbstractContextManager[None]:
+    """Return a context for products that save inputs only for weight gradients: `Quantized` may round them."""
+    selective = None if torch.compiler.is_compiling() else _selective.get()
+    return selective.accept_rounded() if isinstance(selective, Quantized) else nullcontext()
+
+
+class _RoundedArguments:
+    """An operation's arguments in 8 bits; a tensor that it saves and records is rounded once."""
+
+    __slots__ = ("_arguments", "_quantize", "_rounded")
+
+    def __init__(self, quantize: QuantizeRows, arguments: Sequence[Tensor]) -> None:
+        self._quantize, self._arguments = quantize, arguments
+        self._rounded: list[tuple[Tensor, _RoundedTensor]] = []
+
+    def pack(self, tensor: Tensor) -> SavedTensor | None:
+        """Return a wrapper for an argument (..., width), its view, or a result with its shape; None for others."""
+        for whole, rounded in self._rounded:
+            if _contains(whole, tensor):
+                same = _get_layout(tensor) == _get_layout(whole)
+                return (
+                    rounded
+                    if same
+                    else _RecomputedView(rounded, tensor, int(tensor.storage_offset() - whole.storage_offset()))
+                )
+        whole = next((argument for argument in self._arguments if _contains(argument, tensor)), tensor)
+        if not whole.is_contiguous() or whole.shape not in [argument.shape for argument in self._arguments]:
+            return None
+        self._rounded.append((whole, _RoundedTensor(whole, self._quantize)))
+        return self.pack(tensor)
+
+
+def _contains(whole: Tensor, tensor: Tensor) -> bool:
+    """Return whether a contiguous tensor's memory includes another tensor (any shapes)."""
+    begin = tensor.storage_offset() - whole.storage_offset()
+    return (
+        tensor.dtype == whole.dtype
+        and whole.is_contiguous()
+        and tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        and 0 <= begin <= whole.numel() - _count_spanned_elements(tensor)
+    )
+
+
+class _RoundedTensor(SavedTensor):
+    """Wrapper around float8 elements and scales; the tensor lives from its first use until the wrapper is released."""
+
+    __slots__ = ("_data", "_dtype", "_scale", "_shape", "_value")
+
+    def __init__(self, tensor: Tensor, quantize: QuantizeRows) -> None:
+        with torch.no_grad():
+            data, scale = quantize(tensor.detach().reshape(-1, tensor.shape[-1]))
+        self._data, self._scale = KeptTensor(data), KeptTensor(scale)
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._value: Tensor | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    def get_or_recompute(self) -> Tensor:
+        """Return the rounded tensor (..., width), which is exact in bfloat16 and wider dtypes."""
+        if self._value is None:
+            with torch.no_grad():
+                rows = self._data.get_or_recompute().to(self._dtype).mul_(self._scale.get_or_recompute()[:, None])
+            self._value = rows.view(self._shape)
+        return self._value
 
 
 def _address(tensor: Tensor) -> int:
@@ -433,6 +576,10 @@ class _OperationRecomputation(_Recomputation):
         self._function = function
         self._arguments = arguments
 
+    @property
+    def is_exact(self) -> bool:
+        return all(value.is_exact for value in self._arguments if isinstance(value, SavedTensor))
+
     def recompute(self) -> None:
         with torch.no_grad():
             arguments = [
@@ -444,15 +591,22 @@ class _OperationRecomputation(_Recomputation):
 
 
 class _RecomputedView(SavedTensor):
-    """Wrapper saved in place of a view: it has the view's shape and strides, and the recomputed result under it."""
+    """
+    Wrapper saved in place of a view: it has the view's shape and strides, and the recomputed or rounded tensor, in
+    which it begins at an offset.
+    """
 
-    __slots__ = ("_part", "_shape", "_strides")
+    __slots__ = ("_offset", "_part", "_shape", "_strides")
 
-    def __init__(self, part: _RecomputedTensor, view: Tensor) -> None:
+    def __init__(self, part: SavedTensor, view: Tensor, offset: int = 0) -> None:
         self._part = part
-        self._shape, self._strides = view.shape, view.stride()
+        self._shape, self._strides, self._offset = view.shape, view.stride(), offset
+
+    @property
+    def is_exact(self) -> bool:
+        return self._part.is_exact
 
     def get_or_recompute(self) -> Tensor:
         """Return the view (any shape)."""
         whole = self._part.get_or_recompute()
-        return whole.as_strided(self._shape, self._strides, whole.storage_offset())
+        return whole.as_strided(self._shape, self._strides, whole.storage_offset() + self._offset)

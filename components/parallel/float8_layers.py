@@ -18,7 +18,7 @@ from drawloom.components.ports.model import Float8Layer, JointLayers, LinearLaye
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.experts_float8 import CachedFloat8Experts
-from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
+from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY, lacks_float8
 from drawloom.kernels.linear_float8 import CachedFloat8Weights
 
 
@@ -128,10 +128,8 @@ def format_float8_remedy(name: str) -> str:
 
 def check_gpu_supports_float8(device: torch.device) -> None:
     """Raise UserError for a GPU without products in float8."""
-    if device.type != "cuda":
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
+    if lacks_float8(device):
+        capability = torch.cuda.get_device_capability(device)
         has, needs = (f"{major}.{minor}" for major, minor in (capability, MIN_CAPABILITY))
         raise UserError(
             f"precision.linear: {torch.cuda.get_device_name(device)} has compute capability {has}, and products in "

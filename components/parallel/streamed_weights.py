@@ -1,5 +1,5 @@
 """
-Quantized frozen weights in host memory: a weight is copied to the device where it is used, in both passes.
+Frozen weights in host memory: a weight is copied to the device where it is used, in both passes.
 
 Steps use weights in the same order, so the next weights of the last step, about a block's, are on their way while the
 device computes. ZeRO-Infinity prefetches by a trace, too (Rajbhandari et al. 2021, arXiv 2104.07857, section 6.2).
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.dimension import StageNodes
+from drawloom.components.parallel.frozen_formats import find_quantizable_weights
 from drawloom.components.ports.memory import Ticket, Transfers
-from drawloom.components.ports.model import QuantizableLayer
 from drawloom.graph import Problem
-from drawloom.kernels.weight_formats import fetch_on_meta
+from drawloom.kernels.weight_formats import ComputeFormat, fetch_on_meta
 
 WINDOW_BYTES = 2**28
 """Bytes on their way to the device, ahead of the weight in use; at least one weight."""
@@ -36,18 +36,19 @@ class StreamedWeights:
     _arriving: deque[tuple[Tensor, Ticket]] = attrs.field(init=False, factory=deque)
 
     def move_quantized_weights_to_host(self, modules: Iterable[nn.Module]) -> None:
-        """Move modules' quantized weights to host memory; a module of the meta device gets a plan's copies."""
+        """Move modules' frozen weights to host memory; a module of the meta device gets a plan's copies."""
         for module in modules:
-            layers = [part for part in module.modules() if isinstance(part, QuantizableLayer)]
-            weights = [getattr(layer, leaf) for layer in layers for leaf in layer.weight_formats]
-            self.byte_count += sum(weight.nbytes for weight in weights)
-            is_meta = any(weight.is_meta for weight in weights)
+            weights = {name: module.get_parameter(name) for name in find_quantizable_weights(module)}
+            frozen = {name: weight for name, weight in weights.items() if not weight.requires_grad}
+            self.byte_count += sum(weight.nbytes for weight in frozen.values())
+            is_meta = any(weight.is_meta for weight in frozen.values())
             if not is_meta:
-                self._move_data(weights)
+                self._move_data([*frozen.values()])
             fetch = fetch_on_meta if is_meta else self.fetch
-            for layer in layers:
-                formats = layer.weight_formats.items()
-                layer.weight_formats = {leaf: replace(kind, fetch=fetch) for leaf, kind in formats}
+            for name, (layer, leaf) in find_quantizable_weights(module).items():
+                if name in frozen:
+                    kind = layer.weight_formats.get(leaf, ComputeFormat())
+                    layer.weight_formats = {**layer.weight_formats, leaf: replace(kind, fetch=fetch)}
 
     def _move_data(self, weights: Sequence[nn.Parameter]) -> None:
         """Move the weights' data to one allocation in host memory."""
@@ -105,12 +106,19 @@ class StreamedWeights:
 
 
 def check_streamed_weights(nodes: StageNodes) -> Iterator[Problem]:
-    """Yield problems for streamed weights without a quantized format, in CUDA graphs, or with shards."""
+    """Yield problems for streamed weights if none is frozen, in CUDA graphs, with shards, or rounded to float8."""
     if not nodes.stages.settings["stream_frozen"]:
         return
-    if nodes.precision is None or nodes.precision.settings.get("frozen") in (None, "compute"):
-        text = "only quantized frozen weights are streamed"
-        yield nodes.stages.problem("stream_frozen", text, 'write precision.frozen = "nf4", or stream_frozen = false')
+    if not nodes.stages.neighbours("adapters") and not nodes.stages.neighbours("transforms"):
+        text = f"no weight is frozen, since [{nodes.stages.name}] has no adapters"
+        yield nodes.stages.problem("stream_frozen", text, "write adapters, or stream_frozen = false")
+    precision = {} if nodes.precision is None else nodes.precision.settings
+    if precision.get("linear") == "float8" and precision.get("frozen") == "compute":
+        text = "layers that multiply in float8 round weights on the device"
+        yield nodes.stages.problem("stream_frozen", text, 'write precision.frozen = "nf4", or linear = "compute"')
+    if nodes.stages.settings["compile"]:
+        text = "torch.compile does not trace copies from host memory"
+        yield nodes.stages.problem("stream_frozen", text, "write compile = false, or stream_frozen = false")
     if nodes.stages.settings["capture"]:
         text = "a CUDA graph has its weights in fixed places on the device"
         yield nodes.stages.problem("stream_frozen", text, "write capture = false, or stream_frozen = false")

@@ -1,6 +1,6 @@
 """
-Choice among keeping, recomputing and offloading activations by stage, and of the optimizer's state in host memory: the
-fastest within a rank's memory.
+Choice among keeping, recomputing, offloading and quantizing activations by stage, and of the optimizer's state in host
+memory: the fastest within a rank's memory.
 
 All are chosen together: recomputation shrinks transfers, and the less activations take, the more state stays on the
 device. They leave other ranks' memory unchanged, so the choice is made rank by rank, as in
@@ -26,8 +26,15 @@ from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
 
-POLICIES: tuple[Recompute, ...] = ("none", "selective", *sorted(set(ONE_OF) - {1}, reverse=True), "blocks")
+POLICIES: tuple[Recompute, ...] = ("none", "selective", "quantized", *sorted(set(ONE_OF) - {1}, reverse=True), "blocks")
 """Recompute policies from the least recomputation to the most."""
+
+
+def list_policies(may_quantize: bool, compiled: bool) -> list[Recompute]:
+    """Return the policies to choose from; `compiled` blocks leave the choice of tensors to torch."""
+    by_tensor: dict[Recompute, bool] = {"selective": not compiled, "quantized": may_quantize and not compiled}
+    return [policy for policy in POLICIES if by_tensor.get(policy, True)]
+
 
 HOST_FRACTIONS = tuple(part / 16 for part in range(17))
 """Fractions of the optimizer's state in host memory among which a rank chooses."""

@@ -18,10 +18,10 @@ from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, MicrobatchRows, estimate_attention_fractions
 from drawloom.components.planning.memory_choice import (
     HOST_FRACTIONS,
-    POLICIES,
     MemoryChoiceSearch,
     RankBytes,
     StatePlacement,
+    list_policies,
 )
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import ElementCounts, RankView, estimate_link_bandwidth
@@ -282,12 +282,13 @@ class Planner:
         kept = attrs.evolve(kept, choice=keeps_all, kept_seconds=kept.time.seconds)
         if kept.fits:
             return kept
-        compiled = self.nodes.settings_of_node(self.nodes.stages_node).get("compile")
-        costs_by_policy: dict[Recompute, Mapping[int, StageCosts]] = {"none": kept_costs}
-        for policy in POLICIES[1:]:
-            if not (compiled and policy == "selective"):  # torch chooses what a compiled block recomputes
-                policies = (policy,) * program.stages
-                costs_by_policy[policy] = self._record_stage_costs(views, program, rows, policies)
+        compiled = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("compile"))
+        costs_by_policy: dict[Recompute, Mapping[int, StageCosts]] = {
+            policy: kept_costs
+            if policy == "none"
+            else self._record_stage_costs(views, program, rows, (policy,) * program.stages)
+            for policy in list_policies(limits["quantize"], compiled)
+        }
 
         def count_bytes(rank: int, whole: Program, costs: Mapping[int, StageCosts]) -> RankBytes:
             """Count a rank's bytes on the device and in host memory."""

@@ -111,13 +111,14 @@ class StageCostRecorder:
     def _record_passes_with_only_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
         """Record a stage's passes with only these blocks in place, or return the recording for an equal stage."""
         parameters = _make_outer_parameters_key(stage.module, self.blocks(stage.module))
-        features = stage.span.embedding, stage.span.head, stage.recompute == "selective"
+        # By blocks, `blocks` says which are recomputed.
+        policy = stage.recompute if stage.recompute in ("selective", "quantized") else "blocks"
+        features = stage.span.embedding, stage.span.head, policy
         passes: Passes = {}
         for is_split in (False, True) if split else (False,):
             key = (self.rows, self.cache_key, *features, parameters, tuple(blocks), is_split)
             if key not in self.recordings:
                 with _bypass_other_blocks(self.blocks(stage.module), blocks):
-                    policy: Recompute = "selective" if stage.recompute == "selective" else "blocks"
                     recorded = self._record_passes(attrs.evolve(stage, recompute=policy), is_split)
                 self.recordings[key] = recorded, self._hidden
             more, self._hidden = self.recordings[key]

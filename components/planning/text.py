@@ -106,6 +106,7 @@ def describe_memory_choice(plan: Plan) -> str:
     if (choice := plan.choice) is None or plan.kept_seconds is None:
         return "by settings"
     parts = [f"recomputed: {recomputed}"] if (recomputed := describe_recompute_policies(choice.recompute)) else []
+    parts += ["inputs of norms and gates in 8 bits round gradients"] * ("quantized" in choice.recompute)
     parts += [f"offloaded: stages {', '.join(map(str, sorted(choice.offloaded)))}"] * bool(choice.offloaded)
     parts += [describe_host_states(choice.host_states)] * any(choice.host_states)
     if not parts:

@@ -9,7 +9,7 @@ from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import port
 from drawloom.kernels.results import PermutedRows
-from drawloom.kernels.weight_formats import WeightFormat
+from drawloom.kernels.weight_formats import StorageFormat
 
 Routes = tuple[Tensor, Tensor, Tensor]
 """Routing tables: rows by choice, choices by row, and row ends by expert; see ExpertKernels."""
@@ -84,7 +84,7 @@ class ExpertKernels(Kernels, Protocol):
         ...
 
     def multiply_quantized_experts(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor
     ) -> Tensor:
         """
         Multiply rows x (rows, inputs) by their expert's frozen weight (experts, outputs, inputs), given as its storage

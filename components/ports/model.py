@@ -15,7 +15,7 @@ from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.results import NormAndSum, TokenLosses
-from drawloom.kernels.weight_formats import WeightFormat
+from drawloom.kernels.weight_formats import StorageFormat, WeightFormat
 
 
 @attrs.frozen
@@ -182,7 +182,7 @@ class QuantizableLayer:
     """
 
     quantizable: ClassVar[tuple[str, ...]] = ()
-    weight_formats: Mapping[str, WeightFormat] = MappingProxyType({})
+    weight_formats: Mapping[str, StorageFormat] = MappingProxyType({})
 
 
 def list_quantized_parameter_formats(module: nn.Module) -> dict[str, WeightFormat]:
@@ -192,6 +192,7 @@ def list_quantized_parameter_formats(module: nn.Module) -> dict[str, WeightForma
         for path, layer in module.named_modules()
         if isinstance(layer, QuantizableLayer)
         for leaf, weight_format in layer.weight_formats.items()
+        if isinstance(weight_format, WeightFormat)
     }
 
 
@@ -464,7 +465,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
+    def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
         """Return the weight, bfloat16 (..., outputs, inputs), with storage (..., outputs, units)."""
         ...
 
@@ -472,7 +473,7 @@ class Kernels(Protocol):
         self,
         x: Tensor,
         stored: Tensor,
-        weight_format: WeightFormat,
+        weight_format: StorageFormat,
         bias: Tensor | None = None,
         float8: bool = False,
     ) -> Tensor:

@@ -23,10 +23,11 @@ LOSS = "loss"
 """The name under which the last stage's module holds the module of the loss, if the loss has one."""
 
 
-Recompute = int | Literal["none", "blocks", "selective"]
+Recompute = int | Literal["none", "blocks", "selective", "quantized"]
 """
 Policy of activation checkpointing: "none" recomputes nothing in the backward pass, "blocks" every block, a number n the
-first of every n blocks, and "selective" norms, gates and rotations, whose inputs are kept anyway.
+first of every n blocks, and "selective" norms, gates and rotations, whose inputs are kept anyway. "quantized" is
+"selective" with the inputs of norms and gates in 8 bits, which rounds gradients.
 """
 
 

@@ -274,7 +274,7 @@ class Trainer:
         raise StoppedError(signal)
 
     @classmethod
-    def resume_impact(cls, node: Any, key: str) -> tuple[str, str] | None:
+    def resume_impact(cls, node: Any, key: str, before: Any) -> tuple[str, str] | None:
         """Return "safe" for changed `steps`, unless a phase such as a learning-rate schedule depends on them."""
         if key != "steps":
             return None

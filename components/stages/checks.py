@@ -167,6 +167,9 @@ def describe_recompute_policy(policy: Recompute) -> Iterator[str]:
     """Yield a sentence about a recompute policy's kept activations and its cost (activation checkpointing)."""
     if policy == "selective":
         yield "recompute: norms, gates and rotations run again in the backward pass; their results are not kept"
+    elif policy == "quantized":
+        yield "recompute: norms, gates and rotations run again in the backward pass; the results are not kept"
+        yield "recompute: inputs of norms and gates are kept in 8 bits, which rounds gradients (lossy), but no loss"
     elif policy != "none":
         blocks = "each block" if policy in ("blocks", 1) else f"one of {policy} blocks"
         yield f"recompute: of {blocks} only the input is kept, and its forward runs again in the backward pass"

@@ -46,13 +46,14 @@ def warn_compiled_recompute(stages: NodeView) -> Iterator[Problem]:
     """Warn about recompute policies ignored by compiled blocks."""
     if not stages.settings["compile"]:
         return
-    text = "torch chooses what compiled blocks recompute, so 'selective' only applies outside them"
-    if stages.settings["recompute"] == "selective":
-        yield stages.warning("recompute", text, 'write recompute = "blocks" or "none", or compile = false')
+    text = "torch chooses what compiled blocks recompute, so '{}' only applies outside them"
+    if (policy := stages.settings["recompute"]) in ("selective", "quantized"):
+        hint = 'write recompute = "blocks" or "none", or compile = false'
+        yield stages.warning("recompute", text.format(policy), hint)
     for schedule in stages.neighbours("schedule"):
         if "selective" in (schedule.settings.get("recompute") or ()):
             hint = f"leave recompute.selective out, or write compile = false in [{stages.name}]"
-            yield schedule.warning("recompute", text, hint)
+            yield schedule.warning("recompute", text.format("selective"), hint)
 
 
 def _splits_backward(schedule: NodeView, mesh: NodeView) -> bool:

@@ -135,7 +135,8 @@ class MaterializedStages:
         check=describe_recompute_fault,
         doc=(
             "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
-            "block; a number n: one block in n"
+            "block; a number n: one block in n; 'quantized': 'selective' with inputs of norms and gates in 8 bits, "
+            "which rounds gradients"
         ),
     )
     compile: bool = setting(
@@ -156,8 +157,8 @@ class MaterializedStages:
     stream_frozen: bool = setting(
         default=False,
         impact="safe",
-        doc="whether quantized frozen weights are in host memory, and are copied to the device where they are used: "
-        "less memory, and time for copies that take longer than a pass",
+        doc="whether frozen weights of linear layers and experts are in host memory, and are copied to the device "
+        "where they are used: less memory, and time for copies that take longer than a pass",
     )
     weights: Path | None = setting(
         default=None,
@@ -194,6 +195,12 @@ class MaterializedStages:
             yield from check_offload(node, schedule)
             yield from check_memory_policy(node, schedule)
         yield from warn_compiled_recompute(node)
+
+    @classmethod
+    def resume_impact(cls, node: NodeView, key: str, before: Any) -> tuple[str, str] | None:
+        """Return changes_training if `recompute` begins or ceases to round gradients."""
+        changes = key == "recompute" and "quantized" in (before, node.settings["recompute"])
+        return ("changes_training", "'quantized' rounds gradients") if changes else None
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
@@ -251,7 +258,7 @@ class MaterializedStages:
             self.streamed.close()
 
     def _move_frozen_weights_to_host_if_streamed(self, modules: Sequence[nn.Module]) -> None:
-        """Move modules' quantized frozen weights to host memory if they are streamed."""
+        """Move modules' frozen weights to host memory if they are streamed."""
         if self.stream_frozen:
             device = self.device.device
             self.streamed = self.streamed or StreamedWeights(self.open_transfers(device), device)

@@ -123,7 +123,7 @@ class _Comparison:
             before, after = old.get(key), new.get(key)
             if before is None or after is None or dump_canonical(before) != dump_canonical(after):
                 is_edge = is_edge_value(before) or is_edge_value(after)
-                own, why = self._find_declared_impact_and_reason(name, key)
+                own, why = self._find_declared_impact_and_reason(name, key, before)
                 impact = own or (
                     self._find_edge_impact(before, after) if is_edge else self._find_setting_impact(name, key)
                 )
@@ -131,10 +131,10 @@ class _Comparison:
                     name, key, _format_value(before), _format_value(after), impact, edge=is_edge, why=why
                 )
 
-    def _find_declared_impact_and_reason(self, name: str, key: str) -> tuple[Impact | None, str]:
+    def _find_declared_impact_and_reason(self, name: str, key: str, before: Any) -> tuple[Impact | None, str]:
         """Return impact and reason according to the component itself for a changed key, or (None, "")."""
         resume_impact = getattr(self.graph.nodes[name].spec.cls, "resume_impact", None)
-        impact = resume_impact(self.graph.view(name), key) if resume_impact else None
+        impact = resume_impact(self.graph.view(name), key, before) if resume_impact else None
         return impact if isinstance(impact, tuple) else (impact, "")
 
     def _find_setting_impact(self, name: str, key: str) -> Impact:

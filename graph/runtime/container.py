@@ -280,7 +280,7 @@ class Container(Mapping[str, Any]):
 
     def _empty_every_fields(self) -> None:
         """Break the cycles between nodes, so they are freed with their memory even if the collector ignores them."""
-        for name in self._built_objects:
+        for name in self._objects_except_replacements:
             for field in self.graph.nodes[name].spec.fields_of_kind_every:
                 getattr(self._objects[name], field.attribute).clear()
 

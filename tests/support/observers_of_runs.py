@@ -500,9 +500,19 @@ def plan_refuses(use: str, values: Values, folder: Path) -> Any:
 
 def memory_choices(use: str, values: Values, folder: Path) -> Any:
     """Return a plan's choice, or None if the run does not fit."""
+    return _memory_choices_on("cpu", use, values, folder)
+
+
+def memory_choices_of_wide_layers(use: str, values: Values, folder: Path) -> Any:
+    """Return a GPU plan's choice for layers that take longer than a launch, or None if the run does not fit."""
+    model = {**TINY, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 4}
+    return _memory_choices_on("h100", use, values, folder, model=model, vars={"length": 2048})
+
+
+def _memory_choices_on(device: str, use: str, values: Values, folder: Path, **tables: Any) -> Any:
     optimizer = {"use": "optim.stochastic_adamw", "lr": 1e-3, "memory": "@memory", "slot_bytes": 4096}
-    tables = {"memory": {"use": use, **values}, "stages": {"memory": "@memory"}, "optimizer": optimizer}
-    planned = plan(_recipe(folder, **tables), find_device_model("cpu"))
+    tables |= {"memory": {"use": use, **values}, "stages": {"memory": "@memory"}, "optimizer": optimizer}
+    planned = plan(_recipe(folder, **tables), find_device_model(device))
     return planned.choice if planned.fits else None
 
 

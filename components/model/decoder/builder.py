@@ -219,7 +219,7 @@ class DecoderBuilder:
         return None
 
     @classmethod
-    def resume_impact(cls, node: Any, key: str) -> str | None:
+    def resume_impact(cls, node: Any, key: str, before: Any) -> str | None:
         """Return changes_training for max_position_embeddings if rotary positions depend on it, else None."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None

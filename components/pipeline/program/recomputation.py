@@ -34,7 +34,7 @@ def estimate_recomputed_forward_fraction(policy: Recompute) -> float:
     """Return approximately the fraction repeated in the backward pass, from 0 to 1, for a stage's forward pass."""
     if isinstance(policy, int):
         return 1 / policy
-    return {"none": 0.0, "selective": SELECTIVE, "blocks": 1.0}[policy]
+    return {"none": 0.0, "selective": SELECTIVE, "quantized": SELECTIVE, "blocks": 1.0}[policy]
 
 
 def describe_recompute_policies(policies: Sequence[Recompute]) -> str:

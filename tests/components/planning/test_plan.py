@@ -59,6 +59,8 @@ RECIPES = {
         (*DENSE, "precision.parameter=bfloat16", "optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3"),
     ),
     "selective": ("first_run", (*DENSE, "stages.recompute=selective")),
+    "quantized": ("first_run", (*DENSE, "stages.recompute=quantized")),
+    "quantized experts": ("moe", (*EXPERTS, *MIXED, "stages.recompute=quantized")),
     "blocks": ("moe", (*EXPERTS, "stages.recompute=blocks")),
     "adapters": ("first_run", (*DENSE, *ADAPTERS)),
     "mixed adapters": ("first_run", (*DENSE, *ADAPTERS, *MIXED)),

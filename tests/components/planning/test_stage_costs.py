@@ -16,6 +16,7 @@ SPLIT = ("mesh.pipeline=2", "batch.micro_size=1", "schedule.use=pipeline.schedul
 CASES = {
     "kept": ("first_run", "none", 4, ()),
     "selective": ("first_run", "selective", 4, ()),
+    "quantized": ("first_run", "quantized", 4, ()),
     "all": ("first_run", "blocks", 4, ()),
     "one of two, the last kept": ("first_run", "2", 4, ()),
     "one of two, the last recomputed": ("first_run", "2", 5, ()),

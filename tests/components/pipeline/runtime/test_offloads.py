@@ -40,7 +40,7 @@ def gradients(folder: Path, transfers: Any, **settings: Any) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble_v", "one_f_one_b"])
-@pytest.mark.parametrize("recompute", ["none", "selective", 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "quantized", 2])
 def test_offloaded_activations_leave_no_trace(schedule: str, recompute: Any, tmp_path: Path) -> None:
     """Gradients have the bits of a run without offloading, whatever is recomputed, with whole and split backwards."""
     plain = gradients(tmp_path, None, schedule=schedule, recompute=recompute)

@@ -118,7 +118,7 @@ def _recompute_fractions(policy: Recompute, layers: int) -> tuple[float, float]:
     """Return the repeated part of a forward, and the kept part of the activations, for some layers."""
     if policy == "none":
         return 0.0, 1.0
-    if policy == "selective":
+    if policy == "selective" or policy == "quantized":
         return 0.2, 0.6
     part = len(range(0, layers, 1 if policy == "blocks" else policy)) / layers
     return 0.8 * part, 1 - 0.9 * part
