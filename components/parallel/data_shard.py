@@ -160,7 +160,7 @@ class ShardedModule:
         """Modules gathered and reduced one by one, outer ones before inner ones."""
         return [self.root, *self.heads, *chain(*self.blocks)]
 
-    def initialise_fsdp_buffers(self, gradient: torch.dtype) -> None:
+    def initialise_fsdp_buffers(self, gradient_dtype: torch.dtype) -> None:
         """Allocate torch's buffers before the first use; gradients are accumulated in dtype `gradient`."""
         for group in chain(*map(_get_fsdp_param_groups, self.units)):
             group.lazy_init()
@@ -172,7 +172,7 @@ class ShardedModule:
                 param.init_all_gather_outputs(sizes, dtypes, group._all_gather_process_group.size(), group.device)
                 param.init_unsharded_param()
                 if param.sharded_param.requires_grad:
-                    param.unsharded_param.grad_dtype = gradient
+                    param.unsharded_param.grad_dtype = gradient_dtype
                 param.free_unsharded_param()
 
     def drop_gathered_and_delay_reduction(self) -> None:
