@@ -101,7 +101,7 @@ def attention_flash(
         raise ValueError(f"torch's flash attention can't run: {problem}; choose the implementation 'flex'")
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
-    width = _padded_kernel_width(q, v)
+    width = _pad_kernel_width(q, v)
     scale, (rows, length, heads, _) = options.scale_for(q.shape[-1]), q.shape
     v_dim = v.shape[-1]
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
@@ -117,12 +117,12 @@ def why_not_flash(q: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """Return the reason why flash attention can't process q and v (..., width) with these options; empty if it can."""
     if options.softcap is not None:
         return "it has no softcap"
-    if _padded_kernel_width(q, v) > MAX_WIDTH:
+    if _pad_kernel_width(q, v) > MAX_WIDTH:
         return f"heads are {max(q.shape[-1], v.shape[-1])} wide, and it accepts at most {MAX_WIDTH}"
     return ""
 
 
-def _padded_kernel_width(q: Tensor, v: Tensor) -> int:
+def _pad_kernel_width(q: Tensor, v: Tensor) -> int:
     widest = max(q.shape[-1], v.shape[-1])
     return -(-widest // WIDTH_STEP) * WIDTH_STEP
 

@@ -12,10 +12,10 @@ from drawloom.kernels.operation import as_new_alias, once_differentiable, upcast
 
 def geglu_eager(gate: Tensor, up: Tensor) -> Tensor:
     """Return gelu(gate) * up, computed in at least float32 and rounded once: gate and up (..., width) in one dtype."""
-    return _GeGlu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+    return _GeGluSavingInputs.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _GeGlu(Function):
+class _GeGluSavingInputs(Function):
     """GeGLU for autograd: saves only gate and up, and recomputes gelu(gate) in the backward pass."""
 
     @staticmethod

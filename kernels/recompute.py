@@ -34,13 +34,13 @@ class SavedTensor(ABC):
     __slots__ = ("__weakref__",)
 
     @abstractmethod
-    def value(self) -> Tensor:
+    def get_or_recompute(self) -> Tensor:
         """Return the tensor (any shape), without a graph."""
 
 
 def unpack(saved: SavedTensor) -> Tensor:
     """Return a wrapper's tensor (any shape): autograd's unpack hook."""
-    return saved.value()
+    return saved.get_or_recompute()
 
 
 def get_recompute_wrapper(variable: Any) -> SavedTensor | None:
@@ -66,7 +66,7 @@ class KeptTensor(SavedTensor):
         self._tensor = tensor
         self._version = tensor._version
 
-    def value(self) -> Tensor:
+    def get_or_recompute(self) -> Tensor:
         """Return the tensor, with any shape and dtype; RuntimeError if it was changed in place."""
         # torch does not check versions of tensors that hooks saved.
         if self._tensor._version != self._version:
@@ -148,7 +148,7 @@ class _RecomputedTensor(SavedTensor):
         self.layout = _get_layout(tensor)
         self.tensor: Tensor | None = None
 
-    def value(self) -> Tensor:
+    def get_or_recompute(self) -> Tensor:
         """Return the tensor (any shape); the first request for a tensor of a call repeats the call."""
         if self.tensor is None:
             self.call.recompute()
@@ -273,7 +273,7 @@ class _Argument:
 
     def restore(self) -> Tensor:
         """Return the tensor (any shape), detached: the repeated call builds its own graph."""
-        return self._kept.value().detach().requires_grad_(self._requires_grad)
+        return self._kept.get_or_recompute().detach().requires_grad_(self._requires_grad)
 
 
 def _wrap_argument(value: Any) -> Any:
@@ -435,7 +435,9 @@ class _OperationRecomputation(_Recomputation):
 
     def recompute(self) -> None:
         with torch.no_grad():
-            arguments = [value.value() if isinstance(value, SavedTensor) else value for value in self._arguments]
+            arguments = [
+                value.get_or_recompute() if isinstance(value, SavedTensor) else value for value in self._arguments
+            ]
             results = self._function(*arguments)
         for number, result in enumerate(results if isinstance(results, tuple) else (results,)):
             self.store_recomputed_tensor(number, result)
@@ -450,7 +452,7 @@ class _RecomputedView(SavedTensor):
         self._part = part
         self._shape, self._strides = view.shape, view.stride()
 
-    def value(self) -> Tensor:
+    def get_or_recompute(self) -> Tensor:
         """Return the view (any shape)."""
-        whole = self._part.value()
+        whole = self._part.get_or_recompute()
         return whole.as_strided(self._shape, self._strides, whole.storage_offset())

@@ -189,7 +189,7 @@ class CheckpointReader(PieceReader):
                 for part in self._trees[rank].values():
                     list_dict_entries(part)  # the state of each node is a dict
             except (ValueError, KeyError, TypeError) as error:
-                raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
+                raise CorruptCheckpointError(f"{name} has an invalid safetensors header: {error}") from error
         return self._trees[rank]
 
     def read_tensors(self, rank: int, uses: Uses) -> Parts:
@@ -224,7 +224,7 @@ class CheckpointReader(PieceReader):
         except ContentMismatchError as error:
             raise CorruptCheckpointError(f"{name} {error}") from error
         except HeaderError as error:
-            raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
+            raise CorruptCheckpointError(f"{name} has an invalid safetensors header: {error}") from error
 
 
 def _parse_names_by_file(content: Any) -> dict[str, list[str]]:

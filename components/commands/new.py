@@ -75,7 +75,9 @@ def main(options: argparse.Namespace, project: Project) -> NewResult:
             file.write(text)
     except OSError as error:
         path.unlink()  # so that the user can repeat the command
-        raise UserError(f"{path}: {error.strerror}") from error
+        raise UserError(
+            f"{path}: {error.strerror}; free space or write another folder, and repeat the command"
+        ) from error
     return NewResult(path, options.base)
 
 

@@ -138,7 +138,7 @@ class HuggingFaceTokenizer:
             if token_id in added:
                 table[token_id] = 0 if added[token_id].special else len(added[token_id].content.encode())
             else:
-                table[token_id] = len(token) if is_byte_level else len(_make_text_of_equal_byte_count(token).encode())
+                table[token_id] = len(token) if is_byte_level else _count_sentencepiece_bytes(token)
         return table
 
     def list_input_files(self) -> dict[str, list[Path]]:
@@ -195,11 +195,9 @@ def _is_byte_level(tokenizer: Any) -> bool:
     return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
-def _make_text_of_equal_byte_count(token: str) -> str:
-    """
-    Replace `▁` by a space, and a byte fallback such as `<0x0A>` by `?`, so the text has the token's byte count.
-    """
-    return "?" if BYTE.fullmatch(token) else token.replace("▁", " ")
+def _count_sentencepiece_bytes(token: str) -> int:
+    """Return a token's bytes of text: `▁` is a space, and a byte fallback such as `<0x0A>` is one byte."""
+    return 1 if BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
 
 
 def _import_tokenizers() -> Any:

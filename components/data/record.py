@@ -41,7 +41,7 @@ class Record:
         )
 
     def flush(self) -> None:
-        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
+        """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
         self._log.flush()
 
     def close(self) -> None:

@@ -39,9 +39,10 @@ class TemplatePrompts(PromptRenderer):
         template = self.get_or_create_chat_template(tokenizer)
         try:
             return encode_prompt_messages(tokenizer, template, [*first, *messages])
+        except RenderError as error:
+            raise UserError(f"the chat template refuses the conversation: {error}") from error
         except ValueError as error:
-            prefix = "the chat template refuses the conversation: " if isinstance(error, RenderError) else ""
-            raise UserError(f"{prefix}{error}") from error
+            raise UserError(str(error)) from error
 
     @property
     def _chat_tokenizer(self) -> ChatTokenizer:

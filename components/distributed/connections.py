@@ -55,8 +55,8 @@ class Connections:
             self._inodes, self._before = self._find_recorded_inodes(), None
 
     @contextmanager
-    def make_gloo_connections_interruptible(self) -> Iterator[None]:
-        """Make gloo's groups in the body such that `break_all_connections` ends the wait, with a RuntimeError."""
+    def make_gloo_connecting_interruptible(self) -> Iterator[None]:
+        """In the body, `break_all_connections` ends a new gloo group's wait for its ranks, with a RuntimeError."""
         module: Any = dist.distributed_c10d
         original: Any = module.ProcessGroupGloo
 

@@ -509,7 +509,7 @@ class TorchProcesses:
                 if time.monotonic() > end:
                     raise RuntimeError(f"not all ranks came to make group {name} within {self.timeout:g} s")
                 time.sleep(MEETING_TICK)
-            with self._connections.record_sockets(), self._connections.make_gloo_connections_interruptible():
+            with self._connections.record_sockets(), self._connections.make_gloo_connecting_interruptible():
                 yield min(limit, CONNECT_LIMIT) if self.device.backend == "gloo" else limit
 
     @property

@@ -203,7 +203,7 @@ class AutoKernels:
         # The kernels for losses and experts have tiles of one size.
         return {
             "attention": self._batch_invariant_attention,
-            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").grouped_gemm_in_fixed_tiles,
+            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").multiply_experts_in_fixed_tiles,
             "linear_cross_entropy": load_implementation("linear_cross_entropy", "cut"),
         }
 

@@ -113,7 +113,7 @@ class Replay:
                 name = names[block]
                 self._hooks.append(block.register_forward_pre_hook(partial(self._hook_input_gradient, name)))
                 is_last = block is blocks[-1]
-                self._hooks.append(block.register_forward_hook(partial(self._record_output, name, is_last)))
+                self._hooks.append(block.register_forward_hook(partial(self._record_output_digest, name, is_last)))
 
     def close(self) -> None:
         """Stop observing layers."""
@@ -185,8 +185,8 @@ class Replay:
         if (digests := self._get_digests_to_record_into(f"the output of {layer}")) is not None:
             _record_gradient_digest_in_backward(digests, name, inputs)
 
-    def _record_output(self, layer: str, is_last: bool, _block: nn.Module, _inputs: Any, output: Any) -> None:
-        """Record a layer's output in the first forward pass, and hook its gradient after the rank's last layer."""
+    def _record_output_digest(self, layer: str, is_last: bool, _block: nn.Module, _inputs: Any, output: Any) -> None:
+        """Record a digest of a layer's output in the first forward pass; of the last layer's also the gradient's."""
         name = f"the output of {layer}"
         if (digests := self._get_digests_to_record_into(name)) is not None:
             digests[name] = _hash_tensors(output)

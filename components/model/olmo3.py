@@ -47,7 +47,7 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _join_rope_parameters_for_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rotary positions to rope_parameters by layer type, with one base."""
     return join_rope_by_layer_type(config, config["rope_theta"])
 
@@ -60,7 +60,7 @@ OLMO3 = Family(
     "Olmo3ForCausalLM",
     hf_defaults={"max_position_embeddings": 2048, "rope_theta": THETA, "rms_norm_eps": 1e-5},
     read=_convert_config_from_hf,
-    write=_convert_config_to_hf,
+    write=_join_rope_parameters_for_hf,
 )
 
 

@@ -79,10 +79,10 @@ class NewTokenSplit:
         """The number of token ids."""
         return max(self.rows, self.end_id)
 
-    def id_ranges(self) -> Iterator[tuple[str, int, int]]:
-        """Yield every name with its first id and the id after its last one."""
+    def id_ranges(self) -> Iterator[tuple[str, range]]:
+        """Yield every name with its ids."""
         ends = accumulate(self.sizes.values(), initial=self.first)
-        yield from ((name, end, end + size) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
+        yield from ((name, range(end, end + size)) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
 
     def join_rows(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join the table (rows, hidden_size) and the separate rows to one table (size, hidden_size)."""
@@ -121,10 +121,10 @@ class SplitEmbedding(Embedding):
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
         is_new = (tokens >= self.split.first) & (tokens < self.split.end_id)
         vectors = self.kernels.embedding(tokens.masked_fill(is_new, 0), self.weight)
-        for name, first, end in self.split.id_ranges():
-            needs_named_nodes = (tokens >= first) & (tokens < end)
-            rows = self.kernels.embedding((tokens - first).masked_fill(~needs_named_nodes, 0), self.get_parameter(name))
-            vectors = torch.where(needs_named_nodes[..., None], rows.to(vectors.dtype), vectors)
+        for name, ids in self.split.id_ranges():
+            is_in_range = (tokens >= ids.start) & (tokens < ids.stop)
+            rows = self.kernels.embedding((tokens - ids.start).masked_fill(~is_in_range, 0), self.get_parameter(name))
+            vectors = torch.where(is_in_range[..., None], rows.to(vectors.dtype), vectors)
         return vectors
 
     def head(self) -> Head:

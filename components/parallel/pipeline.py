@@ -72,7 +72,7 @@ def find_layer_conflicts(schedule: NodeView, mesh: NodeView, model: NodeView) ->
             yield schedule.problem("use", str(error))
     elif isinstance(layers, int) and isinstance(built, OuterLayersSchedule):
         try:
-            built.count_pipelined_layers(ranks, layers)
+            built.get_pipelined_layer_count(ranks, layers)
         except UserError as error:
             yield schedule.problem("pipeline_parallel_layers", str(error))
 

@@ -151,8 +151,8 @@ class TokenDocuments(Protocol):
         """Digest over all ids, weights and references in order."""
         ...
 
-    def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Return a document's tokens from `first` to before `last`, or to the document's end."""
+    def read(self, document: int, first: int, end: int) -> DocumentPart:
+        """Return a document's tokens from `first` to before `end`, or to the document's end."""
         ...
 
     def describe_origin(self, document: int) -> str:

@@ -82,7 +82,7 @@ class OuterLayersSchedule(Protocol):
     Every rank also has the remaining layers and the head, and computes both for its share of the microbatches.
     """
 
-    def count_pipelined_layers(self, ranks: int, layers: int) -> int:
+    def get_pipelined_layer_count(self, ranks: int, layers: int) -> int:
         """Return the layer count over all stages. Raises UserError if `layers` can't be divided."""
         ...
 

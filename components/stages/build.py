@@ -134,7 +134,7 @@ class StageBuilder:
             return build_layer_ranges(sizes)
         try:
             if isinstance(self.schedule, OuterLayersSchedule):
-                layers = self.schedule.count_pipelined_layers(ranks, layers)
+                layers = self.schedule.get_pipelined_layer_count(ranks, layers)
             return partition_layers(layers, stages, self.embedding_layer_cost, self.head_layer_cost)
         except ValueError as error:
             raise UserError(f"{error}; use fewer stages", exit_code=2) from error

@@ -124,7 +124,7 @@ def describe_layer_partition(schedule: NodeView, mesh: NodeView, model: NodeView
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
     if isinstance(built, OuterLayersSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            in_stages = built.count_pipelined_layers(PerDimension.from_settings(mesh.settings).pipeline, layers)
+            in_stages = built.get_pipelined_layer_count(PerDimension.from_settings(mesh.settings).pipeline, layers)
             if in_stages < layers:
                 yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
     if policies := describe_recompute_policies(_find_recompute_policies(schedule, mesh)):

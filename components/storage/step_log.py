@@ -87,7 +87,7 @@ class StepLog:
             self._try_to_write_buffer()
 
     def flush(self) -> None:
-        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
+        """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
         with self._lock:
             self._try_to_write_buffer()
             if self._buffer:
@@ -160,7 +160,7 @@ class RewindingLog:
         self._log.append(row)
 
     def flush(self) -> None:
-        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
+        """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
         if self._log is not None:
             self._log.flush()
 

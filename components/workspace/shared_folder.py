@@ -33,7 +33,7 @@ MAX_JSON_SIZE = 256 * 2**20  # bytes
 MAX_PARTS = 4_000_000  # of JSON; more than any model configuration has, and less than 1 GB of memory
 READ_TIMEOUT = 30.0  # seconds; NFS clients cache attributes for 3 to 60 s (acregmin, acdirmax)
 PAUSE = 0.05  # seconds between attempts
-REMEDY = "remove the folder, and begin again"
+REMEDY = "remove the folder, and begin again, on storage that all nodes share"
 REMOVED_ERRNOS = (errno.ENOENT, errno.ESTALE)  # ESTALE: another NFS client removed the file while it was open here
 
 
@@ -128,13 +128,13 @@ def _read_tensors(path: Path, expected: FileDigest) -> dict[str, Tensor]:
         with open_verified_file(path, expected) as file:
             return load(file.read(0, file.size))
     except ContentMismatchError as error:
-        raise UserError(f"{path} {error}; {REMEDY}") from error
+        raise UserError(f"{path} is corrupt: it {error}; {REMEDY}") from error
     except SafetensorError as error:
         raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
     except OSError as error:
         if error.errno in REMOVED_ERRNOS:
             raise NotVisibleError(f"{path} is missing, though its rank wrote it; {REMEDY}") from error
-        raise UserError(f"{path} can't be read ({error.strerror}); {REMEDY}") from error
+        raise UserError(f"{path} can't be read ({error.strerror}); make it readable, and start again") from error
 
 
 def _iterate_record_files(folder: Path, rank: int) -> Iterator[Path]:

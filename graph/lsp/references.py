@@ -97,7 +97,9 @@ def find_rename_ranges(workspace: Workspace, path: Path, symbol: Symbol, new: st
     old = ".".join(symbol)
     if old == workspace.project.root:
         raise UserError(f"[{old}] can't be renamed: a run starts from the node with this name")
-    if not NAME.fullmatch(new) or (len(symbol) == 1 and new in (*DIRECTIVES, "vars")):
+    if len(symbol) == 1 and new in (*DIRECTIVES, "vars"):
+        raise UserError(f"{new!r} can't be the name of a node: recipes reserve it; choose another name")
+    if not NAME.fullmatch(new):
         raise UserError(f"{new!r} can't be the name of a node; use letters, digits, _ and -, a letter first")
     references = References.of(workspace, path, symbol)
     for file in references.files:

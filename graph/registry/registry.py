@@ -277,7 +277,7 @@ class Registry:
 
 
 def _belongs_to_installed_package(use: str) -> bool:
-    """Return whether a name may belong to a component in an installed package, which is found but not imported."""
+    """Return whether a name may be in an installed package outside the standard library; nothing is imported."""
     package = use.partition(".")[0]
     if not NAME.fullmatch(use) or package in sys.stdlib_module_names:
         return False

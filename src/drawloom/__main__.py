@@ -23,7 +23,7 @@ def main() -> int:
     if sys.argv[1:2] == ["run"]:
         from drawloom.components.distributed.guard import guard
 
-        guard.start()  # before any thread exists
+        guard.fork_guard_process()  # before any thread exists
     if "LOCAL_RANK" in os.environ:  # a worker of torchrun
         from drawloom.components.distributed.parent import start_exit_with_parent_thread
 

@@ -56,7 +56,7 @@ def program(use: str, values: Values, _place: Path) -> Any:
     schedule = build(use, **values)
     actions, outer = schedule.program(4, 8), isinstance(schedule, OuterLayersSchedule)
     policies = actions.recompute, actions.offloaded
-    return format_program_csv(actions), policies, schedule.count_pipelined_layers(4, 99) if outer else 99
+    return format_program_csv(actions), policies, schedule.get_pipelined_layer_count(4, 99) if outer else 99
 
 
 def scaling_of(use: str, values: Values, _place: Path) -> Any:

@@ -187,13 +187,13 @@ class TokenShard:
         """Weights for all ids, float32 (tokens,)."""
         return self.read_weights(0, self.tokens)
 
-    def read_ids(self, first: int, last: int) -> np.ndarray:
-        """Return the token ids from `first` to before `last`."""
-        return self._map_file("tokens").read(self.dtype, first * self.dtype.itemsize, last - first)
+    def read_ids(self, first: int, end: int) -> np.ndarray:
+        """Return the token ids from `first` to before `end`."""
+        return self._map_file("tokens").read(self.dtype, first * self.dtype.itemsize, end - first)
 
-    def read_weights(self, first: int, last: int) -> np.ndarray:
-        """Return the token weights, float32, from `first` to before `last`."""
-        return self._map_file("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
+    def read_weights(self, first: int, end: int) -> np.ndarray:
+        """Return the token weights, float32, from `first` to before `end`."""
+        return self._map_file("weights").read(WEIGHT, first * WEIGHT.itemsize, end - first)
 
     @cached_property
     def document_ends(self) -> np.ndarray:

@@ -85,11 +85,11 @@ class Store:
         """Hashes over ids and weights by document, uint64 (documents,)."""
         return np.concatenate([np.empty(0, np.uint64), *(shard.read_document_column("keys") for shard in self.shards)])
 
-    def read(self, document: int, first: int, last: int) -> DocumentPart:
+    def read(self, document: int, first: int, end: int) -> DocumentPart:
         """Return views into a document's ids, and into its weights if the store has them, at most up to its end."""
         shard, number = self._find_shard_and_document_number(document)
-        begin, end = int(shard.document_ends[number - 1]) if number else 0, int(shard.document_ends[number])
-        start, stop = begin + first, max(begin + first, min(begin + last, end))
+        begin, document_end = int(shard.document_ends[number - 1]) if number else 0, int(shard.document_ends[number])
+        start, stop = begin + first, max(begin + first, min(begin + end, document_end))
         weights = shard.read_weights(start, stop) if shard.weighted else None
         return DocumentPart(shard.read_ids(start, stop), weights)
 

@@ -135,7 +135,11 @@ MIN_GAP = 2
 def pair_offloaded_forward_and_backward(
     computes: Sequence[Action], offloaded_stages: Set[int]
 ) -> list[tuple[int, int]]:
-    """Return pairs (forward, backward), as indices of `computes`, for the passes whose activations are offloaded."""
+    """
+    Return pairs (forward, backward), as indices of `computes`, for the passes whose activations are offloaded.
+
+    Activations stay on the device if there are fewer than MIN_GAP actions between the passes.
+    """
     forwards = {(part.stage, part.microbatch): index for index, part in enumerate(computes) if part.op == "F"}
     pairs = [
         (forwards[part.stage, part.microbatch], index)

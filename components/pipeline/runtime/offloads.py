@@ -29,7 +29,7 @@ class Offloads:
         by_storage: dict[int, list[KeptTensor]] = defaultdict(list)
         for weak in kept:
             if (wrapper := weak()) is not None:
-                by_storage[wrapper.value().untyped_storage().data_ptr()].append(wrapper)
+                by_storage[wrapper.get_or_recompute().untyped_storage().data_ptr()].append(wrapper)
         groups = [wrappers for address, wrappers in by_storage.items() if address and address not in stay]
         return OffloadedTensors(self, [_Storage(wrappers) for wrappers in groups])
 
@@ -52,7 +52,7 @@ class _Storage:
     __slots__ = ("bytes", "views", "wrappers")
 
     def __init__(self, wrappers: Sequence[KeptTensor]) -> None:
-        tensors = [wrapper.value() for wrapper in wrappers]
+        tensors = [wrapper.get_or_recompute() for wrapper in wrappers]
         self.wrappers = [ref(wrapper) for wrapper in wrappers]
         self.views = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors]
         storage = tensors[0].untyped_storage()

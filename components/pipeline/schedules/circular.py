@@ -37,7 +37,7 @@ class Circular(OpCodeSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def count_pipelined_layers(self, ranks: int, layers: int) -> int:
+    def get_pipelined_layer_count(self, ranks: int, layers: int) -> int:
         """Return the number of a model's layers in all stages; UserError if the setting does not fit the model."""
         inside, stages = self.pipeline_parallel_layers or layers, ranks * self.stages_per_rank
         if inside > layers:

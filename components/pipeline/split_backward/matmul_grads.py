@@ -119,7 +119,7 @@ class Product:
 
         def queue_gradients(_: object, grads: tuple[Tensor | None, ...]) -> None:
             if (grad := grads[0]) is not None:
-                factors = record_versions(grad, other.value())
+                factors = record_versions(grad, other.get_or_recompute())
                 queue(gradient, factors)
                 if queue_bias is not None:
                     queue_bias(bias_gradient, factors)
@@ -200,7 +200,7 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
     other = _find_other_factor(node, edges, 1 - side)
     if weight is None or other is None or weight.is_complex():
         return None
-    if type(other) is KeptTensor and other.value().layout != weight.layout:
+    if type(other) is KeptTensor and other.get_or_recompute().layout != weight.layout:
         return None
     below = None if edges.bias is None else children[edges.bias]
     bias = None if below is None else _find_bias(node, below, users)

@@ -72,7 +72,7 @@ def _wait_for_absent() -> float:
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     timer = threading.Timer(0.5, connections.break_all_connections)
     start = time.monotonic()
-    with connections.record_sockets(), connections.make_gloo_connections_interruptible():
+    with connections.record_sockets(), connections.make_gloo_connecting_interruptible():
         timer.start()
         with pytest.raises(RuntimeError, match="a rank is lost"):
             dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=20))

@@ -84,9 +84,9 @@ def test_a_killed_process_leaves_nothing() -> None:
     """The system frees a process's shared memory, even if the process was killed."""
     program = """
     import os, signal, torch
-    from drawloom.components.storage.state_tree import Packed
+    from drawloom.components.storage.state_tree import PackedState
     from drawloom.components.workspace.shared_memory import share_in_memory
-    with share_in_memory(Packed({}, {"a": torch.ones(9)})) as ticket:
+    with share_in_memory(PackedState({}, {"a": torch.ones(9)})) as ticket:
         os.kill(os.getpid(), signal.SIGKILL)
     """
     before = list_segments()
