@@ -121,7 +121,7 @@ class PeerMemory:
         return step
 
     def drop_all_states(self) -> None:
-        """Forget all states, because the run goes back to an older one."""
+        """Drop all states, because the run goes back to an older one."""
         self._wait_for_copy_and_keep_it()
         self.memory = StateMemory(self.memory.copies_each_step)
 

@@ -58,7 +58,7 @@ class Diagram:
 
     @property
     def component_folders(self) -> list[str]:
-        """The subjects of the boxes without duplicates, in order."""
+        """The boxes' component folders without duplicates, in order."""
         return list(dict.fromkeys(box.component_folder for box in self.boxes))
 
 

@@ -129,7 +129,7 @@ class Workspace:
         )
 
     def analyse_and_list_problems(self, path: Path) -> list[Problem]:
-        """Return an open recipe's problems. If it can't be read, the last analysis is kept."""
+        """Analyse an open recipe, and return its problems. If it can't be read, the last analysis is kept."""
         try:
             recipe = self.project.load(os.path.relpath(path), unsaved=self.texts)
         except RecipeError as error:
