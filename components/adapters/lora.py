@@ -95,8 +95,8 @@ class Lora:
             )
         return LoraTiedHead(table, self.options)
 
-    def _adapt_layer(self, name: str, layer: nn.Module, adapted: list[str]) -> nn.Module:
-        """Return the layer with an adapter; `adapted` are the matching names of the layer or its parameters."""
+    def _adapt_layer(self, name: str, layer: nn.Module, matching_names: list[str]) -> nn.Module:
+        """Return the layer with an adapter; `matching_names` are the matching names of the layer or its parameters."""
         if any(parameter.requires_grad for parameter in layer.parameters()):
             raise UserError(f"adapters: {name} is named by two adapters; name it in one of them", exit_code=2)
         if isinstance(layer, Linear):
@@ -108,8 +108,8 @@ class Lora:
         if self.dropout:
             raise UserError(f"adapters: {name}: PEFT does not support dropout for experts; set dropout = 0 for them", 2)
         assert isinstance(layer, Experts)
-        leaves = {adapted_name.rpartition(".")[2] for adapted_name in adapted}
-        return LoraExperts(layer, self.options, FUSED if name in adapted else sorted(leaves))
+        leaves = {matching_name.rpartition(".")[2] for matching_name in matching_names}
+        return LoraExperts(layer, self.options, FUSED if name in matching_names else sorted(leaves))
 
 
 def _list_matchable_names(name: str, layer: nn.Module) -> list[str]:

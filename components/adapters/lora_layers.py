@@ -140,7 +140,7 @@ class LoraLinear(Linear, AdaptedLayer):
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
                 self.lora_magnitude.copy_(self._ranks_splitting_each_weight_row.all_reduce(squares).sqrt())
 
-    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """Map to W + scale * B A, with DoRA scaled to the rows' magnitudes."""
         weight = f"{name}.weight"
 
@@ -149,10 +149,12 @@ class LoraLinear(Linear, AdaptedLayer):
             merged = w + self.options.scale * (b @ a)
             if magnitude:
                 merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
-            return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
+            return [merged.to(tensors[0].dtype), *([tensors[0]] if unmerged_weight_name else [])]
 
         inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_parameter_names))
-        return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
+        return Mapper(
+            (TensorGroup(inputs, (weight, *([unmerged_weight_name] if unmerged_weight_name else [])), merge),)
+        )
 
     def make_peft_mapper(self, name: str) -> Mapper:
         peft_names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
@@ -199,17 +201,19 @@ class LoraEmbedding(Embedding, AdaptedLayer):
             self.lora_A.zero_()
             fill(f"{name}.lora_B", self.lora_B, 1.0)
 
-    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """Map to the table + scale * A Bᵀ."""
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
             merged = w + self.options.scale * (a @ b.T)
-            return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
+            return [merged.to(tensors[0].dtype), *([tensors[0]] if unmerged_weight_name else [])]
 
         inputs = (weight, f"{name}.lora_A", f"{name}.lora_B")
-        return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
+        return Mapper(
+            (TensorGroup(inputs, (weight, *([unmerged_weight_name] if unmerged_weight_name else [])), merge),)
+        )
 
     def make_peft_mapper(self, name: str) -> Mapper:
         """Transpose A, because it is (rank, vocab_size) in PEFT."""
@@ -278,7 +282,7 @@ class LoraExperts(Experts, AdaptedLayer):
                 fill(f"{name}.{leaf}_lora_A", first, compute_initial_std(first.shape[2]))
                 getattr(self, f"{leaf}_lora_B").zero_()
 
-    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """Map to W + scale * B A for every expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -321,20 +325,20 @@ def choose_merge_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def compute_dora_scale(
-    weight: Tensor, first: Tensor, second: Tensor, scale: float, magnitude: Tensor, ranks: TensorRanks = ALONE
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, magnitude: Tensor, ranks: TensorRanks = ALONE
 ) -> Tensor:
     """
     Return magnitude / |row of W + scale * B A| for every row, at least float32 (outputs,).
 
-    weight (outputs, inputs), first = A (rank, inputs), second = B (outputs, rank); several `ranks` split the inputs.
+    weight (outputs, inputs), lora_a (rank, inputs), lora_b (outputs, rank); several `ranks` split the inputs.
     Only the magnitude has a gradient: the norm counts as a constant, as in the paper's section 4.3.
     """
     with torch.no_grad():
         # |w|² + 2 scale w·(bA) + scale² |bA|² needs no second matrix of the weight's size.
         dtype = torch.promote_types(weight.dtype, torch.float32)
         square = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
-        a, b = first.to(dtype), second.to(dtype)
-        cross = ((weight @ first.to(weight.dtype).T).to(dtype) * b).sum(1)
+        a, b = lora_a.to(dtype), lora_b.to(dtype)
+        cross = ((weight @ lora_a.to(weight.dtype).T).to(dtype) * b).sum(1)
         square = square + 2 * scale * cross + scale**2 * ((b @ (a @ a.T)) * b).sum(1)
         norm = ranks.all_reduce(square).clamp_min(0).sqrt()
     factor: Tensor = magnitude.to(dtype) / norm

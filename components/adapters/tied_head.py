@@ -68,7 +68,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
             fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.lora_A.shape[1]))
             self.lora_B.zero_()
 
-    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """Map to a separate head, table + scale * B A, and the unchanged table."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -116,7 +116,9 @@ class Checkpointer:
         if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_rank_losses:
             self._joins_others = self.processes.generation > 0
             memory = self._memory or StateMemory()
-            self._peers = PeerMemory.open(memory, self.mesh, self.processes, self.states, self.neighbour_every)
+            self._peers = PeerMemory.choose_neighbours_and_create(
+                memory, self.mesh, self.processes, self.states, self.neighbour_every
+            )
         run_on_rank0(self._world, lambda: commit.create_checkpoints_folder_and_clean_up(self._checkpoints_folder))
 
     def hand_over(self) -> StateMemory | None:
@@ -170,7 +172,7 @@ class Checkpointer:
         if self._peers is None:
             return
         if not step.goes_back:
-            self._peers.keep(step)
+            self._peers.reference_and_send_to_neighbour(step)
         assert isinstance(self.processes, SurvivingProcesses)
         joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares()))
         self._world.max(joining)
@@ -307,7 +309,7 @@ class Checkpointer:
                 raise UserError(f"the checkpoint after step {pending.step} failed: {why}") from error
             log.warning("checkpoint %d skipped: %s", pending.step, why)
 
-    def _check_free_disk_space_on_all_ranks(self, last: int) -> None:
-        """Check the free disk space; `last` is the newest checkpoint's size in bytes, or 0."""
+    def _check_free_disk_space_on_all_ranks(self, last_checkpoint_bytes: int) -> None:
+        """Check the free disk space; `last_checkpoint_bytes` is 0 without a checkpoint."""
         own_bytes = self._commit_protocol.plan.forecast_bytes(self.states, self.growing)
-        check_space_on_all_ranks(self._world, self._checkpoints_folder, own_bytes, last)
+        check_space_on_all_ranks(self._world, self._checkpoints_folder, own_bytes, last_checkpoint_bytes)

@@ -246,7 +246,7 @@ def exchange_and_assemble_states(
         if number not in reader.tensors
         for name, part in reader.list_needed_tensors_with_rows(number, reader.pick_trees_and_find_uses(number, pick)[1])
     ]
-    requests = [reader.request(number, name, part, sources[keys[number]]) for number, name, part in wanted]
+    requests = [reader.make_request(number, name, part, sources[keys[number]]) for number, name, part in wanted]
     gathered = group.gather_json([request.to_json() for request in requests])
     offered = {
         f"{number} {name}": tensor
@@ -286,7 +286,7 @@ class MemoryReader(PieceReader):
         """Return a part's used tensors with their necessary rows."""
         return [(name, rows_to_read(tuple(self.specs[number][name][1]), pairs)) for name, pairs in uses.items()]
 
-    def request(self, number: int, name: str, part: TensorSlice | None, source: int) -> TensorRequest:
+    def make_request(self, number: int, name: str, part: TensorSlice | None, source: int) -> TensorRequest:
         """Return the request for rows of a tensor; None for all rows."""
         dtype, shape = self.specs[number][name]
         if part is None:

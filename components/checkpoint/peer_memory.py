@@ -51,7 +51,7 @@ class PeerMemory:
     _has_logged_copies: bool = attrs.field(init=False, default=False)
 
     @classmethod
-    def open(
+    def choose_neighbours_and_create(
         cls,
         memory: StateMemory,
         mesh: Mesh,
@@ -61,7 +61,7 @@ class PeerMemory:
     ) -> "PeerMemory":
         """Choose neighbours if there are copies. All ranks call this."""
         sources = [] if neighbour_every == "never" else _choose_neighbours_on_all_ranks(mesh, processes.node_rank)
-        memory.copies_each_step = not sources or mesh.replicas.size > 1
+        memory.copies_each_step = not sources or mesh.replica_group.size > 1
         copies = processes.make_control_group("neighbours") if sources else mesh.world
         return cls(memory, mesh, states, neighbour_every, copies, sources)
 
@@ -71,7 +71,7 @@ class PeerMemory:
             wait([self._copy], timeout)
             self._copy = None
 
-    def keep(self, step: Step) -> None:
+    def reference_and_send_to_neighbour(self, step: Step) -> None:
         """Reference the state after a step, and start to send a copy to the neighbour, if it is due."""
         self._wait_for_copy_and_keep_it()  # a skipped update has not waited for it
         state = self.memory.reference_states(PartKey.of_this_rank(step.index, self.mesh), self.states)
@@ -91,7 +91,7 @@ class PeerMemory:
         checkpoint on disk, after the step `newest_on_disk`, is newer.
         """
         world = self.mesh.world
-        parts = self.memory.parts()
+        parts = self.memory.list_intact_parts()
         own_keys = {key for key, part in parts.items() if isinstance(part, HeldState)}
         own_key = PartKey.of_this_rank(0, self.mesh)
         gathered = world.gather_json([own_key.to_json(), [[key.to_json(), key in own_keys] for key in parts]])
@@ -121,7 +121,7 @@ class PeerMemory:
         return step
 
     def drop_all_states(self) -> None:
-        """Forget all states, because the run goes back to an older one."""
+        """Drop all states, because the run goes back to an older one."""
         self._wait_for_copy_and_keep_it()
         self.memory = StateMemory(self.memory.copies_each_step)
 

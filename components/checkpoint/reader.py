@@ -91,7 +91,7 @@ def load_node_state(checkpoint: Path, node: str) -> dict[str, Any]:
     """
     try:
         manifest = read_manifest(checkpoint)
-        reader = Reader(checkpoint, manifest)
+        reader = CheckpointReader(checkpoint, manifest)
         ranks = range(manifest.world_size if node in manifest.sharded else 1)
         state = reader.read_and_join_states(ranks, lambda _rank, name: name == node).get(node, {})
     except CorruptCheckpointError as error:
@@ -166,7 +166,7 @@ class PieceReader:
 
 
 @attrs.define
-class Reader(PieceReader):
+class CheckpointReader(PieceReader):
     """Reader for a checkpoint's files. `verified` has the verified blocks by file."""
 
     checkpoint: Path

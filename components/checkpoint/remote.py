@@ -109,7 +109,7 @@ class RemoteCopy:
             return
 
     def _download_checkpoint_and_find_fault(self, run: Path, name: str) -> str:
-        """Copy and verify a checkpoint, and return its fault; a damaged copy is removed."""
+        """Download and verify a checkpoint, and return its fault; a damaged copy is removed."""
         temporary = run / FOLDER / f".tmp-{name}" / name  # the run removes leftovers of this name
         for file in self.store.list_names(f"{FOLDER}/{name}"):
             self.store.download(f"{FOLDER}/{name}/{file}", temporary / file)

@@ -108,17 +108,21 @@ class PlanResult(PlanData, Result):
     text: str = internal()
 
     @classmethod
-    def of(cls, plan: Plan, remedies: Sequence[Remedy], saves: CheckpointInterval | None) -> "PlanResult":
+    def of(cls, plan: Plan, remedies: Sequence[Remedy], checkpoint_interval: CheckpointInterval | None) -> "PlanResult":
         """Make the result for a plan, its remedies, and the proposed checkpoint interval."""
         parts = [
             format_plan(plan),
             *([] if plan.fits else [format_remedies(remedies)]),
-            *([] if saves is None else [str(saves)]),
+            *([] if checkpoint_interval is None else [str(checkpoint_interval)]),
         ]
         checkpoint = (
             None
-            if saves is None
-            else SavesData(**attrs.asdict(saves), toml=saves.toml_line, lost=saves.lost_time_fraction)
+            if checkpoint_interval is None
+            else SavesData(
+                **attrs.asdict(checkpoint_interval),
+                toml=checkpoint_interval.toml_line,
+                lost=checkpoint_interval.lost_time_fraction,
+            )
         )
         return cls(
             **_convert_plan_to_data_fields(plan),

@@ -57,7 +57,7 @@ def main(options: argparse.Namespace, project: Project) -> NewResult:
     path = Path(f"{options.name.removesuffix('.toml')}.toml")
     recipe = Recipe.load(options.base, project=project)
     # The check also refuses invalid names of runs.
-    recipe.with_values({"run": {"name": path.stem}}).check(elsewhere=True)
+    recipe.with_values({"run": {"name": path.stem}}).check(skip_machine_checks=True)
     is_file = options.base.endswith(".toml")
     extends = os.path.relpath(options.base, path.parent) if is_file else options.base
     head = HEAD.format(

@@ -1,10 +1,9 @@
 """plan a run without a GPU or data: memory per rank, time per step, tokens per second"""
 
 import argparse
-import math
 import re
 
-from drawloom.components.commands._options import convert_write_errors, parse_writable_path
+from drawloom.components.commands._options import convert_write_errors, parse_positive_number, parse_writable_path
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
@@ -40,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "with --ranks: list the ten fastest meshes with microbatches, schedule and recomputation"
     parser.add_argument("--search", action="store_true", help=help)
     help = "mean time between failures of one node, in hours; recommends how often to save"
-    parser.add_argument("--mtbf", type=_parse_positive_number, metavar="HOURS", help=help)
+    parser.add_argument("--mtbf", type=parse_positive_number, metavar="HOURS", help=help)
     help = "with --mtbf: seconds by which a save delays the run (default: estimated from its bytes)"
-    parser.add_argument("--save-seconds", type=_parse_positive_number, metavar="SECONDS", help=help)
+    parser.add_argument("--save-seconds", type=parse_positive_number, metavar="SECONDS", help=help)
     help = "with --search: write the fastest as an overlay to this file"
     parser.add_argument("--to", type=parse_writable_path, metavar="FILE", help=help)
 
@@ -57,7 +56,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
     if calibration:
         print_escaped_text(calibration.render("text"))
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    recipe.check(elsewhere=True)
+    recipe.check(skip_machine_checks=True)
     device = find_device_model(options.device) if options.device else load_local_device_model()
     if options.search:
         return _search_plans(options, recipe, device)
@@ -100,17 +99,6 @@ def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceMod
             print_escaped_text(format_search_table(choices))
             raise
     return SearchResult.of(choices, overlay)
-
-
-def _parse_positive_number(text: str) -> float:
-    """Parse a finite number above 0. Raises ArgumentTypeError."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
 
 
 def _parse_positive_count(text: str) -> int:

@@ -74,8 +74,8 @@ def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     node = find_only_node(recipe.graph, Precision)
     float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
-    evidence = _measure_float8_effects(recipe.with_values({node: float8}), options.steps)
-    text = format_float8_overlay(evidence, node, options.recipe, options.steps, options.tolerance)
+    effects = _measure_float8_effects(recipe.with_values({node: float8}), options.steps)
+    text = format_float8_overlay(effects, node, options.recipe, options.steps, options.tolerance)
     if options.to is not None:
         with convert_write_errors(options.to):
             replace_file(options.to, text.encode())
@@ -110,26 +110,24 @@ class Float8Effects:
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
 
 
-def format_float8_overlay(evidence: Float8Effects, node: str, recipe: str, steps: int, tolerance: float) -> str:
+def format_float8_overlay(effects: Float8Effects, node: str, recipe: str, steps: int, tolerance: float) -> str:
     """Return an overlay for a precision's node, with the evidence as comments."""
-    return "\n".join([*_yield_overlay_lines(evidence, node, recipe, steps, tolerance), ""])
+    return "\n".join([*_yield_overlay_lines(effects, node, recipe, steps, tolerance), ""])
 
 
-def _yield_overlay_lines(
-    evidence: Float8Effects, node: str, recipe: str, steps: int, tolerance: float
-) -> Iterator[str]:
+def _yield_overlay_lines(effects: Float8Effects, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
     """Yield the overlay: comments with the evidence, and the node's table with the excluded layers."""
-    together, excluded = evidence.together, evidence.find_layers_to_exclude(tolerance)
+    together, excluded = effects.together, effects.find_layers_to_exclude(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
-    yield f"# All layers: error of the gradient {together.error:.2%}, loss {evidence.loss:.4f} {together.loss:+.5f},"
-    yield f"# forward and backward {together.seconds:.3g} s instead of {evidence.seconds:.3g} s."
-    count = f"{len(excluded)} of {len(evidence.alone)} layers"
+    yield f"# All layers: error of the gradient {together.error:.2%}, loss {effects.loss:.4f} {together.loss:+.5f},"
+    yield f"# forward and backward {together.seconds:.3g} s instead of {effects.seconds:.3g} s."
+    count = f"{len(excluded)} of {len(effects.alone)} layers"
     yield f"# Excluded: {count}, those with more than {tolerance:g} times the median error."
     yield "#"
     yield "# error of the gradient, and change of the loss and of the time, with float8 in one layer alone, largest"
     yield "# error first; layers with one input, and whole feed-forward networks, save more time together:"
-    for name, effect in sorted(evidence.alone.items(), key=lambda item: -item[1].error):
-        yield f"# {effect.error:8.3%} {effect.loss:+.6f} {1e3 * (effect.seconds - evidence.seconds):+8.3f} ms {name}"
+    for name, effect in sorted(effects.alone.items(), key=lambda item: -item[1].error):
+        yield f"# {effect.error:8.3%} {effect.loss:+.6f} {1e3 * (effect.seconds - effects.seconds):+8.3f} ms {name}"
     yield ""
     yield f"[{node}]"
     yield 'compute = "bfloat16"'

@@ -223,7 +223,7 @@ def _simulate_requested_schedule(options: argparse.Namespace, project: Project) 
 def _load_and_check_recipe(options: argparse.Namespace, project: Project) -> Recipe:
     """Load and check the recipe; it may need another machine's devices."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    recipe.check(elsewhere=True)
+    recipe.check(skip_machine_checks=True)
     return recipe
 
 

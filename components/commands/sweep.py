@@ -296,6 +296,6 @@ def _default_sweep_folder(options: argparse.Namespace, project: Project, point: 
     recipe = Recipe.load(options.recipe, *point.words, overlays=options.overlay, project=project)
     node = recipe.graph.nodes.get("run")
     if node is None or "name" not in node.settings:
-        recipe.check(elsewhere=True)
+        recipe.check(skip_machine_checks=True)
         raise UserError("the recipe has no run.name for the folder of the sweep; write one with --to FOLDER", 2)
     return Path("runs") / f"{node.settings['name']}-sweep"

@@ -147,7 +147,7 @@ class Loader:
 
     def list_rows_on_all_ranks(self, step: int) -> list[int]:
         """Return a step's row numbers, over all ranks."""
-        return self._rows.rows(range(self._compute_start_position(step), self._compute_start_position(step + 1)))
+        return self._rows.rows_at(range(self._compute_start_position(step), self._compute_start_position(step + 1)))
 
     @property
     def last_resized_step(self) -> int:
@@ -228,7 +228,7 @@ class Loader:
         microbatches = (
             positions for later_step in count(step) for positions in self.batching.microbatch_row_positions(later_step)
         )
-        return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
+        return (self._rows.rows_at([self._offset + position for position in positions]) for positions in microbatches)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -89,7 +89,7 @@ class MeshView:
         return self.group(*DIMENSIONS)
 
     @property
-    def replicas(self) -> Group:
+    def replica_group(self) -> Group:
         return self.group("expert_replicate" if self.layout.expert > 1 else "data_replicate")
 
     @property

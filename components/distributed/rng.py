@@ -88,9 +88,9 @@ def fill_normal(
 
 def draw_splitmix64_bits(key: int, positions: Tensor) -> Tensor:
     """
-    Return 64 random bits per index: the SplitMix64 sequence from `key`, at these positions.
+    Return 64 random bits per position in the SplitMix64 sequence from `key`.
 
-    index: any shape, int64; the result has the same shape and dtype. Source: Steele, Lea and Flood 2014, "Fast
+    positions: any shape, int64; the result has the same shape and dtype. Source: Steele, Lea and Flood 2014, "Fast
     splittable pseudorandom number generators". Keys are starting points in one sequence of 2^64 numbers, so sequences
     of hashed keys overlap with a probability of about (numbers drawn in total) * (keys) / 2^63.
     """

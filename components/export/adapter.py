@@ -89,7 +89,7 @@ class AdapterExport:
                 workspace.rmdir()
 
     def _make_mapper_and_config(self) -> tuple[Mapper, dict[str, Any]]:
-        """Return the mapper from parameters to PEFT's tensors, and the content for `make_peft_config.json`."""
+        """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
         whole = build_meta_model_with_adapters(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
@@ -155,7 +155,7 @@ def _convert_factor_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequ
 
 
 def _replace_decoder_prefix_in_config(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return an `make_peft_config.json` for a decoder with another prefix."""
+    """Return an `adapter_config.json` for a decoder with another prefix."""
 
     def replace_prefix(name: str) -> str:
         return prefix + name.removeprefix(DECODER) if name.startswith(DECODER) else name
@@ -167,7 +167,7 @@ def _replace_decoder_prefix_in_config(config: Mapping[str, Any], prefix: str) ->
 
 LISTS = ("target_modules", "target_parameters", "modules_to_save")
 TABLES = ("rank_pattern", "alpha_pattern")
-"""Keys of `make_peft_config.json` with names of modules."""
+"""Keys of `adapter_config.json` with names of modules."""
 
 
 def make_peft_mapper(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mapper:
@@ -186,7 +186,7 @@ def make_peft_mapper(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mappe
 
 
 def make_peft_config(whole: nn.Module, file_mapper: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:
-    """Return the `make_peft_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
+    """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
     pairs = _describe_low_rank_pairs(whole, file_mapper)
     if not pairs:
         raise UserError(

@@ -268,19 +268,19 @@ class Timeouts:
     def _report_and_exit(self, _limit: float) -> None:
         """Report the hang, and exit, unless the run goes on without other ranks. Runs in the watchdog's thread."""
         delay = self._describe_exceeded_limit()
-        healthy: list[str] = []
-        words = delay, healthy
+        survivable_delays: list[str] = []
+        words = delay, survivable_delays
         reporter = threading.Thread(target=self._report_hang, args=words, name="hang report", daemon=True)
         reporter.start()
         reporter.join(REPORT_TIMEOUT)
-        if not healthy:
+        if not survivable_delays:
             self.exit(1)
 
-    def _report_hang(self, delay: str, healthy: list[str]) -> None:
+    def _report_hang(self, delay: str, survivable_delays: list[str]) -> None:
         """
         Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks.
 
-        Adds the delay to `healthy` if this process need not end.
+        Append the delay to `survivable_delays` if this process need not end.
         """
         path = prepare_rank_log_path(self.folder, self.mesh)
         rank = self.mesh.world.rank
@@ -289,4 +289,4 @@ class Timeouts:
         diagnosis = self.processes.diagnose_hang()
         why = f"; {diagnosis}" if diagnosis else ""
         if not self.processes.fail_all_or_hanging_ranks(f"rank {rank} hangs: {delay}{why}; stacks are in {path}"):
-            healthy.append(delay)
+            survivable_delays.append(delay)

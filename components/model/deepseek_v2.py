@@ -45,7 +45,7 @@ class DeepseekV2Config(LatentConfig):
 
 def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """
-    Convert a `config.json`: a null query rank becomes 0, and the greedy method one group. Raises ValueError for other
+    Convert a `config.json`: `q_lora_rank` null becomes 0, and the greedy method one group. Raises ValueError for other
     methods.
     """
     method = config.get("topk_method", METHODS[False])
@@ -57,7 +57,7 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert a query rank of 0 to null, and add the topk_method for the number of groups."""
+    """Convert a `q_lora_rank` of 0 to null, and add the topk_method for the number of groups."""
     return convert_zero_q_lora_rank_to_null(config) | {"topk_method": METHODS[config["n_group"] > 1]}
 
 

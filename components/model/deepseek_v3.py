@@ -81,12 +81,12 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
 
 
 def convert_null_q_lora_rank_to_zero(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose query rank is 0 instead of null, because recipes have no null."""
+    """Return a config whose `q_lora_rank` is 0 instead of null, because recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
 def convert_zero_q_lora_rank_to_null(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose query rank is null instead of 0."""
+    """Return a config whose `q_lora_rank` is null instead of 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 
 

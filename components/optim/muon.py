@@ -179,9 +179,9 @@ class MuonStep(WideGradientStep):
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, tensor, value))
 
 
-def _compute_lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...], width: float) -> float:
-    """Return the learning-rate multiplier for whole matrices (..., rows, columns), `width` times the base model's."""
+def _compute_lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...], width_ratio: float) -> float:
+    """Return the learning-rate multiplier for whole matrices, `width_ratio` times as wide as the base's."""
     rows, columns = shape[-2:]
     if adjustment == "original":
         return math.sqrt(max(1, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns) / width)
+    return 0.2 * math.sqrt(max(rows, columns) / width_ratio)

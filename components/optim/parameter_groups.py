@@ -93,7 +93,7 @@ def _scale_options(options: dict[str, Any], scaling: Scaling, eps: float) -> dic
         **options,
         "lr_multiplier": options["lr_multiplier"] * scaling.lr,
         "weight_decay": options["weight_decay"] / scaling.lr,
-        "width": scaling.width,
+        "width": scaling.width_ratio,
         **({"eps": eps * scaling.eps} if scaling.eps != 1 else {}),
     }
 

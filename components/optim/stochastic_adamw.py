@@ -179,11 +179,11 @@ class StochasticAdamW(HostStates):
         for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
 
-    def _update_weights(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
+    def _update_weights(self, lr: float, step_number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
-            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, launch.eps, number)
+            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, launch.eps, step_number)
             launch.stepper.step(
-                [get_or_create_gradient(part) for part in launch.parameters], scalars, number, skip, factors
+                [get_or_create_gradient(part) for part in launch.parameters], scalars, step_number, skip, factors
             )
         if self._streamed_steps:
             self._streamed_steps[0].stream.start_prefetch()

@@ -34,7 +34,7 @@ class DataReplicateDimension(Dimension):
         If one copy of the experts spans several replicas, return the dense parameters on all but the first of these.
         """
         # Several replicas together have one copy of the experts if `expert` is larger than a replica.
-        replicas_per_copy = self.mesh.sizes.data_replicate // self.mesh.replicas.size
+        replicas_per_copy = self.mesh.sizes.data_replicate // self.mesh.replica_group.size
         if self.mesh.indices.data_replicate % replicas_per_copy:
             return parameters.trained.keys() - parameters.experts
         return frozenset()

@@ -160,8 +160,8 @@ class ShardedModule:
         """Modules gathered and reduced one by one, outer ones before inner ones."""
         return [self.root, *self.heads, *chain(*self.blocks)]
 
-    def initialise_fsdp_buffers(self, gradient: torch.dtype) -> None:
-        """Allocate torch's buffers before the first use; gradients are accumulated in dtype `gradient`."""
+    def initialize_fsdp_buffers(self, gradient_dtype: torch.dtype) -> None:
+        """Allocate torch's buffers before the first use; gradients are accumulated in `gradient_dtype`."""
         for group in chain(*map(_get_fsdp_param_groups, self.units)):
             group.lazy_init()
             for param in group.fsdp_params:
@@ -172,7 +172,7 @@ class ShardedModule:
                 param.init_all_gather_outputs(sizes, dtypes, group._all_gather_process_group.size(), group.device)
                 param.init_unsharded_param()
                 if param.sharded_param.requires_grad:
-                    param.unsharded_param.grad_dtype = gradient
+                    param.unsharded_param.grad_dtype = gradient_dtype
                 param.free_unsharded_param()
 
     def drop_gathered_and_delay_reduction(self) -> None:
@@ -270,7 +270,7 @@ class ShardedStore:
         whole = ParameterStore.from_modules((module.root for module in modules), precision)
         masters, slices, pairs = dict(whole.masters), dict[str, TensorSlice](), []
         for module in modules:
-            module.initialise_fsdp_buffers(precision.gradient)
+            module.initialize_fsdp_buffers(precision.gradient)
             for name, parameter in module.iterate_sharded_parameters():
                 # A plain parameter that shares the memory of torch's DTensor, so that optimizers, clippers and stagers
                 # need not know about shards.

@@ -95,16 +95,16 @@ def set_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
             submodule.dispatcher = dispatcher
 
 
-def split_experts(module: nn.Module, ranks: Group) -> dict[str, RankSlice]:
+def split_experts(module: nn.Module, group: Group) -> dict[str, RankSlice]:
     """
     Partition a meta model's experts over ranks, and return their parameters' slices by name.
 
     Raises UserError if the expert count is not divisible by the rank count.
     """
     splits: dict[str, RankSlice] = {}
-    for path, submodule in module.named_modules() if ranks.size > 1 else ():
+    for path, submodule in module.named_modules() if group.size > 1 else ():
         if isinstance(submodule, ExpertParallel):
             for leaf, _ in list(submodule.named_parameters(recurse=False)):
                 name = f"{path}.{leaf}" if path else leaf
-                splits[name] = replace_by_rank_slice(module, name, ranks, ExpertDimension.name, SplitDim(0))
+                splits[name] = replace_by_rank_slice(module, name, group, ExpertDimension.name, SplitDim(0))
     return splits

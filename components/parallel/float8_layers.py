@@ -50,7 +50,7 @@ def find_float8_layers(module: nn.Module, precision: Precision) -> dict[str, Flo
 
 def enable_float8_layers(module: nn.Module, precision: Precision) -> None:
     """
-    Set the format of the layers of a stage's module, after ranks have split their weights.
+    Enable float8 in a stage's module, after ranks have split their weights.
 
     Raises UserError for a layer whose widths tensor cores can't multiply.
     """

@@ -48,7 +48,7 @@ class SlicedStore(ParameterStore):
         cls,
         modules: Sequence[nn.Module],
         blocks: Blocks,
-        ranks: Group,
+        group: Group,
         precision: Precision,
         gathers_per_block: bool,
         experts: Set[str] = frozenset(),
@@ -63,8 +63,8 @@ class SlicedStore(ParameterStore):
             for name, parameter in module.named_parameters():
                 if parameter in whole:
                     continue
-                shards = expert_ranks if name in experts else ranks.size
-                tensor_slice = _slice_rows(tuple(parameter.shape), shards, ranks.rank % shards)
+                shards = expert_ranks if name in experts else group.size
+                tensor_slice = _slice_rows(tuple(parameter.shape), shards, group.rank % shards)
                 masters[name] = nn.Parameter(parameter.detach().new_empty(tensor_slice.size), parameter.requires_grad)
                 slices[name], local_bytes[parameter] = tensor_slice, masters[name].nbytes
                 parameter.data = parameter.data.to(precision.compute)

@@ -65,7 +65,7 @@ class StreamedWeights:
         return min(WINDOW_BYTES, self.byte_count)
 
     def expect_last_fetch_order(self) -> None:
-        """Expect the order since the last call again."""
+        """Expect the order of fetches since the last call again."""
         self._drop_arriving()
         self._order, self._fetched = self._fetched, []
 

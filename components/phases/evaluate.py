@@ -37,10 +37,10 @@ class Evaluate:
 
     _initial: float | None = attrs.field(init=False, default=None)
 
-    def after_restore(self, done: int) -> None:
+    def after_restore(self, restored_step: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure_loss_per_token() if done == 0 else None
+            self._initial = self._measure_loss_per_token() if restored_step == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """

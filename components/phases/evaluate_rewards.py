@@ -50,10 +50,10 @@ class EvaluateRewards:
         """Connect the ranks with the same rows."""
         self._copy = self.mesh.group("pipeline", "tensor")
 
-    def after_restore(self, done: int) -> None:
+    def after_restore(self, restored_step: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure_mean_reward() if done == 0 else None
+            self._initial = self._measure_mean_reward() if restored_step == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """Write `validation_reward` at `every`'s steps; a new run's first step gets `initial_validation_reward`."""

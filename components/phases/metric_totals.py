@@ -66,7 +66,7 @@ def _flatten_accumulators(
         "activations": True,
         "data": is_first,
         "rows": is_first and mesh.indices.context == 0,
-        "model": mesh.replicas.rank == 0,
+        "model": mesh.replica_group.rank == 0,
     }
     for accumulators, update in parts:
         for name, accumulator in accumulators.items():

@@ -74,5 +74,5 @@ def estimate_blocking_save_seconds(nodes: Nodes, planned: Plan) -> float:
     if nodes.has_node_for(Stager):
         return max(sizes) / COPY_BANDWIDTH
     # The state of replicas is written once.
-    whole = sum(sizes) * planned.ranks // len(sizes) // planned.mesh.replicas.size
+    whole = sum(sizes) * planned.ranks // len(sizes) // planned.mesh.replica_group.size
     return whole / (WRITE_BANDWIDTH * math.ceil(planned.ranks / planned.device.per_host))

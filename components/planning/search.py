@@ -56,7 +56,7 @@ class PlanChoice:
 
     @property
     def overlay_toml(self) -> str:
-        """Return the settings as an overlay in TOML."""
+        """The settings as an overlay in TOML."""
         return "\n".join(format_toml_lines(self.values))
 
 

@@ -311,7 +311,7 @@ class Mesh(Protocol):
         ...
 
     @property
-    def replicas(self) -> Group:
+    def replica_group(self) -> Group:
         """The ranks with the same parameters as this rank and other data: DDP's replicas."""
         ...
 

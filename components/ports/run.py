@@ -514,11 +514,11 @@ class Restorer(Protocol):
 class AfterRestore(Protocol):
     """A node that acts after the run's state has been restored."""
 
-    def after_restore(self, done: int) -> None:
+    def after_restore(self, restored_step: int) -> None:
         """
-        Act on every rank after `done` steps are restored: before the first step, and after going back to a checkpoint.
+        Act on every rank after states are restored: before the first step, and after going back to a checkpoint.
 
-        `done` is the checkpoint's step; 0 in a new run, which restores nothing.
+        `restored_step` is the checkpoint's step; 0 in a new run, which restores nothing.
         """
         ...
 

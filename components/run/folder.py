@@ -60,7 +60,7 @@ class LockedFolder:
             self.close()
             raise
 
-    def after_restore(self, done: int) -> None:
+    def after_restore(self, restored_step: int) -> None:
         """Write the recipe and copy its files: only now, so a failed resume does not replace them."""
         self._is_new = False
         run_on_rank0(self.mesh.world, self._write_run_records)

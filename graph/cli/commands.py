@@ -121,15 +121,17 @@ def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
     return Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
 
 
-def _load_checked_recipe_and_warn(options: argparse.Namespace, project: Project, *, elsewhere: bool = True) -> Recipe:
+def _load_checked_recipe_and_warn(
+    options: argparse.Namespace, project: Project, *, skip_machine_checks: bool = True
+) -> Recipe:
     """
     Load a recipe and print its warnings. Raises RecipeError with its errors, after the warnings.
 
-    Without `elsewhere`, the errors include files and devices missing on this machine. A run detects these itself.
+    Without `skip_machine_checks`, the errors include files and devices missing on this machine; a run detects these.
     """
     recipe = _load_recipe(options, project)
     options.console.print_warnings(problem for problem in recipe.graph.problems if problem.warning)
-    recipe.check(elsewhere=elsewhere)
+    recipe.check(skip_machine_checks=skip_machine_checks)
     return recipe
 
 
@@ -169,7 +171,7 @@ def _open_and_run_once(
 
 def _check_recipe(options: argparse.Namespace, project: Project) -> CheckResult:
     if options.format != JSON:
-        recipe = _load_checked_recipe_and_warn(options, project, elsewhere=options.elsewhere)
+        recipe = _load_checked_recipe_and_warn(options, project, skip_machine_checks=options.elsewhere)
         return CheckResult.of(options.recipe, len(recipe.graph.nodes), recipe.graph.problems)
     problems: list[Problem] = []
     nodes = 0
@@ -177,7 +179,7 @@ def _check_recipe(options: argparse.Namespace, project: Project) -> CheckResult:
         recipe = _load_recipe(options, project)
         nodes = len(recipe.graph.nodes)
         problems = [problem for problem in recipe.graph.problems if problem.warning]
-        recipe.check(elsewhere=options.elsewhere)
+        recipe.check(skip_machine_checks=options.elsewhere)
     except RecipeError as error:
         problems = sort_and_deduplicate_problems([*problems, *error.problems])
     return CheckResult.of(options.recipe, nodes, problems)

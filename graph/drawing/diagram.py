@@ -17,7 +17,7 @@ class Box:
     use: str
 
     @property
-    def subject(self) -> str:
+    def component_folder(self) -> str:
         """The first part of the component's name, which determines the colour of the box."""
         return self.use.partition(".")[0]
 
@@ -57,9 +57,9 @@ class Diagram:
         return (len(self.boxes), "node"), (len(self.arrows), "arrow")
 
     @property
-    def subjects(self) -> list[str]:
-        """The subjects of the boxes without duplicates, in order."""
-        return list(dict.fromkeys(box.subject for box in self.boxes))
+    def component_folders(self) -> list[str]:
+        """The boxes' component folders without duplicates, in order."""
+        return list(dict.fromkeys(box.component_folder for box in self.boxes))
 
 
 def make_boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:

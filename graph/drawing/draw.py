@@ -94,7 +94,7 @@ ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 def draw_dot(diagram: Diagram) -> str:
     """Draw a directed graph from left to right, with boxes in their subjects' colours."""
-    fills = assign_colours(diagram.subjects)
+    fills = assign_colours(diagram.component_folders)
     lines = [
         f"digraph {_quote_dot_string(diagram.title)} {{",
         "  rankdir=LR",
@@ -104,7 +104,9 @@ def draw_dot(diagram: Diagram) -> str:
     for box in diagram.boxes:
         style = ", penwidth=3" if box.name == diagram.focus else ""
         label = f'"{box.name.translate(ESCAPES)}\\n{box.use.translate(ESCAPES)}"'
-        lines.append(f'  {_quote_dot_string(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{style}]')
+        lines.append(
+            f'  {_quote_dot_string(box.name)} [label={label}, fillcolor="{fills[box.component_folder].pale}"{style}]'
+        )
     for arrow in diagram.arrows:
         ends = f"{_quote_dot_string(arrow.source)} -> {_quote_dot_string(arrow.target)}"
         lines.append(f"  {ends} [label={_quote_dot_string(arrow.label)}]")

@@ -38,7 +38,7 @@ class ArrowPoint:
 @attrs.frozen
 class Layering:
     """
-    Columns from left to right, each from top to bottom. `segments` are the segments between points, without duplicates.
+    Columns from left to right, each from top to bottom. Segments are between points, without duplicates.
     """
 
     columns: Columns

@@ -135,8 +135,8 @@ class _WiringDrawing:
     points: Mapping[str, ArrowPoint] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        hues = assign_colours(self.diagram.subjects)
-        self.colours = {box.name: hues[box.subject] for box in self.diagram.boxes}
+        hues = assign_colours(self.diagram.component_folders)
+        self.colours = {box.name: hues[box.component_folder] for box in self.diagram.boxes}
         self.points = {point.box: point for point in self.placed.ys if not point.is_bend}
 
     def draw_elements(self) -> Iterator[str]:

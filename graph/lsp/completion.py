@@ -22,7 +22,7 @@ from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.toml.positions import SourceRange
 from drawloom.graph.types.describe import dump_toml_or_repr, union_members_except_none
-from drawloom.graph.types.port_match import implements
+from drawloom.graph.types.port_match import implements_any
 from drawloom.graph.wiring.node import format_path
 
 Kind = Literal["node", "key", "value", "component", "variable", "recipe"]
@@ -156,7 +156,7 @@ def _complete_components(workspace: Workspace, meaning: Meaning) -> Iterator[Com
     for name in registry.names():
         spec = registry.find(name)
         if isinstance(spec, Spec):
-            is_fitting = all(role(spec) for role in required_roles) and (not ports or _implements_any(spec, ports))
+            is_fitting = all(role(spec) for role in required_roles) and (not ports or implements_any(spec.cls, ports))
             yield Completion(dump_toml(name), "component", spec.doc, preferred=is_fitting)
         else:
             yield Completion(dump_toml(name), "component", spec.text, preferred=False)
@@ -165,7 +165,9 @@ def _complete_components(workspace: Workspace, meaning: Meaning) -> Iterator[Com
 def _complete_nodes(meaning: Meaning, field: Field) -> Iterator[Completion]:
     """Yield possible target nodes for an edge and, for a list, groups with such nodes."""
     graph = meaning.graph
-    fitting = [name for name, node in graph.nodes.items() if not node.owner and _implements_any(node.spec, field.ports)]
+    fitting = [
+        name for name, node in graph.nodes.items() if not node.owner and implements_any(node.spec.cls, field.ports)
+    ]
     for name in fitting:
         if name != meaning.node:
             yield Completion(dump_toml(f"@{name}"), "node", _describe_node(meaning, name))
@@ -210,10 +212,6 @@ def _find_part_type(kind: Any, path: KeyPath) -> Any:
         else:
             return Any
     return next((member for member in union_members_except_none(kind) if attrs.has(member)), kind)
-
-
-def _implements_any(spec: Spec, ports: Iterable[type]) -> bool:
-    return any(implements(spec.cls, port) for port in ports)
 
 
 def _describe_node(meaning: Meaning, name: str) -> str:

@@ -36,7 +36,7 @@ class Diagnostic:
 def diagnose(workspace: Workspace, path: Path) -> Iterator[Diagnostic]:
     """Yield an open recipe's problems. A problem of an extended recipe is marked at `extends`."""
     text = workspace.texts[path]
-    for problem in workspace.check(path):
+    for problem in workspace.analyse_and_list_problems(path):
         position = problem.position
         if position is not None and position.line and Path(position.source).resolve() == path:
             start = find_offset(text, position)

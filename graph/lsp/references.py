@@ -71,7 +71,7 @@ class References:
         """Find all files naming a recipe's symbol: in its bases, in other recipes extending these, and so on."""
         recipes: dict[Path, MergedRecipe] = {}
         unread = []
-        for other in dict.fromkeys((path, *workspace.recipes())):
+        for other in dict.fromkeys((path, *workspace.find_recipes())):
             try:
                 recipes[other] = workspace.project.load(os.path.relpath(other), unsaved=workspace.texts)
             except RecipeError:

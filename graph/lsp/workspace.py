@@ -128,8 +128,8 @@ class Workspace:
             or data.keys() <= self._top_level_names_in_shipped_recipes
         )
 
-    def check(self, path: Path) -> list[Problem]:
-        """Return an open recipe's problems. If it can't be read, the last analysis is kept."""
+    def analyse_and_list_problems(self, path: Path) -> list[Problem]:
+        """Analyse an open recipe, and return its problems. If it can't be read, the last analysis is kept."""
         try:
             recipe = self.project.load(os.path.relpath(path), unsaved=self.texts)
         except RecipeError as error:
@@ -152,7 +152,7 @@ class Workspace:
         known = {other: self.analyses.get(other) for other in self.texts if other != path}
         return [other for other, analysis in known.items() if analysis is None or path in analysis.files]
 
-    def recipes(self) -> Iterator[Path]:
+    def find_recipes(self) -> Iterator[Path]:
         """Yield the workspace's recipes, open or not, except lock files of runs."""
         paths = {path for path in self.texts if self.contains(path)}
         for folder in self.folders:

@@ -102,17 +102,21 @@ class _Reader:
             text = f"there is no recipe {name!r}: it is not a file, a run folder or a shipped name"
             self._add_problem("DL101", text, hint, COMMAND_LINE)
 
-    def _read_and_add_recipe(self, path: Path, name: str, requester: Position, above: tuple[Path, ...]) -> None:
+    def _read_and_add_recipe(
+        self, path: Path, name: str, requester: Position, extending_recipes: tuple[Path, ...]
+    ) -> None:
         text = self._read_text(path, name, requester)
         data = None if text is None else self._parse(text, name)
         if text is None or data is None:
             return
         label = path.name if self.folder.contains(path) else name
-        self.add_with_bases(Layer(name, data, text, label=label, is_base=bool(above)), path, above)
+        self.add_with_bases(
+            Layer(name, data, text, label=label, is_base=bool(extending_recipes)), path, extending_recipes
+        )
 
-    def add_with_bases(self, layer: Layer, path: Path, above: tuple[Path, ...]) -> None:
-        """Add a layer, and below it its bases. `above` contains the recipes extending it."""
-        chain = (*above, path.resolve())
+    def add_with_bases(self, layer: Layer, path: Path, extending_recipes: tuple[Path, ...]) -> None:
+        """Add a layer, and below it its bases. `extending_recipes` extend it, the outermost first."""
+        chain = (*extending_recipes, path.resolve())
         for base, base_name, position in self._iterate_bases(layer, path):
             if base.resolve() in chain:
                 self._add_problem("DL104", f"{base_name} extends itself through {layer.source}", "", position)

@@ -1,7 +1,7 @@
 """The container: builds every node once in dependency order, opens the nodes, and closes them in reverse order."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
@@ -16,7 +16,7 @@ from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.runtime.origin import find_raising_node, locate_setting
-from drawloom.graph.types.port_match import find_mismatches, implements, join_mismatches
+from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Edge, Node
 
@@ -230,7 +230,7 @@ class Container(Mapping[str, Any]):
                     ports = field.ports
                     if item is None and field.kind == "optional":
                         continue
-                    if not _implements_any(type(item), ports):
+                    if not implements_any(type(item), ports):
                         why = join_mismatches(
                             [reason for port in ports for reason in find_mismatches(type(item), port)]
                         )
@@ -274,7 +274,7 @@ class Container(Mapping[str, Any]):
         nodes = [self.graph.nodes[name] for name in self._objects if name not in self.replacements]
         for node in [node for node in nodes if node.spec.fields_of_kind_every]:
             for field in node.spec.fields_of_kind_every:
-                fitting = {kind for kind in kinds if _implements_any(kind, field.ports)}
+                fitting = {kind for kind in kinds if implements_any(kind, field.ports)}
                 members = {key: item for key, item in self._objects.items() if type(item) in fitting}
                 getattr(self._objects[node.name], field.attribute).update(members)
 
@@ -387,7 +387,7 @@ class Container(Mapping[str, Any]):
         # Typed as a function that makes a T, because type checkers refuse Protocols for type[T].
         if isinstance(key, str):
             return self._objects.get(key, default)
-        names = [name for name, item in self._objects.items() if _implements_any(type(item), (key,))]
+        names = [name for name, item in self._objects.items() if implements_any(type(item), (key,))]
         if len(names) != 1:
             implementers = " and ".join(f"[{name}]" for name in names) or "no open node"
             verb = "implement" if names[1:] else "implements"
@@ -399,7 +399,3 @@ class Container(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._objects)
-
-
-def _implements_any(cls: type, ports: Iterable[type]) -> bool:
-    return any(implements(cls, port) for port in ports)

@@ -52,7 +52,6 @@ def implements(cls: type, port: Any) -> bool:
     return _implements(frozenset(), cls, port)
 
 
-@functools.cache
 def implements_any(cls: type, ports: tuple[type, ...]) -> bool:
     """Return whether a class implements at least one port."""
     return any(implements(cls, port) for port in ports)

@@ -36,10 +36,10 @@ class FakeMesh(MeshView):
     sizes: PerDimension = attrs.field(factory=PerDimension)
     indices: PerDimension = attrs.field(factory=PerDimension.of_first_rank)
     world: Any = attrs.field(factory=OneRankGroup)
-    replicas: Any = attrs.field(factory=OneRankGroup)
+    replica_group: Any = attrs.field(factory=OneRankGroup)
 
     def group(self, *dimensions: str) -> Any:
-        return self.replicas if "data_replicate" in dimensions else OneRankGroup()
+        return self.replica_group if "data_replicate" in dimensions else OneRankGroup()
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         raise AssertionError("nothing is sharded")

@@ -161,7 +161,7 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     """Return the dtypes and sizes of the tensors summed by two replicas."""
     node = "stages" if use == "stages.materialized" else "precision"
     group = _Recorder()
-    mesh = SingleRankMesh(replicas=group)
+    mesh = SingleRankMesh(replica_group=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
         objects["stages"].local[0].shards.reduce_in_next_backward(is_last_in_step=True)
         objects["stages"].move_gradients_to_masters()
@@ -355,7 +355,7 @@ def compared_steps(use: str, values: Values, _place: Path) -> Any:
         steps.append(step.index)
         return [value, value]
 
-    mesh = fake(Mesh, replicas=fake(Group, size=2, gather_json=gather))
+    mesh = fake(Mesh, replica_group=fake(Group, size=2, gather_json=gather))
     phase = build(use, mesh=mesh, parameters=fake(Parameters, named_parameters=lambda: []), **values)
     for step in (Step(index, 6) for index in range(1, 7)):
         phase.run_phase(step)

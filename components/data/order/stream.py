@@ -123,7 +123,7 @@ class RowStream:
             counts = segment.count_segment_rows_before(following.start - segment.start)
             self._before.append(_add_row_counts(self._before[-1], counts))
 
-    def rows(self, positions: Sequence[int]) -> list[int]:
+    def rows_at(self, positions: Sequence[int]) -> list[int]:
         """Return the rows at these positions. Raises UserError for a source that is no longer in the mixture."""
         # Cache one window, because positions arrive in order; few rows get a short one, as a long one has many epochs.
         size = min(WINDOW, max(64, sum(source.rows for source in self.sources.values())))

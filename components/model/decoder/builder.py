@@ -35,7 +35,7 @@ from drawloom.components.model.decoder.specs import DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.split_vocabulary import (
     NewTokens,
-    Split,
+    NewTokenSplit,
     count_new_tokens,
     create_vocabulary_join_mapper,
     find_new_tokens_fault,
@@ -246,13 +246,13 @@ class DecoderBuilder:
         return ModelScaling()
 
     @property
-    def new_token_split(self) -> Split | None:
+    def new_token_split(self) -> NewTokenSplit | None:
         """The vocabulary's split into a table and new tokens: the tokenizer's last ids, or ids after the table."""
         if not self.new_tokens:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
-        return Split(end - count, row_counts_by_parameter(self.new_tokens), rows)
+        return NewTokenSplit(end - count, row_counts_by_parameter(self.new_tokens), rows)
 
     def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:

@@ -113,13 +113,13 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 """The `fixed` values of all families."""
 
 
-def build_hugging_face_config(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
-    """Return the `config.json` for a model; `end` is the id that ends a text, if there is a tokenizer."""
+def build_hugging_face_config(family: Family, architecture: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
+    """Return the `config.json` for a model; `eos_id` is the id that ends a text, if there is a tokenizer."""
     numbers = {
         family.renamed.get(key, key): _convert_tuple_to_list(getattr(architecture, key)) for key in family.config_keys
     }
     # transformers' defaults of a family may lie outside of a smaller vocabulary.
-    known_end = {"pad_token_id": None} | ({} if end is None else {"eos_token_id": end})
+    known_end = {"pad_token_id": None} | ({} if eos_id is None else {"eos_token_id": eos_id})
     named = {"architectures": [family.class_name], "model_type": family.model_type}
     rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
     return family.write({**named, **FIXED, **family.fixed, **numbers, **rope, **known_end, "use_cache": True})

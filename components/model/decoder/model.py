@@ -32,15 +32,18 @@ def check_hidden_states_request(shared: TokenContext, layers: int) -> None:
         )
 
 
-def compute_document_means(hidden: Tensor, documents: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
+def compute_document_means(
+    hidden: Tensor, documents: Tensor, document_count: int, weights: Tensor | None = None
+) -> Tensor:
     """
-    Return the mean over every document's tokens: at least float32 (rows, count, hidden_size), zeros without tokens.
+    Return the mean over every document's tokens, at least float32 (rows, document_count, hidden_size); zeros without
+    tokens.
 
-    hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `count` on are skipped;
-    weights: bool or floating (rows, length); default: 1.
+    hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `document_count` on are
+    skipped; weights: bool or floating (rows, length); default: 1.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    numbers = torch.arange(count, device=documents.device)
+    numbers = torch.arange(document_count, device=documents.device)
     # A product instead of a scattered sum, because its order of additions is fixed.
     members = (documents[:, None, :] == numbers[:, None]).to(dtype)
     if weights is not None:

@@ -37,10 +37,10 @@ class ParametrizedBuilder(DecoderBuilder):
 
     @property
     def scaling(self) -> ModelScaling:
-        scaling = self.scale(self.architecture)
+        scaling = self.compute_scaling(self.architecture)
         return scaling if self.has_multipliers else scaling.fold_multipliers()
 
-    def scale(self, config: DecoderConfig) -> ModelScaling:
+    def compute_scaling(self, config: DecoderConfig) -> ModelScaling:
         """Return the parametrization's factors for a config's sizes; all are 1 without a parametrization."""
         if self.parametrization is None:
             return ModelScaling()

@@ -75,18 +75,20 @@ class CircularExecutor(ProgramExecutor):
         token = create_exchange_token(sends, self.device.device)
         runners = {stage.index: StageRunner(stage, self.objective, state) for stage in self.stages.local}
         passes, share = StagePasses(runners, inputs, token), table.microbatches_of_stage(group.rank)
-        embedded = [passes.forward(0, number, inputs[number].inputs) for number in share]
+        embedded = [passes.run_differentiable_pass(0, number, inputs[number].inputs) for number in share]
         forward_pass = ForwardPass(
             table,
             Ring(group.rank, group.size, self._links),
-            run_block=lambda block, number, tensor: passes.forward(block + 1, number, tensor),
+            run_block=lambda block, number, tensor: passes.run_differentiable_pass(block + 1, number, tensor),
             metas=[self._infer_stage_tensor_meta(microbatch) for microbatch in inputs],
             buffers=Buffers.with_inputs(table, range(group.rank, group.rank + 1), embedded),
             pending_sends=sends,
             token=token,
         )
         hidden, last = forward_pass.run(), len(self._stage_to_rank) - 1
-        losses = [passes.forward(last, number, states) for number, states in zip(share, hidden, strict=True)]
+        losses = [
+            passes.run_differentiable_pass(last, number, states) for number, states in zip(share, hidden, strict=True)
+        ]
         sends.wait_for_all()
         del hidden, embedded
         # The token starts backward passes on ranks without a loss, which take part in all exchanges of gradients.

@@ -189,27 +189,28 @@ def build_interleaved_op_codes(
     stages: int,
     microbatches: int,
     op_code: Callable[[int], int],
-    lead: int,
-    lag: int | None = None,
+    warmup_per_later_rank: int,
+    weight_grad_lag: int | None = None,
 ) -> OpCodes:
     """
     Return a rank's row of interleaved 1F1B; `op_code` returns a local stage's backward op code.
 
-    The k-th rank before the last warms up with `lead * k` more forward passes. With `lag`, weight gradients are
-    deferred: from backward pass number `lag` on, every one is followed by the oldest pending weight gradients.
+    The k-th rank before the last warms up with `warmup_per_later_rank * k` more forward passes. With `weight_grad_lag`,
+    weight gradients are deferred: from backward pass number `weight_grad_lag` on, every one is followed by the oldest
+    pending weight gradients.
     """
     sizes = split_into_rounds(ranks, microbatches)
     forwards = list_op_codes_in_rounds(forward_op_code, sizes, range(stages))
     backwards = list_op_codes_in_rounds(op_code, sizes, range(stages)[::-1])
-    # The first backward pass needs the first round's forward passes of all local stages, then `lead` per later rank.
-    ahead = (stages - 1) * sizes[0] + lead * (ranks - 1 - rank)
+    # The first backward pass needs the first round's forward passes of all local stages, then some per later rank.
+    ahead = (stages - 1) * sizes[0] + warmup_per_later_rank * (ranks - 1 - rank)
     row = forwards[:ahead]
     for number, backward in enumerate(backwards):
         row += forwards[ahead + number : ahead + number + 1]
         row.append(backward)
-        if lag is not None and number >= lag:
+        if weight_grad_lag is not None and number >= weight_grad_lag:
             row.append(W)
-    return row if lag is None else row + [W] * min(lag, len(backwards))
+    return row if weight_grad_lag is None else row + [W] * min(weight_grad_lag, len(backwards))
 
 
 def build_breadth_first_op_codes(stages: int, microbatches: int) -> OpCodes:

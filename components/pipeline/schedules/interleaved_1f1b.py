@@ -26,4 +26,6 @@ class Interleaved1F1B(OpCodeSchedule):
         return assign_stages_in_loop(ranks, self.stages_per_rank)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
-        return build_interleaved_op_codes(rank, ranks, self.stages_per_rank, microbatches, backward_op_code, lead=2)
+        return build_interleaved_op_codes(
+            rank, ranks, self.stages_per_rank, microbatches, backward_op_code, warmup_per_later_rank=2
+        )

@@ -26,5 +26,11 @@ class ZeroBubble1P(OpCodeSchedule):
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_interleaved_op_codes(
-            rank, ranks, self.stages_per_rank, microbatches, backward_input_op_code, lead=1, lag=rank
+            rank,
+            ranks,
+            self.stages_per_rank,
+            microbatches,
+            backward_input_op_code,
+            warmup_per_later_rank=1,
+            weight_grad_lag=rank,
         )

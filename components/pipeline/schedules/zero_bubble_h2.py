@@ -24,4 +24,6 @@ class ZeroBubbleH2(OpCodeSchedule):
         return assign_stages_in_loop(ranks)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
-        return build_interleaved_op_codes(rank, ranks, 1, microbatches, backward_input_op_code, lead=2, lag=2 * rank)
+        return build_interleaved_op_codes(
+            rank, ranks, 1, microbatches, backward_input_op_code, warmup_per_later_rank=2, weight_grad_lag=2 * rank
+        )

@@ -70,10 +70,10 @@ def _replicas_of_real_processes(**settings: Any) -> tuple[Any, ...]:
     try:
         mesh.open()
         number = torch.tensor([1 + mesh.world.rank])
-        mesh.replicas.sum(number)
+        mesh.replica_group.sum(number)
         sizes = {name: getattr(mesh.sizes, name) for name in ("pipeline", "data_replicate", "expert")}
         alone = mesh.tensor_group.gather_json("alone")
-        return mesh.indices.data_replicate, mesh.replicas.rank, number.item(), sizes, mesh.world.size, alone
+        return mesh.indices.data_replicate, mesh.replica_group.rank, number.item(), sizes, mesh.world.size, alone
     finally:
         processes.close()
 
@@ -196,4 +196,4 @@ def _leave_early() -> None:
     mesh.world.sum(torch.ones(1))
     if processes.rank == 1:
         raise RuntimeError("rank 1 gave up")
-    mesh.replicas.sum(torch.ones(1))
+    mesh.replica_group.sum(torch.ones(1))

@@ -35,8 +35,8 @@ class Record:
     def restore(self) -> int:
         return self.restored
 
-    def after_restore(self, done: int) -> None:
-        self.calls.append(f"after restore of {done}")
+    def after_restore(self, restored_step: int) -> None:
+        self.calls.append(f"after restore of {restored_step}")
 
     def save(self, step: Step) -> None:
         self.calls.append(f"save {step.index}")
