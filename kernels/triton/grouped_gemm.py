@@ -96,7 +96,7 @@ def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     fake=_allocate_rows,
     flops=count_row_product_flops,
     scratch=return_zero_scratch_bytes,
-    work=_estimate_row_product_equivalent_flops,
+    equivalent_flops=_estimate_row_product_equivalent_flops,
 )
 def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_rows(x, weight, offsets)
@@ -157,7 +157,7 @@ def _allocate_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     fake=_allocate_matrices,
     flops=count_outer_product_flops,
     scratch=return_zero_scratch_bytes,
-    work=_estimate_outer_product_equivalent_flops,
+    equivalent_flops=_estimate_outer_product_equivalent_flops,
 )
 def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_matrices(a, b, offsets)

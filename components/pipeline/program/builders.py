@@ -97,7 +97,7 @@ def build_program(
 
 
 class OpCodeSchedule(ABC):
-    """Schedule whose ranks build their rows independently; `backward_newest_first` reverses backward passes."""
+    """Schedule whose ranks build their op codes independently; `backward_newest_first` reverses backward passes."""
 
     backward_newest_first: ClassVar[bool] = False
 

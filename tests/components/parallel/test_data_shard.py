@@ -256,7 +256,7 @@ def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
         adapters = [lora("q_proj"), FullTuning(targets=["up_proj", "layers.0.input_layernorm"])]
         mixed: dict[str, Any] = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
         [stage] = _stages(mesh, device, True, adapters=adapters, **mixed).local
-        return {name: (part.dtype, part.requires_grad) for name, part in stage.named_parameters()}
+        return {name: (part.dtype, part.requires_grad) for name, part in stage.named_masters_or_parameters()}
 
 
 def test_frozen_weights_are_kept_in_the_compute_dtype() -> None:
