@@ -132,7 +132,7 @@ def _need_gradients(weights: Sequence[Tensor]) -> bool:
 
 
 def get_or_quantize_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
-    """Return x (..., width) quantized by rows, with or without a transposed copy; recent tensors have theirs attached."""
+    """Return x (..., width) quantized by rows, with or without a transposed copy; attached rows are used again."""
     if x.is_inference():  # without a version
         return _quantize_rows(kernels, x, transposed)
     known: _AttachedRows | None = _get_attached_rows(x)

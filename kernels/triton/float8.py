@@ -2,8 +2,8 @@
 Casts to float8 in Triton; cuBLAS multiplies.
 
 A cast by rows keeps whole rows in registers. Transposed copies are made tile by tile from quantized elements. Tensors
-in bfloat16 are read once, except weights: they are cast again for the backward pass and not kept. SwiGLU and its backward
-pass write no bfloat16.
+in bfloat16 are read once, except weights: they are cast again for the backward pass and not kept. SwiGLU and its
+backward pass write no bfloat16.
 """
 
 from collections.abc import Sequence

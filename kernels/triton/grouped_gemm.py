@@ -68,13 +68,13 @@ def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: 
     return apply_grouped_gemm(TRITON, x, weight, offsets, transposed)
 
 
-def grouped_gemm_in_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+def multiply_groups_in_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """
     Compute `grouped_gemm_triton`; a row of the result has the same bits among any number of rows.
 
     x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
-    _check_inputs("grouped_gemm_in_fixed_tiles", x, weight)
+    _check_inputs("multiply_groups_in_fixed_tiles", x, weight)
     return apply_grouped_gemm(FIXED_TILES, x, weight, offsets, transposed)
 
 

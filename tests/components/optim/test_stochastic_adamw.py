@@ -36,7 +36,7 @@ def narrow_weights(*names: str) -> Weights:
 class OneJob:
     seed: int = 3
     name: str = "run"
-    path: Path = Path("runs/run")
+    folder_path: Path = Path("runs/run")
 
 
 def open_optimizer(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:

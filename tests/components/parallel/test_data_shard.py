@@ -76,7 +76,7 @@ def _inspect_shards() -> list[dict[str, Any]]:
             layer = module.get_submodule("model.layers.1")
             freed = is_dtensor(layer.get_parameter("self_attn.q_proj.weight"))
             stages.cast_weights()
-            named = dict(stages.local[0].named_parameters())
+            named = dict(stages.local[0].named_masters_or_parameters())
             records.append(
                 {
                     "freed": freed,

@@ -225,7 +225,7 @@ def test_stages_pass_hidden_states_on_with_gradients(model: Qwen3Dense, document
     actual = {
         name: parameter.grad
         for stage in stages
-        for name, parameter in stage.named_masters_or_parameters()
+        for name, parameter in stage.named_parameters()
         if parameter.grad is not None
     }
     for name, parameter in module.named_parameters():
