@@ -35,8 +35,8 @@ from drawloom.kernels.batch_invariant import (
     apply_with_padded_rows,
     attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
-    multiply_groups_with_padded_rows,
     linear_with_aligned_outputs,
+    multiply_groups_with_padded_rows,
 )
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
