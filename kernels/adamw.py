@@ -70,7 +70,7 @@ class ParamState:
         return [self.weight, self.exp_avg, self.exp_avg_sq, *(tensor for tensor in optional if tensor is not None)]
 
     @property
-    def is_contiguous(self) -> bool:
+    def is_one_flat_range(self) -> bool:
         """Return whether the weight is one range of the parameter's elements."""
         return self.width >= self.weight.numel()
 
@@ -237,7 +237,7 @@ def _draw_noise_bits(param: ParamState, elements: Tensor, counter: int) -> Itera
 
     `elements`, int64 (n,), are consecutive indices in the weight, beginning with an even one.
     """
-    offset = elements if param.is_contiguous else elements // param.width * param.stride + elements % param.width
+    offset = elements if param.is_one_flat_range else elements // param.width * param.stride + elements % param.width
     index = param.first + offset
     if param.has_adjacent_noise_pairs:
         words = philox(param.key, index[::PER_DRAW] // PER_DRAW, counter)

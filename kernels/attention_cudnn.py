@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drawloom.kernels.attention import AttentionImplementation, attention_eager, create_causal_mask
 from drawloom.kernels.attention_flash import attention_flash, why_not_flash
-from drawloom.kernels.attention_flex import FLEX, block_mask
+from drawloom.kernels.attention_flex import FLEX, create_document_block_mask
 from drawloom.kernels.attention_meta import attention_on_meta
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.attention_sinks import SoftmaxStatistics, attend_with_optional_sinks
@@ -44,7 +44,7 @@ def attention_cudnn(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """
-    Compute attention_eager with ONE_DOCUMENT_PER_ROW or a mask from `block_mask`.
+    Compute attention_eager with ONE_DOCUMENT_PER_ROW or a mask from `create_document_block_mask`.
 
     q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim); returns
     (rows, length, heads, v_dim), a meta tensor for meta tensors.
@@ -58,7 +58,7 @@ def attention_cudnn(
         return attention_flash(q, k, v, None, options, sinks)
     if server == "flex":
         documents = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
-        return FLEX.attend(q, k, v, block_mask(documents), options, sinks)
+        return FLEX.attend(q, k, v, create_document_block_mask(documents), options, sinks)
     if server == "eager":
         return attention_eager(q, k, v, create_causal_mask(q.shape[1], q.shape[1], None, q.device), options, sinks)
     if sinks is not None:

@@ -200,7 +200,7 @@ class DeferredGrad:
             total = summand if total is None else total + summand
         return total
 
-    def add_to_grad(self) -> bool:
+    def try_to_add_to_grad(self) -> bool:
         """
         Add the queued summands to the weight's `.grad` in place and return True, or return False and do nothing.
 

@@ -1,7 +1,7 @@
 """
 Experts with matrix products in float8: permutation, gate and up, SwiGLU and down as one operation.
 
-Tokens are rounded before they are copied to their experts' rows, and so are their gradients, so that rows exist in
+Tokens are quantized before they are copied to their experts' rows, and so are their gradients, so that rows exist in
 float8 alone. `linear_float8.py` has the dense recipe. Here a weight has one scale by expert, not by output channel, and
 therefore multiplies products without a change to the gradient. For a weight's gradient both operands have scales by
 row; their product multiplies one of them, relative to the largest in the expert's rows. Scales are powers of two, so
@@ -77,7 +77,7 @@ def _multiply_by_experts(
 
 
 class CachedFloat8Experts(CachedFloat8Weights):
-    """Rounded experts' weight (experts, outputs, inputs), kept in the same memory from one update to the next."""
+    """Quantized experts' weight (experts, outputs, inputs), kept in the same memory from one update to the next."""
 
     def allocate(self) -> Float8Rows:
         return allocate_quantized_experts(self.weights[0])
@@ -87,7 +87,7 @@ class CachedFloat8Experts(CachedFloat8Weights):
 
 
 def _get_or_quantize_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Round a weight (experts, outputs, inputs), or return the kept elements, scales and transposed copy."""
+    """Quantize a weight (experts, outputs, inputs), or return the cached elements, scales and transposed copy."""
     kept: CachedFloat8Experts | None = getattr(weight, "float8", None)
     if kept is None:
         return *kernels.quantize_experts(weight), None
@@ -98,7 +98,7 @@ def _get_or_quantize_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tu
 
 @supports_deferred_weight_gradient
 class _ExpertsFloat8(Function):
-    """Experts; it saves tokens, gate and up's results, and rounded factors."""
+    """Experts; it saves tokens, gate and up's results, and quantized factors."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ class _ExpertsFloat8(Function):
         dest_row: Tensor | None,
         source_choice: Tensor | None,
     ) -> Tensor:
-        """Return (tokens, width) for rounded x: data (tokens, width), scale (tokens,); without routes, also rows."""
+        """Return (tokens, width) for quantized x: data (tokens, width), scale (tokens,); without routes, also rows."""
         rows = data, scale, probabilities
         if dest_row is not None and source_choice is not None:
             rows = kernels.copy_tokens_to_expert_rows(
@@ -161,8 +161,8 @@ class _ExpertsFloat8(Function):
             grad_down = ctx.weight_gradient(product, grad_factor, inner_factor, scale, ends.detach())
             del inner_factor, grad_factor
         del rows
-        *rounded, grad_probabilities = kernels.quantize_expert_swiglu_gradient(grad_inner, gate_and_up, probabilities)
-        grad_both = ScaledRows(*rounded)
+        *quantized, grad_probabilities = kernels.quantize_expert_swiglu_gradient(grad_inner, gate_and_up, probabilities)
+        grad_both = ScaledRows(*quantized)
         del grad_inner
         if needs_first:
             right = ScaledRows(data.detach(), x_scale)
@@ -182,5 +182,5 @@ class _ExpertsFloat8(Function):
 def _get_transposed_quantized_weight(
     kernels: GroupedFloat8Kernels, weight: Tensor, scale: Tensor, kept: Tensor | None
 ) -> Tensor:
-    """Return a rounded weight, transposed (experts, inputs, outputs)."""
+    """Return a quantized weight, transposed (experts, inputs, outputs)."""
     return kernels.quantize_transposed_experts(weight, scale) if kept is None else kept

@@ -35,7 +35,7 @@ def lacks_float8(device: torch.device) -> bool:
 
 
 class ScaledRows(NamedTuple):
-    """Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,), or (experts,) for experts' matrices."""
+    """Quantized rows: `data` e4m3 (rows, width) times `scale` float32 (rows,), or (experts,) for experts' matrices."""
 
     data: Tensor
     scale: Tensor
@@ -43,7 +43,7 @@ class ScaledRows(NamedTuple):
 
 class Float8Rows(NamedTuple):
     """
-    Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
+    Quantized rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
 
     `transposed` is data.T, e4m3 (width, padded rows), padded with zeros to a multiple; it is empty if not requested.
     """
@@ -55,7 +55,7 @@ class Float8Rows(NamedTuple):
 
 class QuantizedGradient(NamedTuple):
     """
-    Rounded gradient: by rows, `data` (tokens, outputs) times `scale` (tokens,), and transposed, `columns` (outputs,
+    Quantized gradient: by rows, `data` (tokens, outputs) times `scale` (tokens,), and transposed, `columns` (outputs,
     padded tokens) times `column_scale` (outputs,); the last two are empty if they were not requested.
     """
 
@@ -69,7 +69,7 @@ class Float8Kernels(Protocol):
     """Casts and products in float8; all matrices have contiguous rows, and all scales are float32."""
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
-        """Round x (rows, width) by rows, with or without a transposed copy."""
+        """Quantize x (rows, width) by rows, with or without a transposed copy."""
         ...
 
     def transpose(self, data: Tensor) -> Tensor:
@@ -77,11 +77,11 @@ class Float8Kernels(Protocol):
         ...
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> ScaledRows:
-        """Round weights (outputs, inputs) by rows: data (all outputs, inputs) and scale (all outputs,)."""
+        """Quantize weights (outputs, inputs) by rows: data (all outputs, inputs) and scale (all outputs,)."""
         ...
 
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
-        """Round weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
+        """Quantize weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
         ...
 
     def quantize_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
@@ -89,14 +89,14 @@ class Float8Kernels(Protocol):
         ...
 
     def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
-        """Round silu(gate) * up by rows, where gate and up are the halves of `gate_and_up` (rows, 2 * width)."""
+        """Quantize silu(gate) * up by rows, where gate and up are the halves of `gate_and_up` (rows, 2 * width)."""
         ...
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> QuantizedGradient:
         """
-        Round grad * factor by rows: up to three gradients (tokens, outputs) side by side, factor (all outputs,).
+        Quantize grad * factor by rows: up to three gradients (tokens, outputs) side by side, factor (all outputs,).
 
-        With row_scale (tokens,), also round grad * row_scale[:, None] by columns.
+        With row_scale (tokens,), also quantize grad * row_scale[:, None] by columns.
         """
         ...
 
@@ -104,7 +104,7 @@ class Float8Kernels(Protocol):
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
     ) -> QuantizedGradient:
         """
-        Round `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) *
+        Quantize `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) *
         up, and factor (2 * width,).
         """
         ...

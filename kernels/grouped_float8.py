@@ -32,7 +32,7 @@ MIN_SCALE = 2.0**-100
 
 class ExpertRows(NamedTuple):
     """
-    Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
+    Quantized rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
 
     `probabilities` (rows,) are their choices', or empty if they were not requested.
     """
@@ -44,7 +44,7 @@ class ExpertRows(NamedTuple):
 
 class QuantizedSwigluGradient(NamedTuple):
     """
-    Rounded gradient of gate and up: `data` e4m3 (rows, 2 * width) times `scale` float32 (rows,), and the gradients of
+    Quantized gradient of gate and up: `data` e4m3 (rows, 2 * width) times `scale` float32 (rows,), and the gradients of
     probabilities (rows,).
     """
 
@@ -73,7 +73,7 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
 
     def copy_tokens_to_expert_rows(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> ExpertRows:
         """
-        Copy rounded tokens (tokens, width) to their choices' rows, and probabilities (tokens, top_k) if any.
+        Copy quantized tokens (tokens, width) to their choices' rows, and probabilities (tokens, top_k) if any.
 
         Unused rows are zeros.
         """
@@ -88,11 +88,11 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         ...
 
     def quantize_experts(self, weight: Tensor) -> ScaledRows:
-        """Round a weight (experts, outputs, inputs) by expert: data with this shape, and scale (experts,)."""
+        """Quantize a weight (experts, outputs, inputs) by expert: data with this shape, and scale (experts,)."""
         ...
 
     def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Round a weight (experts, outputs, inputs) with scales (experts,): e4m3 (experts, inputs, outputs)."""
+        """Quantize a weight (experts, outputs, inputs) with scales (experts,): e4m3 (experts, inputs, outputs)."""
         ...
 
     def quantize_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
@@ -100,15 +100,14 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         ...
 
     def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
-        """Round silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up."""
+        """Quantize silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up."""
         ...
 
     def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
     ) -> QuantizedSwigluGradient:
         """
-        Round the gradient of `gate_and_up` (rows, 2 * width) by rows, given the gradient of the product above, (rows,
-        width).
+        Quantize the gradient of `gate_and_up` (rows, 2 * width) by rows, given the product's gradient (rows, width).
         """
         ...
 
@@ -144,7 +143,7 @@ def count_padded_columns(rows: int, experts: int) -> int:
 
 
 def allocate_quantized_experts(weight: Tensor) -> Float8Rows:
-    """Return memory for a rounded weight (experts, outputs, inputs), scales by expert, and its transposed copy."""
+    """Return memory for a quantized weight (experts, outputs, inputs), scales by expert, and its transposed copy."""
     experts, outputs, inputs = weight.shape
     data, transposed = (
         weight.new_empty(shape, dtype=E4M3) for shape in ((experts, outputs, inputs), (experts, inputs, outputs))

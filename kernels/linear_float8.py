@@ -2,12 +2,12 @@
 Linear layers and gated feed-forward networks with matrix products in float8.
 
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, but with row scales. x (tokens, inputs) and
-the weight (outputs, inputs) are rounded once, by rows, for y = x @ weight.T. The backward pass uses the same elements,
-although a product can be scaled only along the dimensions it keeps:
+the weight (outputs, inputs) are quantized once, by rows, for y = x @ weight.T. The backward pass uses the same
+elements, although a product can be scaled only along the dimensions it keeps:
 
-- grad_x = (grad * weight_scale) @ weight_elements: weight scales multiply the gradient before rounding;
-- grad_weight = (grad * x_scale).T @ x_elements: x scales multiply the rounded gradient, and its columns get their own
-  scales. A factor 2^n shifts exponents, so the gradient is rounded once, too; only elements 2^15 times
+- grad_x = (grad * weight_scale) @ weight_elements: weight scales multiply the gradient before quantization;
+- grad_weight = (grad * x_scale).T @ x_elements: x scales multiply the quantized gradient, and its columns get their own
+  scales. A factor 2^n shifts exponents, so the gradient is quantized once, too; only elements 2^15 times
   smaller than their column's largest lose bits.
 
 Tensor cores multiply float8 along contiguous dimensions, so the backward pass needs transposed copies. A row with a
@@ -48,7 +48,7 @@ from drawloom.kernels.recompute import (
 def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     Return x @ weight.T + bias (..., outputs), multiplied in float8: x (..., inputs), weight (outputs, inputs), bias
-    (outputs,), all bfloat16; layers with the same tensor x round it once.
+    (outputs,), all bfloat16; layers with the same tensor x quantize it once.
     """
     return _multiply_by_weights_in_float8(kernels, x, [weight], bias)[0]
 
@@ -115,14 +115,14 @@ def check_float8_operands(x: Tensor, weight: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _AttachedRows:
-    """Rounded rows, and the version their tensor had."""
+    """Quantized rows, and the version their tensor had."""
 
     rows: Float8Rows
     version: int
 
 
-# Adapters save x for their own gradients; its rounded rows must not live as long. Operations that share an input follow
-# each other, but experts round an input of their own before a shared expert reads theirs.
+# Adapters save x for their own gradients; its quantized rows must not live as long. Operations that share an input
+# follow each other, but experts quantize an input of their own before a shared expert reads theirs.
 _latest: deque[_AttachedRows] = deque(maxlen=2)
 
 
@@ -132,7 +132,7 @@ def _need_gradients(weights: Sequence[Tensor]) -> bool:
 
 
 def get_or_quantize_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
-    """Round x (..., width) by rows, with or without a transposed copy; the latest tensors are rounded only once."""
+    """Return x (..., width) quantized by rows, with or without a transposed copy; attached rows are used again."""
     if x.is_inference():  # without a version
         return _quantize_rows(kernels, x, transposed)
     known: _AttachedRows | None = _get_attached_rows(x)
@@ -151,11 +151,11 @@ def _get_attached_rows(x: Tensor) -> _AttachedRows | None:
 
 
 def attach_quantized_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
-    """Keep rounded rows for x's next operations in float8, x (..., width), and return them."""
+    """Attach quantized rows to x (..., width) for its next operations in float8, and return them."""
     if not x.is_inference():  # without a version
-        rounded = _AttachedRows(rows, x._version)
-        _latest.append(rounded)
-        x.float8 = ref(rounded)  # type: ignore[attr-defined]
+        quantized = _AttachedRows(rows, x._version)
+        _latest.append(quantized)
+        x.float8 = ref(quantized)  # type: ignore[attr-defined]
     return rows
 
 
@@ -165,7 +165,7 @@ def _quantize_rows(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float
 
 
 class CachedFloat8Weights:
-    """An operation's rounded weights, kept in the same memory from one update to the next."""
+    """An operation's quantized weights, kept in the same memory from one update to the next."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         """Allocate memory for an operation's weights (outputs, inputs); the first weight refers to it."""
@@ -176,11 +176,11 @@ class CachedFloat8Weights:
         weights[0].float8 = self  # type: ignore[attr-defined]
 
     def allocate(self) -> Float8Rows:
-        """Allocate memory for the rounded weights."""
+        """Allocate memory for the quantized weights."""
         return allocate_quantized_weights(self.weights)
 
     def quantize_into_memory(self, kernels: Any) -> None:
-        """Round the weights into their memory."""
+        """Quantize the weights into their memory."""
         kernels.quantize_weights_into(self.weights, self.rows)
 
     @property
@@ -189,12 +189,12 @@ class CachedFloat8Weights:
         return self._versions == [weight._version for weight in self.weights]
 
     def quantize_with(self, kernels: Float8Kernels) -> None:
-        """Round the weights now, and remember the kernels for later calls of `requantize`."""
+        """Quantize the weights now, and remember the kernels for `requantize`."""
         self._kernels = kernels
         self.requantize()
 
     def requantize(self) -> None:
-        """Round the weights after an update; before their first use, do nothing."""
+        """Quantize the weights after an update; before their first use, do nothing."""
         if self._kernels is not None:
             with torch.no_grad():
                 self.quantize_into_memory(self._kernels)
@@ -202,7 +202,7 @@ class CachedFloat8Weights:
 
 
 def _get_or_quantize_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
-    """Return an operation's weights (outputs, inputs) in float8 with a transposed copy: kept ones, or rounded now."""
+    """Return an operation's weights (outputs, inputs) in float8 with a transposed copy: cached, or quantized now."""
     kept: CachedFloat8Weights | None = getattr(weights[0], "float8", None)
     if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
         elements, scale = kernels.quantize_weights(weights)
@@ -215,7 +215,7 @@ def _get_or_quantize_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) 
 def _get_transposed_quantized_weights(
     kernels: Float8Kernels, weights: Sequence[Tensor], scale: Tensor, kept: Tensor
 ) -> Tensor:
-    """Return rounded weights, transposed (inputs, all outputs)."""
+    """Return quantized weights, transposed (inputs, all outputs)."""
     return kept if kept.numel() else kernels.quantize_transposed_weights(weights, scale)
 
 
@@ -253,20 +253,20 @@ class _LinearFloat8(Function):
         weight_scale, x_scale, x, *weights = ctx.saved_tensors
         kernels: Float8Kernels = ctx.kernels
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        rounded = kernels.quantize_gradient(rows, weight_scale, x_scale if any(ctx.needs_weights) else None)
+        quantized = kernels.quantize_gradient(rows, weight_scale, x_scale if any(ctx.needs_weights) else None)
         grad_x = None
         if ctx.needs_input_grad[0]:
             elements = _get_transposed_quantized_weights(kernels, weights, weight_scale, ctx.transposed)
-            grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
+            grad_x = kernels.multiply_scaled(quantized.data, quantized.scale, elements, None, fast=False).view(
                 ctx.inputs_shape
             )
-        grad_weights = _compute_or_defer_weight_gradients(ctx, rounded, x, weights)
+        grad_weights = _compute_or_defer_weight_gradients(ctx, quantized, x, weights)
         grad_bias = rows[0].sum(0) if ctx.needs_input_grad[1] else None
         return grad_x, grad_bias, None, None, None, None, None, *grad_weights
 
 
 class _FrozenLinearFloat8(Function):
-    """Linear layer with a frozen weight, dequantized and rounded in every pass; it saves the storage."""
+    """Linear layer with a frozen weight, dequantized and quantized in every pass; it saves the storage."""
 
     @staticmethod
     def forward(
@@ -278,7 +278,7 @@ class _FrozenLinearFloat8(Function):
         data: Tensor,
         scale: Tensor,
     ) -> Tensor:
-        """Return (..., outputs) for rounded x: data (tokens, inputs), scale (tokens,)."""
+        """Return (..., outputs) for quantized x: data (tokens, inputs), scale (tokens,)."""
         weight = dequantize(stored)
         check_float8_operands(x, weight)
         elements, weight_scale = kernels.quantize_weights([weight])
@@ -291,14 +291,16 @@ class _FrozenLinearFloat8(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         stored, weight_scale = ctx.saved_tensors
         kernels: Float8Kernels = ctx.kernels
-        rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], weight_scale, None)
+        quantized = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], weight_scale, None)
         elements = kernels.quantize_transposed_weights([ctx.dequantize(stored)], weight_scale)
-        grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+        grad_x = kernels.multiply_scaled(quantized.data, quantized.scale, elements, None, fast=False).view(
+            ctx.inputs_shape
+        )
         return grad_x, None, None, None, None, None
 
 
 def _compute_or_defer_weight_gradients(
-    ctx: Any, rounded: QuantizedGradient, x: Tensor, weights: Sequence[Tensor]
+    ctx: Any, quantized: QuantizedGradient, x: Tensor, weights: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Return gradients for weights (outputs, inputs) with the transposed input x, or defer them."""
     results: list[Tensor | None] = []
@@ -309,7 +311,7 @@ def _compute_or_defer_weight_gradients(
         if not ctx.needs_weights[number]:
             results.append(None)
             continue
-        factors = rounded.columns[part], rounded.column_scale[part], x.detach()
+        factors = quantized.columns[part], quantized.column_scale[part], x.detach()
         results.append(ctx.weight_gradient(FactorProduct(partial(_multiply_factors, ctx.kernels), number), *factors))
     return results
 
@@ -351,7 +353,7 @@ class GradientDispatcher:
 
 @supports_deferred_weight_gradient
 class _MlpFloat8(Function):
-    """Gated feed-forward network; it saves the outputs from gate and up, and rounded factors."""
+    """Gated feed-forward network; it saves the outputs from gate and up, and quantized factors."""
 
     @staticmethod
     def forward(
@@ -390,20 +392,20 @@ class _MlpFloat8(Function):
         kernels: Float8Kernels = ctx.kernels
         grad_inner, grad_down = _compute_down_projection_gradients(ctx, grad)
         needs_x_scale = ctx.needs_weights[0] or ctx.needs_weights[1]
-        rounded = kernels.quantize_swiglu_gradient(
+        quantized = kernels.quantize_swiglu_gradient(
             grad_inner, gate_and_up, first_scale, x_scale if needs_x_scale else None
         )
         del grad_inner  # as large as the products that follow
         grad_x = None
         if ctx.needs_input_grad[0]:
             elements = _get_transposed_quantized_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
-            grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
+            grad_x = kernels.multiply_scaled(quantized.data, quantized.scale, elements, None, fast=False).view(
                 ctx.inputs_shape
             )
             del elements
         return (
             grad_x,
-            *_compute_or_defer_weight_gradients(ctx, rounded, x, [gate, up]),
+            *_compute_or_defer_weight_gradients(ctx, quantized, x, [gate, up]),
             grad_down,
             None,
             None,
@@ -418,10 +420,12 @@ def _compute_down_projection_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, 
     _, _, down, _, scale, _, _, _, inner_scale, inner = ctx.saved_tensors
     kernels: Float8Kernels = ctx.kernels
     needs_down = ctx.needs_weights[2]
-    rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], scale, inner_scale if needs_down else None)
+    quantized = kernels.quantize_gradient(
+        [grad.reshape(-1, grad.shape[-1])], scale, inner_scale if needs_down else None
+    )
     elements = _get_transposed_quantized_weights(kernels, [down], scale, ctx.transposed[1])
-    grad_inner = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False)
+    grad_inner = kernels.multiply_scaled(quantized.data, quantized.scale, elements, None, fast=False)
     if not needs_down:
         return grad_inner, None
-    factors = rounded.columns, rounded.column_scale, inner.detach()
+    factors = quantized.columns, quantized.column_scale, inner.detach()
     return grad_inner, ctx.weight_gradient(FactorProduct(partial(_multiply_factors, kernels), 2), *factors)

@@ -45,17 +45,17 @@ class EagerPeerExchange:
         return local.where((local >= 0) & (local < experts), DROPPED)
 
     @staticmethod
-    def limit_routes_and_flag_overflow(routes: Routes, room: int, peak_rows: Tensor) -> tuple[Routes, Tensor]:
+    def limit_routes_and_flag_overflow(routes: Routes, row_limit: int, peak_rows: Tensor) -> tuple[Routes, Tensor]:
         """
-        Drop choices beyond `room` rows; return the routes and a flag, float32 (1,), which is NaN if any are dropped.
+        Drop choices beyond `row_limit` rows; return the routes and a flag, float32 (1,), NaN if any are dropped.
 
-        most, int32 (1,), is raised to the number of rows before the limit.
+        `peak_rows`, int32 (1,), is raised to the number of rows before the limit.
         """
         dest_row, source_choice, offsets = routes
         rows = offsets[-1:]
         torch.maximum(peak_rows, rows, out=peak_rows)
-        flag = torch.zeros(1, device=rows.device).masked_fill(rows > room, math.nan)
-        limited = dest_row.where(dest_row < room, DROPPED), source_choice[:room], offsets.clamp(max=room)
+        flag = torch.zeros(1, device=rows.device).masked_fill(rows > row_limit, math.nan)
+        limited = dest_row.where(dest_row < row_limit, DROPPED), source_choice[:row_limit], offsets.clamp(max=row_limit)
         return Routes(*limited), flag
 
     @staticmethod

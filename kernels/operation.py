@@ -91,15 +91,15 @@ def register_kernel(
     fake: KernelFunction,
     flops: FlopsFunction,
     scratch: ScratchFunction,
-    work: FlopsFunction | None = None,
+    equivalent_flops: FlopsFunction | None = None,
 ) -> Callable[[KernelFunction], KernelFunction]:
     """
     Register a kernel launcher as the operator `drawloom::<name>`, which torch.compile does not trace.
 
     `schema` is torch's, such as "swiglu(Tensor gate, Tensor up) -> Tensor"; `fake` returns empty results for the same
-    arguments. `flops`, `scratch` and `work` return its costs, from the arguments they name (`kernels/costs.py`). Under
-    torch.compile, and for fake and meta tensors, the decorated function calls the operator; otherwise it calls the
-    function directly.
+    arguments. `flops`, `scratch` and `equivalent_flops` return its costs, from the arguments they name
+    (`kernels/costs.py`). Under torch.compile, and for fake and meta tensors, the decorated function calls the operator;
+    otherwise it calls the function directly.
     """
 
     def register(function: KernelFunction) -> KernelFunction:
@@ -108,7 +108,7 @@ def register_kernel(
         torch.library.impl(f"drawloom::{name}", ("CPU", "CUDA"), function)
         torch.library.register_fake(f"drawloom::{name}", fake)
         operation = getattr(torch.ops.drawloom, name)
-        register_costs(operation, flops=flops, scratch=scratch, work=work)
+        register_costs(operation, flops=flops, scratch=scratch, equivalent_flops=equivalent_flops)
         registered: KernelFunction = operation.default
 
         @wraps(function)

@@ -17,7 +17,7 @@ def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = 
     Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., hidden_size), in x's dtype.
 
     weight (hidden_size,) in any float dtype; if `zero_centered`, the factor is 1 + weight. Computed in at least
-    float32 and rounded once. With `float8`, layers that multiply the result in float8 find its rounded rows.
+    float32 and rounded once. With `float8`, layers that multiply the result in float8 find its quantized rows.
     """
     normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     if float8:

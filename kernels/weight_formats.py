@@ -226,7 +226,7 @@ FETCH = torch.ops.drawloom.fetch_weight
 
 
 @torch.library.register_fake("drawloom::fetch_weight")  # type: ignore[untyped-decorator]
-def _(stored: Tensor) -> Tensor:
+def _fake_fetch(stored: Tensor) -> Tensor:
     """Return an empty meta tensor like the storage (any shape)."""
     return torch.empty_like(stored)
 

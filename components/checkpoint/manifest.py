@@ -157,7 +157,7 @@ def _read_verified_content(checkpoint: Path) -> dict[str, Any]:
         raise CorruptCheckpointError("it is a symbolic link, or not a folder")
     try:
         text = read_file(checkpoint / MANIFEST, MAX_SIZE)
-        content: dict[str, Any] = parse_strict_json(text, most=len(text))
+        content: dict[str, Any] = parse_strict_json(text, max_values=len(text))
         digest = content.pop("digest")
         version = content["format"]
     except FileNotFoundError:

@@ -56,7 +56,7 @@ class PhaseHashes:
         digests = dict(self._iterate_digests_with_paths(event.step))
         line = encode_row({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})
         while line:
-            line = line[self._file.append(line) :]
+            line = line[self._file.append_what_fits(line) :]
 
     def close(self) -> None:
         """Close the file."""

@@ -183,7 +183,7 @@ class CheckpointReader(PieceReader):
                     raise OSError(0, f"it has {file.size} bytes, and more than {MAX_TREE_SIZE} are not read")
                 text = file.read(0, file.size)
             try:
-                content = parse_strict_json(text, most=len(text))
+                content = parse_strict_json(text, max_values=len(text))
                 self._files[rank] = _parse_names_by_file(content["tensors"])
                 self._trees[rank] = list_dict_entries(content["state"])
                 for part in self._trees[rank].values():

@@ -220,7 +220,7 @@ class _Probe:
         _switch_float8(float8_layers, True)
         begin = time.monotonic()
         state = create_step_state(self.batches)
-        self.executor.train(state)
+        self.executor.run_forward_and_backward(state)
         loss, weight = sum_losses_and_weights(state).tolist()  # waits for the device
         seconds = time.monotonic() - begin
         _switch_float8(float8_layers, False)

@@ -203,14 +203,14 @@ def equal_settings_yield_equal_microbatches(one: TrainingData, other: TrainingDa
 
 def after_a_move_rows_continue_at_the_position(data: MovableData) -> None:
     """After a move to a position, the next step has the rows from this position on, as before."""
-    start = data.position
+    start = data.next_row_position
     data.next_step()
-    after = data.position
+    after = data.next_row_position
     expect(after > start, f"a step leaves the position at {after}")
     second = data.next_step()
-    for position in (data.position, after):
+    for position in (data.next_row_position, after):
         data.skip_to_position(position)
-        expect(data.position == position, f"moved to {position} it is at {data.position}")
+        expect(data.next_row_position == position, f"moved to {position} it is at {data.next_row_position}")
     again = data.next_step()
     is_same = all(_have_equal_tensors(a, b) for a, b in zip(second, again, strict=True))
     expect(is_same, "the rows at a position are others the second time")

@@ -234,7 +234,7 @@ def hidden_states_of_cached_parts_equal_the_whole_texts(model: LanguageModel) ->
         whole = module(tokens, TokenContext(positions, documents))
         for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
             hidden = module(tokens[:, part], TokenContext(positions[:, part], documents[:, part], cache=cache))
-            if not cache.layers:
+            if not cache.cached_layer_count:
                 return
             cache.end_pass(part.stop - part.start)
             _expect_close(hidden, whole[:, part].double())

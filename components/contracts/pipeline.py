@@ -235,7 +235,7 @@ def _expect_same_sums(sums: Tensor, expected: Tensor, when: str) -> None:
 def _train_and_sum_losses_and_weights(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from a training pass, float64 (2,)."""
     state = create_step_state(batches)
-    executor.train(state)
+    executor.run_forward_and_backward(state)
     return sum_losses_and_weights(state)
 
 

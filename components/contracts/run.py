@@ -232,8 +232,8 @@ def folder_is_writable(folder: RunFolder) -> None:
 def run_name_seed_and_path_do_not_change(job: RunInfo) -> None:
     """The run has a name, a seed and a path, and none of them changes."""
     expect(isinstance(job.name, str) and job.name, "the run has no name")
-    expect(isinstance(job.seed, int) and isinstance(job.path, Path), "the run has no seed, or no path")
-    expect((job.name, job.seed, job.path) == (job.name, job.seed, job.path), "the run's identity changes")
+    expect(isinstance(job.seed, int) and isinstance(job.folder_path, Path), "the run has no seed, or no path")
+    expect((job.name, job.seed, job.folder_path) == (job.name, job.seed, job.folder_path), "the run's identity changes")
 
 
 LEAVES = torch.Tensor | int | float | str | bool | None

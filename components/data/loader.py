@@ -165,7 +165,7 @@ class Loader:
         return {source.name: rows.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
     @property
-    def position(self) -> int:
+    def next_row_position(self) -> int:
         """The position in the endless row order where the next step begins."""
         return self._compute_start_position(self._step + 1)
 
@@ -181,7 +181,7 @@ class Loader:
         After the batch size has changed, `since` is the last step with the old size, and `offset` the rows
         consumed beyond as many steps with the new size.
         """
-        state: dict[str, Any] = {"step": self._step, "position": self.position}
+        state: dict[str, Any] = {"step": self._step, "position": self.next_row_position}
         if self._last_resized_step:
             state |= {"since": self._last_resized_step, "offset": self._offset}
         mixed = [segment for segment in self._rows.segments if segment.shares.keys() != {""}]

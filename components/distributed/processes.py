@@ -205,7 +205,7 @@ class TorchProcesses:
         return self._generation.number if self._generation else 0
 
     @property
-    def shards(self) -> int | None:
+    def remaining_shards(self) -> int | None:
         return self._generation.shards if self._generation else None
 
     def can_grow_with_spares(self) -> bool:

@@ -42,7 +42,7 @@ def loss_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
     for stage in stages.local:
         if stage.shards is not None:
             stage.shards.reshard()
-        parameters = stage.named_parameters() if stage.shards is None else stage.module.named_parameters()
+        parameters = stage.named_masters_or_parameters() if stage.shards is None else stage.module.named_parameters()
         named |= {name: ModelParameter(param) for name, param in parameters if name.startswith(f"{LOSS}.")}
     return named
 

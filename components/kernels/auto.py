@@ -35,8 +35,8 @@ from drawloom.kernels.batch_invariant import (
     apply_with_padded_rows,
     attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
-    grouped_gemm_with_padded_rows,
     linear_with_aligned_outputs,
+    multiply_groups_with_padded_rows,
 )
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
@@ -203,13 +203,13 @@ class AutoKernels:
         if self._triton_block_attention_module is None:
             return {
                 "attention": BLOCKS,
-                "grouped_gemm": grouped_gemm_with_padded_rows,
+                "grouped_gemm": multiply_groups_with_padded_rows,
                 "linear_cross_entropy": cut_cross_entropy_with_padded_rows,
             }
         # The kernels for losses and experts have tiles of one size.
         return {
             "attention": self._batch_invariant_attention,
-            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").multiply_experts_in_fixed_tiles,
+            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").multiply_groups_in_fixed_tiles,
             "linear_cross_entropy": load_implementation("linear_cross_entropy", "cut"),
         }
 

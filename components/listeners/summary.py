@@ -94,7 +94,7 @@ class RunSummary:
 
     def _header_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the header as (subject, text): run, model, data, device."""
-        yield "run", f"{self.job.name}, in {self.job.path}"
+        yield "run", f"{self.job.name}, in {self.job.folder_path}"
         for model in self.models.values():
             whole = _build_whole_model_on_meta(model)
             count = f"{sum(parameter.numel() for parameter in whole.parameters()):,} parameters"
@@ -139,7 +139,7 @@ class RunSummary:
             yield "trained", f"{steps} in {timedelta(seconds=round(seconds))}: {self._tokens:,} tokens, {speed} overall"
         if self._best:
             yield "best", f"validation loss {self._best['loss']:.4f} after step {self._best['step']}"
-        folder = self.job.path
+        folder = self.job.folder_path
         names = [path.name for path in folder.iterdir() if path.name not in HIDDEN_FILES] if folder.is_dir() else []
         yield "results", f"in {folder}: {', '.join(sorted(names))}"
 

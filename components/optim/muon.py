@@ -75,7 +75,7 @@ class Muon(TorchOptimizer):
 
     def count_update_flops(self) -> float:
         """Return this rank's FLOPs for the orthogonalisation. Ranks with a common matrix split the work."""
-        slices, matrices = self.parameters.slices(), self._find_muon_matrices()
+        slices, matrices = self.parameters.parameter_slices(), self._find_muon_matrices()
         parts = ((slices[name], part) for name, part in self.parameters.named_parameters() if part in matrices)
         shapes = (tuple(part.shape) if tensor_slice is None else tensor_slice.shape for tensor_slice, part in parts)
         return sum(count_orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing_group.size
@@ -96,7 +96,7 @@ class Muon(TorchOptimizer):
         for group in muon_groups:  # AdamW's rates shrink with the width; Muon's follow from the base model's shapes
             group["lr_multiplier"] *= group["width"]
             group["weight_decay"] /= group["width"]
-        known = self.parameters.slices()
+        known = self.parameters.parameter_slices()
         matrices = {name: part for name, part in self.parameters.named_parameters() if part in chosen}
         slices = {name: known[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
         shared = SharedMatrices(slices, self._sharing_group)

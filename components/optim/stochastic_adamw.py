@@ -133,7 +133,7 @@ class StochasticAdamW(HostStates):
 
     def open(self) -> None:
         """Create all parameters' optimizer state, filled with zeros."""
-        slices, named = self.parameters.slices(), self.parameters.named_parameters()
+        slices, named = self.parameters.parameter_slices(), self.parameters.named_parameters()
         on_host = self._choose_parameters_with_host_state()
         if on_host:
             self._transfers = self.open_transfers(self.device.device)
@@ -266,7 +266,7 @@ class StochasticAdamW(HostStates):
         return CODES_ARITHMETIC * sum(parameter.numel() for parameter in coded)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        slices = dict(self.parameters.slices())
+        slices = dict(self.parameters.parameter_slices())
         return slices | {
             f"{name}{SCALES}": compute_scales_slice(name, slices[name])
             for name, parameter in self.parameters.named_parameters()

@@ -98,10 +98,10 @@ def allocate_state_in_host_memory(
 def cut_into_ranges(number: int, param: ParamState, size: int) -> Iterator[Range]:
     """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
     state = {name: tensor.view(-1) for name, tensor in list_state_tensors(param).items()}
-    unit, count = PIECE if param.is_contiguous else param.width, param.weight.numel()
+    unit, count = PIECE if param.is_one_flat_range else param.width, param.weight.numel()
     if param.has_8bit_moments:
         # An even number of whole rows, since blocks end with rows.
-        unit = math.lcm(PER_DRAW * param.weight.shape[-1], unit if not param.is_contiguous else 1)
+        unit = math.lcm(PER_DRAW * param.weight.shape[-1], unit if not param.is_one_flat_range else 1)
     unit_bytes = sum(tensor.nbytes for tensor in state.values()) * unit // max(count, 1)
     step = max((size - ALIGNMENT * len(state)) // unit_bytes, 1) * unit if count else 1
     for start in range(0, count, step):
@@ -275,8 +275,8 @@ class StreamedTorchStep:
 
 def _slice_param_state(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
     """Return a weight's range as its own ParamState, with the same noise as within the whole weight."""
-    before = part.start if param.is_contiguous else part.start // param.width * param.stride
-    width = ALL if param.is_contiguous else param.width
+    before = part.start if param.is_one_flat_range else part.start // param.width * param.stride
+    width = ALL if param.is_one_flat_range else param.width
     weight = param.weight.view(-1)[part.start : part.stop]
     if param.has_8bit_moments:
         rows = weight.numel() // param.weight.shape[-1]

@@ -212,7 +212,7 @@ class TorchOptimizer(HostStates):
         return create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        return self.parameters.slices()
+        return self.parameters.parameter_slices()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name; tensors of any shape."""

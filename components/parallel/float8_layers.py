@@ -70,7 +70,7 @@ class CachedFloat8Layers:
     """Weights whose float8 elements are kept from one update to the next, by operation."""
 
     _kept: Sequence[CachedFloat8Weights]
-    _rounded_at: list[int] = attrs.field(factory=list)
+    _quantized_at: list[int] = attrs.field(factory=list)
 
     @classmethod
     def allocate(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
@@ -80,18 +80,18 @@ class CachedFloat8Layers:
         return cls([kept for module in modules for kept in _allocate_float8_weights_by_operation(module, precision)])
 
     def requantize_weights(self, only_if_changed: bool = False) -> None:
-        """Round the weights; with `only_if_changed`, only if a step or a load may have changed one."""
+        """Quantize the weights again; with `only_if_changed`, only if a step or a load may have changed one."""
         versions = [weight._version for kept in self._kept for weight in kept.weights]
-        if only_if_changed and versions == self._rounded_at:
+        if only_if_changed and versions == self._quantized_at:
             return
         for kept in self._kept:
             if not kept.is_current or any(weight.requires_grad for weight in kept.weights):
                 kept.requantize()
-        self._rounded_at = versions
+        self._quantized_at = versions
 
     def mark_all_changed(self) -> None:
-        """Make `requantize_weights` round all trained weights: a fused optimizer updates no version numbers."""
-        self._rounded_at = []
+        """Make `requantize_weights` quantize all trained weights: a fused optimizer updates no version numbers."""
+        self._quantized_at = []
 
     @property
     def nbytes(self) -> int:

@@ -76,7 +76,7 @@ class WeightAverage:
         return {"optimizer_state": sum(sizes)}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        return self.parameters.slices()
+        return self.parameters.parameter_slices()
 
     def state_dict(self) -> dict[str, Any]:
         """Return every parameter's `average`, in float32 or wider; an empty entry before the first step."""

@@ -61,7 +61,7 @@ class LossSpikes:
                     "rate or clip more, or write a larger go_back"
                 )
             self._times += 1
-            self._position = self.data.position
+            self._position = self.data.next_row_position
             step.goes_back = True
             step.skip(f"{spike}; the run goes back, time {self._times} of {self.go_back}")
 

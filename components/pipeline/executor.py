@@ -120,7 +120,7 @@ class ProgramExecutor:
         """Return the stages' ranks."""
         return self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
 
-    def train(self, state: StepState) -> None:
+    def run_forward_and_backward(self, state: StepState) -> None:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._plan_training_and_compare_ranks(state.microbatches)
         self.stages.cast_weights()
@@ -141,7 +141,7 @@ class ProgramExecutor:
 
     def rerun_passes_as_recomputation(self, state: StepState) -> None:
         with mark_as_recomputation():
-            self.train(state)
+            self.run_forward_and_backward(state)
 
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""

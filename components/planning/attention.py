@@ -33,7 +33,7 @@ class MicrobatchRows:
         return float(((self.length - distances) * self._continuation_probability**distances).sum())
 
     @property
-    def all_rows_single_document_probability(self) -> float:
+    def one_document_per_row_probability(self) -> float:
         """Return the probability that every row is a single document."""
         return self._continuation_probability ** (self.count * (self.length - 1))
 
@@ -47,12 +47,12 @@ class AttentionFractions:
 
 
 def estimate_attention_fractions(
-    forward_flops: ForwardFlops | None, rows: MicrobatchRows, all_rows_single_document_probability: float
+    forward_flops: ForwardFlops | None, rows: MicrobatchRows, one_document_per_row_probability: float
 ) -> AttentionFractions:
     """
     Estimate a model's fractions for causal attention inside documents and windows, averaged over its layers.
 
-    `all_rows_single_document_probability` is for rows to which layers without a window apply the kernel for single
+    `one_document_per_row_probability` is for rows to which layers without a window apply the kernel for single
     documents.
     """
     per_pair: Mapping[int | None, float] = (
@@ -61,7 +61,7 @@ def estimate_attention_fractions(
     seen = sum(flops * rows.count_expected_pairs(window) for window, flops in per_pair.items())
     whole = (
         per_pair.get(None, 0.0)
-        * all_rows_single_document_probability
+        * one_document_per_row_probability
         * MicrobatchRows(rows.count, rows.length).count_expected_pairs()
     )
     return AttentionFractions(seen / sum(per_pair.values()) / rows.length**2, 1 - whole / seen)

@@ -53,11 +53,11 @@ class CheckpointInterval:
 
 
 def propose_checkpoint_interval(
-    nodes: Nodes, planned: Plan, mtbf: float, save_seconds: float | None = None
+    nodes: Nodes, planned: Plan, host_mtbf_seconds: float, save_seconds: float | None = None
 ) -> CheckpointInterval:
-    """Propose an interval for hosts with `mtbf` seconds between failures; `save_seconds` are estimated if None."""
+    """Propose an interval, given a host's mean time between failures; `save_seconds` are estimated if None."""
     hosts = math.ceil(planned.ranks / planned.device.per_host)
-    between = mtbf / hosts
+    between = host_mtbf_seconds / hosts
     if save_seconds is None:
         save_seconds = estimate_blocking_save_seconds(nodes, planned)
     every = max(1, round(math.sqrt(2 * save_seconds * between) / planned.time.seconds))

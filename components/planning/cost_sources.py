@@ -95,7 +95,7 @@ class TracedCosts:
     @cached_property
     def _cost_table_of_trace(self) -> CostTable:
         """The traced costs by stage and op."""
-        return self.measured.table()
+        return self.measured.compute_cost_table()
 
     def stage_costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
@@ -143,13 +143,13 @@ class PlannedCosts:
     cache: PlanCache | None = None
     _plans: dict[Hashable, Plan] = attrs.field(init=False, factory=dict)
 
-    def plan(self, ranks: int, stages_per_rank: int, cut: FixedPartitionSchedule | None = None) -> Plan:
+    def plan(self, ranks: int, stages_per_rank: int, partition: FixedPartitionSchedule | None = None) -> Plan:
         """
         Plan a pipeline with split backward passes, for the costs of both parts.
 
-        Stages are partitioned by `cut`, or as in the recipe. Raises UserError if there are more stages than layers.
+        Stages have the given partition, or the recipe's. Raises UserError if there are more stages than layers.
         """
-        key = cut or (ranks, stages_per_rank)
+        key = partition or (ranks, stages_per_rank)
         if key not in self._plans:
             nodes = Nodes.of(self.recipe)
             layers = nodes.settings_of_node(nodes.model_node).get("num_hidden_layers")
@@ -159,7 +159,7 @@ class PlannedCosts:
                 )
             schedule = {"use": "pipeline.schedules.zero_bubble_1p", "stages_per_rank": stages_per_rank}
             values = {nodes.mesh_node: {PipelineDimension.name: ranks}, nodes.schedule_node: schedule}
-            self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, cut)
+            self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, partition)
         return self._plans[key]
 
     def _plan_with_partition(
@@ -199,8 +199,8 @@ class PlannedCosts:
         """
         one = self.plan(ranks, 1)
         count = one.layers
-        cut = FixedPartitionSchedule(tuple(layer * ranks // count for layer in range(count)), (1,) * count)
-        by_layer = self.plan(ranks, 1, cut)
+        partition = FixedPartitionSchedule(tuple(layer * ranks // count for layer in range(count)), (1,) * count)
+        by_layer = self.plan(ranks, 1, partition)
         excess = by_layer.table.lengths.sum(0) - one.table.lengths.sum(0)
         per_stage = np.clip(excess / max(1, count - ranks), 0, 0.9 * by_layer.table.lengths.min(0))
         lengths = by_layer.table.lengths - per_stage
@@ -212,7 +212,7 @@ class PlannedCosts:
             if nodes.settings_of_node(nodes.stages_node)["recompute"] == "none":
                 recompute = {}
                 for policy in POLICIES:
-                    again = self.plan(ranks, 1, attrs.evolve(cut, recompute=(policy,) * count))
+                    again = self.plan(ranks, 1, attrs.evolve(partition, recompute=(policy,) * count))
                     recompute[policy] = {
                         "again": _divide_and_round(
                             (again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]

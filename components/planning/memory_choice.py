@@ -114,12 +114,12 @@ class MemoryChoiceSearch:
 
     def _choose_for_rank(self, rank: int) -> _RankChoice:
         """Return the fastest fitting choice for a rank, or the smallest."""
-        alone = self.program.select_actions(self.program.rank_by_action == rank)
-        stages = np.unique(alone.stage).tolist()
+        rank_program = self.program.select_actions(self.program.rank_by_action == rank)
+        stages = np.unique(rank_program.stage).tolist()
         best = _RankChoice(dict.fromkeys(stages, "none"), frozenset(), 0.0)  # for a rank without stages
         best_seconds, smallest, update = np.inf, (np.inf, np.inf), self.placements[rank][0].seconds
         for busy, offloaded, policies, table in sorted(
-            self._iterate_candidates(alone, stages), key=lambda item: item.busy_seconds
+            self._iterate_candidates(rank_program, stages), key=lambda item: item.busy_seconds
         ):
             if busy + update >= best_seconds:
                 break  # waits for the link only add to the busy time
@@ -128,7 +128,7 @@ class MemoryChoiceSearch:
             placement = self._choose_state_placement(rank, needed)
             device = needed.device - placement.saved
             fits = _is_within(device, self.limit) and _is_within(needed.host + placement.host, self.host_limit)
-            passes = simulate(attrs.evolve(alone, offloaded=offloaded), table).makespan if offloaded else busy
+            passes = simulate(attrs.evolve(rank_program, offloaded=offloaded), table).makespan if offloaded else busy
             seconds, choice = passes + placement.seconds, _RankChoice(policies, offloaded, placement.host_fraction)
             if fits and seconds < best_seconds:
                 best, best_seconds = choice, seconds
@@ -143,9 +143,9 @@ class MemoryChoiceSearch:
         fitting = (item for item in possible if _is_within(needed.device - item.saved, self.limit))
         return next(fitting, None) or max(possible or placements[:1], key=lambda item: item.saved)
 
-    def _iterate_candidates(self, alone: Program, stages: Sequence[int]) -> Iterator[_Candidate]:
+    def _iterate_candidates(self, rank_program: Program, stages: Sequence[int]) -> Iterator[_Candidate]:
         """Yield a rank's choices."""
-        actions = [alone.action(row) for row in range(len(alone.stage))]
+        actions = [rank_program.action(row) for row in range(len(rank_program.stage))]
         waiting = [
             stage for stage in stages if self.may_offload and pair_offloaded_forward_and_backward(actions, {stage})
         ]
@@ -163,7 +163,7 @@ class MemoryChoiceSearch:
         for way in ways:
             policies = dict(zip(stages, way, strict=True))
             table = self.build_table(self._select_costs(policies))
-            busy = float(table.get_durations(alone).sum())
+            busy = float(table.get_durations(rank_program).sum())
             yield from (_Candidate(busy, offloaded, policies, table) for offloaded in subsets)
 
     def _select_costs(self, policies: Mapping[int, Recompute]) -> Costs:

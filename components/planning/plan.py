@@ -406,7 +406,7 @@ class Planner:
         captured = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("capture")) and rows.document < math.inf
         by_cudnn = self.nodes.attention_kernel in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
         return estimate_attention_fractions(
-            self._model_forward_flops, rows, rows.all_rows_single_document_probability * by_cudnn
+            self._model_forward_flops, rows, rows.one_document_per_row_probability * by_cudnn
         )
 
     @cached_property
@@ -498,7 +498,7 @@ class Planner:
         all_stages = sorted((stage for view in views for stage in view.stages.local), key=lambda stage: stage.index)
         # A cached view may have been made with other policies.
         recomputing = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in all_stages]
-        costs = {stage.index: meter.costs(stage, stage.index in split_stages) for stage in recomputing}
+        costs = {stage.index: meter.record_costs(stage, stage.index in split_stages) for stage in recomputing}
         self.frozen_model_bytes = meter.frozen_model_bytes
         return costs
 

@@ -79,7 +79,7 @@ class RankView:
     @cached_property
     def frozen_names(self) -> set[str]:
         """Return the names of untrained parameters."""
-        named = (pair for stage in self.stages.local for pair in stage.named_parameters())
+        named = (pair for stage in self.stages.local for pair in stage.named_masters_or_parameters())
         return {name for name, parameter in named if not parameter.requires_grad}
 
     @cached_property
@@ -94,7 +94,7 @@ class RankView:
         return ElementCounts(
             all=sum(parameter.numel() for parameter in parameters),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            owned=sum(owned[name].numel() for name, _ in stage.named_parameters() if name in owned),
+            owned=sum(owned[name].numel() for name, _ in stage.named_masters_or_parameters() if name in owned),
             unit=count_elements_in_largest_reduction_unit(stage.module, self.stages.model.blocks(stage.module)),
         )
 

@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
-        work = flops if costs.is_attention else costs.work
+        work = flops if costs.is_attention else costs.equivalent_flops
         rate = self._device.compute_achieved_matmul_flop_rate(_narrowest_dtype(inputs)) if flops else math.inf
         if costs.is_attention:
             rate *= reached.attention / reached.products

@@ -78,8 +78,12 @@ class StageCostRecorder:
     _inputs: tuple[Any, Any, Batch] | None = None
     _hidden: Any = None
 
-    def costs(self, stage: Stage, split: bool) -> StageCosts:
-        """Return a stage's costs. The first stage must come first, because its outputs are the other stages' inputs."""
+    def record_costs(self, stage: Stage, split: bool) -> StageCosts:
+        """
+        Record a stage's passes, and return its costs.
+
+        The first stage must come first, because its outputs are the other stages' inputs.
+        """
         blocks = [
             _Block(_make_block_key(block), _is_recomputed(stage.recompute, number), number)
             for number, block in enumerate(self.blocks(stage.module))

@@ -65,10 +65,13 @@ class ReplicaTimes:
 
 
 def build_cost_table(
-    costs: Mapping[int, StageCosts], exchanges: Sequence[ReplicaTimes], message: float, host_link: float
+    costs: Mapping[int, StageCosts],
+    exchanges: Sequence[ReplicaTimes],
+    message_seconds: float,
+    host_link_bandwidth: float,
 ) -> CostTable:
     """
-    Return every pass's seconds by stage, if a message takes `message` seconds, and the host link has this bandwidth.
+    Return every pass's seconds by stage, given a message's seconds and the host link's bandwidth in bytes per second.
 
     The host issues passes ahead of the device, so the slower one, over all passes of a microbatch, determines their
     time. A pass takes at least as long as the overlapping gathers and reductions, and as streamed weights on the link.
@@ -83,7 +86,7 @@ def build_cost_table(
             own = cost.host if is_host_bound else cost.seconds
             lengths[stage, OPS.index(op)] = max(own, exchanged, cost.link_seconds)
     kept = np.array([costs[stage].passes["F"].total_kept_bytes for stage in range(len(costs))], dtype=np.float64)
-    return CostTable(comm=message, lengths=lengths, offload_by_stage=kept / host_link)
+    return CostTable(comm=message_seconds, lengths=lengths, offload_by_stage=kept / host_link_bandwidth)
 
 
 def _is_host_bound(costs: StageCosts) -> bool:

@@ -39,7 +39,7 @@ class TracedStep:
         """Return the step as a simulation, for drawings and summaries."""
         return Simulation(self.program, Costs(), "free", self.start, self.end)
 
-    def table(self) -> CostTable:
+    def compute_cost_table(self) -> CostTable:
         """
         Return the median seconds of every stage's ops, and the minimum seconds between a result and its use.
 

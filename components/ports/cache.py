@@ -40,7 +40,7 @@ class KeyValueCache:
         self._next_state = 0
 
     @property
-    def layers(self) -> int:
+    def cached_layer_count(self) -> int:
         """Number of layers and recurrent operations with cached tensors; 0 if the model does not use a cache."""
         return len(self._layers) + len(self._states)
 

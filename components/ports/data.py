@@ -326,7 +326,7 @@ class MovableData(TrainingData, Protocol):
     """Training data with an adjustable position in an endless row order."""
 
     @property
-    def position(self) -> int:
+    def next_row_position(self) -> int:
         """The position in the order at which the next step begins."""
         ...
 

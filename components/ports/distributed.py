@@ -258,7 +258,7 @@ class SurvivingProcesses(Protocol):
         ...
 
     @property
-    def shards(self) -> int | None:
+    def remaining_shards(self) -> int | None:
         """The number of shards that are left in a replica, in place of the mesh's `data_shard`; None if all are."""
         ...
 

@@ -113,10 +113,12 @@ class PeerExchange(Protocol):
         """
         ...
 
-    def limit_routes_and_flag_overflow(self, routes: Routes, room: int, peak_rows: Tensor) -> tuple[Routes, Tensor]:
+    def limit_routes_and_flag_overflow(
+        self, routes: Routes, row_limit: int, peak_rows: Tensor
+    ) -> tuple[Routes, Tensor]:
         """
-        Return routes to at most `room` rows, without the excess choices, and float32 (1,): NaN if choices were dropped,
-        else 0.
+        Return routes to at most `row_limit` rows, without the excess choices, and a flag, float32 (1,): NaN if choices
+        were dropped, else 0.
 
         peak_rows: int32 (1,), the maximum number of rows before the limit; it is updated in place.
         """

@@ -266,7 +266,7 @@ class SequenceHead(Protocol):
 class Executor(Protocol):
     """Executor for the schedule's program on this rank's stages."""
 
-    def train(self, state: StepState) -> None:
+    def run_forward_and_backward(self, state: StepState) -> None:
         """
         Run forward and backward passes over the state's `batches`, a list with one Batch per microbatch.
 
@@ -285,7 +285,7 @@ class RepeatingExecutor(Executor, Protocol):
     """An executor that can repeat passes, for a comparison of their results."""
 
     def rerun_passes_as_recomputation(self, state: StepState) -> None:
-        """Run the passes of `train` once more, for a comparison; routers do not count their tokens again."""
+        """Run the forward and backward passes once more, for a comparison; routers do not count tokens again."""
         ...
 
 

@@ -30,7 +30,7 @@ class RunInfo(Protocol):
         ...
 
     @property
-    def path(self) -> Path:
+    def folder_path(self) -> Path:
         """The run folder's path; to write into it, use the port RunFolder."""
         ...
 

@@ -107,7 +107,7 @@ class Stage:
     offload: bool = False
     read_frozen: ReadFrozen | None = None
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_masters_or_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """
         Yield the parameters' master weights, or the parameters without masters: exports and checkpoints save these.
         """
@@ -116,7 +116,7 @@ class Stage:
 
     def model_parameters(self) -> dict[str, ModelParameter]:
         """Return the model's parameters by name, without the loss's."""
-        named = self.named_parameters()
+        named = self.named_masters_or_parameters()
         if self.shards is not None:
             self.shards.reshard()  # what a forward has gathered may be in another dtype
             named = self.module.named_parameters()
@@ -219,7 +219,7 @@ class Parameters(Protocol):
         """Return fully qualified names and parameters, without repetition, in a stable order."""
         ...
 
-    def slices(self) -> dict[str, TensorSlice | None]:
+    def parameter_slices(self) -> dict[str, TensorSlice | None]:
         """Return this rank's slices by parameter; None for a whole parameter."""
         ...
 

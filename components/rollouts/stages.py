@@ -157,7 +157,7 @@ class StageRollouts:
         drawn = torch.zeros(len(tokens), 3, dtype=torch.float64)
         if outputs and self.mesh.indices.tensor == 0:  # ranks along `tensor` have the same logits
             drawn = outputs[0].cpu()
-        layers = torch.tensor([0, 0] if cache is None else [cache.layers, cache.has_states])
+        layers = torch.tensor([0, 0] if cache is None else [cache.cached_layer_count, cache.has_states])
         self._copy.sum(drawn)
         self._copy.sum(layers)
         if not drawn.isfinite().all():

@@ -49,7 +49,7 @@ class LockedFolder:
 
     @property
     def folder(self) -> Path:
-        return self.job.path
+        return self.job.folder_path
 
     def open(self) -> None:
         """Create and lock the folder. Raises UserError on all ranks if this recipe may not continue its run."""

@@ -61,7 +61,7 @@ class Sampler:
         drawn = (
             0 if logits is None else draw_id(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
         )
-        sums = torch.tensor([drawn, cache.layers])
+        sums = torch.tensor([drawn, cache.cached_layer_count])
         self.pipeline.sum(sums)  # only the last stage has logits, and the other ranks add 0
         token, layers = sums.tolist()
         if token == BROKEN:

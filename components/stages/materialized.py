@@ -378,7 +378,7 @@ class MaterializedStages:
         """Return all local stages' trained parameters, without duplicates; [] before `open`."""
         return [] if self._parameters is None else self._parameters.named_parameters()
 
-    def slices(self) -> dict[str, TensorSlice | None]:
+    def parameter_slices(self) -> dict[str, TensorSlice | None]:
         return {name: self._parameters.get_rank_slice(name) for name, _ in self.named_parameters()}
 
     @property

@@ -42,7 +42,7 @@ class StageParameters:
     def __attrs_post_init__(self) -> None:
         """Collect the trained parameters."""
         self._trained = [
-            {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
+            {name: parameter for name, parameter in stage.named_masters_or_parameters() if parameter.requires_grad}
             for stage in self.stages
         ]
         self._named = {name: parameter for trained in self._trained for name, parameter in trained.items()}
@@ -59,7 +59,7 @@ class StageParameters:
 
     def all_parameters(self) -> dict[str, nn.Parameter]:
         """Return the stages' parameters by name, including frozen ones."""
-        return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
+        return {name: parameter for stage in self.stages for name, parameter in stage.named_masters_or_parameters()}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all stages' trained parameters by name, without duplicates."""

@@ -45,7 +45,7 @@ class FileWriter:
                     raise _add_file_name(error, self.name) from error
                 piece, position = piece[count:], position + count
 
-    def content(self) -> FileDigest:
+    def finish_digest(self) -> FileDigest:
         """Return size and SHA-256 for the bytes written in order from the start."""
         if self.sha256 is None:
             raise ValueError(f"{self.name} was opened without hashing, so it has no checksum")
@@ -69,7 +69,7 @@ def create_file_with_content(path: Path, data: bytes) -> FileDigest:
     """Create a file with these bytes, and flush it to disk. Raises OSError if it exists."""
     with create_file(path) as file:
         file.write_at(memoryview(data), 0)
-    return file.content()
+    return file.finish_digest()
 
 
 def flush_to_disk(path: Path) -> None:

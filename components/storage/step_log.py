@@ -126,7 +126,7 @@ class StepLog:
         """Write as many buffered lines as the disk accepts; an error is only a warning."""
         try:
             while self._buffer:
-                self._buffer = self._buffer[self._file.append(self._buffer) :]
+                self._buffer = self._buffer[self._file.append_what_fits(self._buffer) :]
             self._written = self._appended
         except OSError as error:
             if not self._has_warned:

@@ -6,15 +6,15 @@ from collections import Counter
 from typing import Any
 
 
-def parse_strict_json(text: bytes, *, most: int) -> Any:
+def parse_strict_json(text: bytes, *, max_values: int) -> Any:
     """
     Parse a JSON text.
 
     Raises ValueError with the reason for invalid JSON, duplicate names in an object, NaN and infinities, and for more
-    than `most` braces, brackets, commas and colons: a value may take some hundred bytes in memory.
+    than `max_values` braces, brackets, commas and colons: a value may take some hundred bytes in memory.
     """
-    if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
-        raise ValueError(f"it has {parts} values, above the limit of {most}")
+    if (parts := sum(text.count(sign) for sign in b"{[,:")) > max_values:
+        raise ValueError(f"it has {parts} values, above the limit of {max_values}")
     try:
         return json.loads(
             text.decode("utf-8"),

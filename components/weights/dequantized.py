@@ -32,13 +32,14 @@ class QuantizedTensor:
     """
     Quantized tensor in a folder: its spec when dequantized, and the names of its codes and scales in files.
 
-    `read` returns its storage (..., outputs, units). A `transposed` tensor is (..., inputs, outputs) in files.
+    `read_packed_storage` returns its codes and scales (..., outputs, units). A `transposed` tensor is (..., inputs,
+    outputs) in files.
     """
 
     spec: TensorSpec
     weight_format: WeightFormat
     parts: tuple[str, ...]
-    read: Callable[[], Tensor]
+    read_packed_storage: Callable[[], Tensor]
     transposed: bool = False
 
     @property
@@ -49,11 +50,11 @@ class QuantizedTensor:
 
     def read_storage(self) -> Tensor:
         """Return the quantized storage (codes and scales) as BITS, transposed if the tensor is."""
-        return self._transpose_if_needed(self.read().view(BITS))
+        return self._transpose_if_needed(self.read_packed_storage().view(BITS))
 
     def read_dequantized(self) -> Tensor:
         """Return the values, bfloat16."""
-        return self._transpose_if_needed(self.weight_format.dequantize(self.read()))
+        return self._transpose_if_needed(self.weight_format.dequantize(self.read_packed_storage()))
 
     def _transpose_if_needed(self, tensor: Tensor) -> Tensor:
         """Swap the last two dimensions if the tensor is transposed in files."""
@@ -126,11 +127,11 @@ def _find_nf4_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTenso
         ends = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", NF4_STATE)
         parts = tuple(name + end for end in ends if name + end in specs)
 
-        def read(name: str = name, shape: tuple[int, ...] = shape, state: Any = state) -> Tensor:
+        def read_packed_storage(name: str = name, shape: tuple[int, ...] = shape, state: Any = state) -> Tensor:
             """Read the weight's storage: codes and scales, not yet dequantized."""
             return _read_nf4_storage(source, name, shape, state)
 
-        yield name, QuantizedTensor(TensorSpec(shape, torch.bfloat16), NF4, parts, read)
+        yield name, QuantizedTensor(TensorSpec(shape, torch.bfloat16), NF4, parts, read_packed_storage)
 
 
 def _read_nf4_storage(source: TensorSource, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Tensor:
@@ -162,12 +163,12 @@ def _find_float8_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTe
                 f"{text}, and only scales of tiles of {TILE} x {TILE} can be read; use a folder without quantization"
             )
 
-        def read(name: str = name, shape: tuple[int, ...] = spec.shape) -> Tensor:
+        def read_packed_storage(name: str = name, shape: tuple[int, ...] = spec.shape) -> Tensor:
             by_row = source.tensor(name + TILE_SCALES).float().repeat_interleave(TILE, -2)[..., : shape[-2], :]
             codes = source.tensor(name).contiguous().view(torch.uint8)
             return FLOAT8.pack_storage(split_into_blocks(codes, TILE), by_row)
 
-        yield name, QuantizedTensor(TensorSpec(spec.shape, torch.bfloat16), FLOAT8, (name, scales), read)
+        yield name, QuantizedTensor(TensorSpec(spec.shape, torch.bfloat16), FLOAT8, (name, scales), read_packed_storage)
 
 
 def _find_mxfp4_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTensors:
@@ -180,11 +181,11 @@ def _find_mxfp4_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTen
         if name == key or name + SCALES not in specs:
             continue
 
-        def read(name: str = name) -> Tensor:
+        def read_packed_storage(name: str = name) -> Tensor:
             exponents = source.tensor(name + SCALES).int() - EXPONENT_BIAS
             scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
             return MXFP4.pack_storage(source.tensor(name + BLOCKS), scales)
 
         experts, outputs, groups, size = spec.shape
         turned = TensorSpec((experts, 2 * groups * size, outputs), torch.bfloat16)
-        yield name, QuantizedTensor(turned, MXFP4, (name + BLOCKS, name + SCALES), read, transposed=True)
+        yield name, QuantizedTensor(turned, MXFP4, (name + BLOCKS, name + SCALES), read_packed_storage, transposed=True)

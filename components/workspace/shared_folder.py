@@ -57,16 +57,16 @@ def publish_record(folder: Path, rank: int, packed: PackedState) -> str:
     return generation
 
 
-def read_record(folder: Path, rank: int, generation: str | None = None) -> PackedState | None:
+def read_record(folder: Path, rank: int, awaited_generation: str | None = None) -> PackedState | None:
     """
-    Return a rank's record, or None if there is none; with a `generation`, wait until it is visible.
+    Return a rank's record, or None if there is none; with `awaited_generation`, wait until it is visible.
 
     Raises UserError if it is corrupt, or not visible after READ_TIMEOUT.
     """
     end = time.monotonic() + READ_TIMEOUT
     while True:
         try:
-            return _read_visible_record(folder, rank, generation)
+            return _read_visible_record(folder, rank, awaited_generation)
         except NotVisibleError:
             if time.monotonic() > end:
                 raise
@@ -80,15 +80,15 @@ def remove_record(folder: Path, rank: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read_visible_record(folder: Path, rank: int, generation: str | None) -> PackedState | None:
+def _read_visible_record(folder: Path, rank: int, awaited_generation: str | None) -> PackedState | None:
     """
-    Return a rank's record, or None if there is none. Raises NotVisibleError if the `generation` is not visible yet.
+    Return a rank's record, or None if there is none. Raises NotVisibleError until `awaited_generation` is visible.
     """
     path = _record_path(folder, rank)
     record = _read_record_json(path, rank)
-    if record is None and generation is None:
+    if record is None and awaited_generation is None:
         return None
-    if record is None or generation not in (None, record["generation"]):
+    if record is None or awaited_generation not in (None, record["generation"]):
         raise NotVisibleError(
             f"{path} does not contain the record written by rank {rank}; do all ranks see the same folder there?"
         )
@@ -108,7 +108,7 @@ def _read_record_json(path: Path, rank: int) -> dict[str, Any] | None:
     try:
         if len(text) > MAX_JSON_SIZE:
             raise ValueError(f"it has more than {MAX_JSON_SIZE} bytes")
-        record = parse_strict_json(text, most=MAX_PARTS)
+        record = parse_strict_json(text, max_values=MAX_PARTS)
         if record.pop("digest") != hash_canonical(record):
             raise ValueError("its digest does not match its content")
         if (record["format"], record["rank"]) != (FORMAT, rank):

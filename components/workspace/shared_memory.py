@@ -66,7 +66,7 @@ def open_shared_state(ticket: SharedMemoryTicket) -> PackedState:
     try:
         mapped = map_safetensors_file(tensors)
         return PackedState(
-            parse_strict_json(content[TOKEN_SIZE:], most=MAX_PARTS),
+            parse_strict_json(content[TOKEN_SIZE:], max_values=MAX_PARTS),
             {name: mapped.get_tensor(name) for name in mapped.offset_keys()},
         )
     except (HeaderError, ValueError) as error:

@@ -58,16 +58,16 @@ class NFSWorkspace:
         return publish_record(self._folder, self.rank, pack_state({"config": config_json, "weights": dict(weights)}))
 
     def read_configs_and_weights_from_rank(
-        self, target_rank: int, generation: str | None = None
+        self, target_rank: int, awaited_generation: str | None = None
     ) -> tuple[Any, dict[str, Tensor] | None]:
         """
         Return a rank's configuration and weights (any shape, on the CPU), or (None, None) without a
         record.
 
-        With a `generation`, waits until it is visible. Raises UserError if the record is corrupt, or does
+        With `awaited_generation`, waits until it is visible. Raises UserError if the record is corrupt, or does
         not appear.
         """
-        packed = read_record(self._folder, target_rank, generation)
+        packed = read_record(self._folder, target_rank, awaited_generation)
         record = {"config": None, "weights": None} if packed is None else unpack_state(packed[0], packed[1])
         return record["config"], record["weights"]
 

@@ -86,7 +86,7 @@ def _kernel_constants(param: ParamState) -> dict[str, bool]:
     has_maximum = param.max_exp_avg_sq is not None
     constants = {
         "ALIGNED": aligned,
-        "ROWS": not param.is_contiguous,
+        "ROWS": not param.is_one_flat_range,
         "PAIRS": param.has_adjacent_noise_pairs,
         "AMSGRAD": has_maximum,
     }

@@ -96,7 +96,7 @@ class Fused8bitStep:
             self._weight_like,
             grads[0].view(-1)[:0],
             FACTORS=0 if factors is None else len(factors),
-            ROWS=not self._params[0].is_contiguous,
+            ROWS=not self._params[0].is_one_flat_range,
             MASTER=self._params[0].remainder is not None,
             MAXIMIZE=self._maximize,
             BLOCK=BLOCK,

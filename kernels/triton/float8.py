@@ -1,9 +1,9 @@
 """
 Casts to float8 in Triton; cuBLAS multiplies.
 
-A cast by rows keeps whole rows in registers. Transposed copies are made tile by tile from rounded elements. Tensors in
-bfloat16 are read once, except weights: they are cast again for the backward pass and not kept. SwiGLU and its backward
-pass write no bfloat16.
+A cast by rows keeps whole rows in registers. Transposed copies are made tile by tile from quantized elements. Tensors
+in bfloat16 are read once, except weights: they are cast again for the backward pass and not kept. SwiGLU and its
+backward pass write no bfloat16.
 """
 
 from collections.abc import Sequence
@@ -149,7 +149,7 @@ def _quantize_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_weights_into(weights: list[Tensor], data: Tensor, scale: Tensor) -> None:
-    """Fill data (all outputs, inputs) and scale (all outputs,) with rounded weights."""
+    """Fill data (all outputs, inputs) and scale (all outputs,) with quantized weights."""
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(data, sizes), torch.split(scale, sizes), strict=True):
         _quantize_rows_into(weight, None, part, part_scale)
@@ -221,7 +221,7 @@ def _quantize_swiglu_gradient(
 def _quantize_gradient_rows(
     grads: list[Tensor], gate_and_up: Tensor | None, factor: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Round the gradients, or with `gate_and_up` SwiGLU's gradient, by rows, and with row_scale by columns."""
+    """Quantize the gradients, or with `gate_and_up` SwiGLU's gradient, by rows, and with row_scale by columns."""
     data, scale, columns, column_scale = _allocate_quantized_gradient(grads, factor, row_scale)
     if not data.numel():
         return data, scale, columns, column_scale.fill_(1.0)
@@ -472,16 +472,16 @@ def _load_values(x, second, third, up, row, column, width, first_end, second_end
 
 @triton.jit
 def _quantize_and_store_block(values, inverse, at, inside):
-    """Store and return rounded values."""
-    rounded = (values * inverse).to(at.dtype.element_ty)
-    tl.store(at, rounded, mask=inside)
-    return rounded
+    """Store and return quantized values."""
+    quantized = (values * inverse).to(at.dtype.element_ty)
+    tl.store(at, quantized, mask=inside)
+    return quantized
 
 
 @triton.jit
-def _update_column_maxima(most, rounded, shift):
+def _update_column_maxima(most, quantized, shift):
     """Return column maxima in bfloat16, which takes half the registers: float8 times powers of two are exact."""
-    return tl.maximum(most, tl.abs(rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+    return tl.maximum(most, tl.abs(quantized.to(tl.float32)) * shift).to(tl.bfloat16)
 
 
 # fmt: off
@@ -524,16 +524,16 @@ def _quantize_kernel(
             largest = tl.maximum(largest, tl.max(get_magnitude_bits(rest_values), 0))
         own_scale, inverse = compute_scale_and_inverse(largest)
         tl.store(scale + row, own_scale)
-        rounded = _quantize_and_store_block(values, inverse, data + row * width + column, inside)
+        quantized = _quantize_and_store_block(values, inverse, data + row * width + column, inside)
         if REST:
-            rest_rounded = _quantize_and_store_block(rest_values, inverse, data + row * width + rest, rest_inside)
+            rest_quantized = _quantize_and_store_block(rest_values, inverse, data + row * width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            most = _update_column_maxima(most, rounded, shift)
+            most = _update_column_maxima(most, quantized, shift)
             if REST:
-                rest_most = _update_column_maxima(rest_most, rest_rounded, shift)
+                rest_most = _update_column_maxima(rest_most, rest_quantized, shift)
     if parts is not None:
         tl.store(parts + program * width + column, tl.maximum(most.to(tl.float32), not_finite), mask=inside)
         if REST:
@@ -588,20 +588,20 @@ def _swiglu_gradient_kernel(
         own_scale, inverse = compute_scale_and_inverse(largest)
         tl.store(scale + row, own_scale)
         at = data + row * (2 * width)
-        gate_rounded = _quantize_and_store_block(gate_grads, inverse, at + column, inside)
-        up_rounded = _quantize_and_store_block(up_grads, inverse, at + width + column, inside)
+        gate_quantized = _quantize_and_store_block(gate_grads, inverse, at + column, inside)
+        up_quantized = _quantize_and_store_block(up_grads, inverse, at + width + column, inside)
         if REST:
-            rest_gate_rounded = _quantize_and_store_block(rest_gate_grads, inverse, at + rest, rest_inside)
-            rest_up_rounded = _quantize_and_store_block(rest_up_grads, inverse, at + width + rest, rest_inside)
+            rest_gate_quantized = _quantize_and_store_block(rest_gate_grads, inverse, at + rest, rest_inside)
+            rest_up_quantized = _quantize_and_store_block(rest_up_grads, inverse, at + width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            gate_most = _update_column_maxima(gate_most, gate_rounded, shift)
-            up_most = _update_column_maxima(up_most, up_rounded, shift)
+            gate_most = _update_column_maxima(gate_most, gate_quantized, shift)
+            up_most = _update_column_maxima(up_most, up_quantized, shift)
             if REST:
-                rest_gate_most = _update_column_maxima(rest_gate_most, rest_gate_rounded, shift)
-                rest_up_most = _update_column_maxima(rest_up_most, rest_up_rounded, shift)
+                rest_gate_most = _update_column_maxima(rest_gate_most, rest_gate_quantized, shift)
+                rest_up_most = _update_column_maxima(rest_up_most, rest_up_quantized, shift)
     if parts is not None:
         at = parts + program * (2 * width)
         tl.store(at + column, tl.maximum(gate_most.to(tl.float32), not_finite), mask=inside)

@@ -148,7 +148,7 @@ def _forward(
         *(k, v, g, beta, ids, before, decays, inverse, keys, written, sizes.length, sizes.chunks),
         **{**sizes.constants, "BV": sizes.wide_tile_columns},
         num_warps=4,
-        **sizes.limit_registers(168),
+        **sizes.limit_registers_for_small_tiles(168),
     )
     block = sizes.carry_tile_columns
     kernels.carry_states_and_update_written[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
@@ -161,7 +161,7 @@ def _forward(
         *(q, k, written, states, decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
         num_warps=4,
-        **sizes.limit_registers(128),
+        **sizes.limit_registers_for_small_tiles(128),
     )
     return results, last, decays, inverse, written
 
@@ -220,7 +220,7 @@ class _Sizes(NamedTuple):
         """Return memory for the states before all chunks (rows, chunks, heads, K, V)."""
         return like.new_empty(self.rows, self.chunks, self.heads, self.width, self.v_width)
 
-    def limit_registers(self, count: int) -> dict[str, int]:
+    def limit_registers_for_small_tiles(self, count: int) -> dict[str, int]:
         """Return the launch option for at most `count` registers, unless tiles are large and would be spilled."""
         return limit_registers(count) if self.itemsize == 2 and self.fits_several_chunks else {}
 
@@ -312,7 +312,7 @@ def _backward(
         **{**constants, "BV": sizes.wide_tile_columns},
         num_warps=4,
         num_stages=2,
-        **sizes.limit_registers(168),
+        **sizes.limit_registers_for_small_tiles(168),
     )
     block = sizes.carry_tile_columns
     kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
@@ -328,14 +328,14 @@ def _backward(
         **constants,
         num_warps=4,
         num_stages=2,
-        **sizes.limit_registers(168),
+        **sizes.limit_registers_for_small_tiles(168),
     )
     kernels.compute_query_gradients[(sizes.chunk_head_count // sizes.groups * sizes.key_parts,)](
         *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *ends),
         **parts,
         num_warps=4,
         num_stages=3 if sizes.itemsize == 2 else 2,
-        **sizes.limit_registers(128),
+        **sizes.limit_registers_for_small_tiles(128),
     )
     kernels.compute_key_gradients[(sizes.chunk_head_count * sizes.key_parts,)](
         *(q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, decays, ids, before),
@@ -343,7 +343,7 @@ def _backward(
         **parts,
         num_warps=4,
         num_stages=1,  # with more, tiles would be overwritten while products read them
-        **sizes.limit_registers(168),
+        **sizes.limit_registers_for_small_tiles(168),
     )
     kernels.sum_g_and_beta_gradients_kernel[(sizes.chunk_head_count,)](
         *(part_decays, part_factors, grad_decays, grad_factors, ids, grads[3], grads[4], *ends),

@@ -167,7 +167,7 @@ def _quantize_experts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch_quantize_experts(weight: Tensor, data: Tensor, scale: Tensor) -> None:
-    """Fill data (experts, outputs, inputs) and scale (experts,) with a rounded weight."""
+    """Fill data (experts, outputs, inputs) and scale (experts,) with a quantized weight."""
     if not data.numel():
         scale.fill_(1.0)
         return
@@ -500,12 +500,12 @@ def _cast_experts_kernel(
     if parts is not None:
         own_scale, inverse = compute_scale_and_inverse(tl.max(tl.load(parts + expert * PARTS + tl.arange(0, PARTS)), 0))
         tl.store(scale + expert, own_scale)
-        rounded = (values * inverse).to(result.dtype.element_ty)
-        tl.store(result + first + row[:, None] * inputs + column[None, :], rounded, mask=mask)
+        quantized = (values * inverse).to(result.dtype.element_ty)
+        tl.store(result + first + row[:, None] * inputs + column[None, :], quantized, mask=mask)
     else:
-        rounded = (values * tl.div_rn(1.0, tl.load(scale + expert))).to(result.dtype.element_ty)
+        quantized = (values * tl.div_rn(1.0, tl.load(scale + expert))).to(result.dtype.element_ty)
         mask = (column < inputs)[:, None] & (row < outputs)[None, :]
-        tl.store(result + first + column[:, None] * outputs + row[None, :], tl.trans(rounded), mask=mask)
+        tl.store(result + first + column[:, None] * outputs + row[None, :], tl.trans(quantized), mask=mask)
 
 
 # fmt: off
@@ -524,8 +524,8 @@ def _swiglu_kernel(
     probability = tl.load(probabilities + row, mask=row < count, other=0.0).to(tl.float32)
     values = gates * sigmoid(gates) * ups * probability[:, None]
     own_scale, inverse = compute_scale_and_inverse(tl.max(get_magnitude_bits(values), 1))
-    rounded = (values * inverse[:, None]).to(data.dtype.element_ty)
-    tl.store(data + row[:, None] * width + column[None, :], rounded, mask=inside)
+    quantized = (values * inverse[:, None]).to(data.dtype.element_ty)
+    tl.store(data + row[:, None] * width + column[None, :], quantized, mask=inside)
     tl.store(scale + row, own_scale, mask=row < count)
 
 

@@ -68,13 +68,13 @@ def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: 
     return apply_grouped_gemm(TRITON, x, weight, offsets, transposed)
 
 
-def multiply_experts_in_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+def multiply_groups_in_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """
     Compute `grouped_gemm_triton`; a row of the result has the same bits among any number of rows.
 
     x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
-    _check_inputs("multiply_experts_in_fixed_tiles", x, weight)
+    _check_inputs("multiply_groups_in_fixed_tiles", x, weight)
     return apply_grouped_gemm(FIXED_TILES, x, weight, offsets, transposed)
 
 
@@ -96,7 +96,7 @@ def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     fake=_allocate_rows,
     flops=count_row_product_flops,
     scratch=return_zero_scratch_bytes,
-    work=_estimate_row_product_equivalent_flops,
+    equivalent_flops=_estimate_row_product_equivalent_flops,
 )
 def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_rows(x, weight, offsets)
@@ -157,7 +157,7 @@ def _allocate_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     fake=_allocate_matrices,
     flops=count_outer_product_flops,
     scratch=return_zero_scratch_bytes,
-    work=_estimate_outer_product_equivalent_flops,
+    equivalent_flops=_estimate_outer_product_equivalent_flops,
 )
 def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_matrices(a, b, offsets)

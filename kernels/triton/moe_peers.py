@@ -75,8 +75,8 @@ class PeerExchangeTriton:
         return local
 
     @staticmethod
-    def limit_routes_and_flag_overflow(routes: Routes, room: int, peak_rows: Tensor) -> tuple[Routes, Tensor]:
-        """Return routes to at most `room` rows, and a flag, float32 (1,), NaN or 0."""
+    def limit_routes_and_flag_overflow(routes: Routes, row_limit: int, peak_rows: Tensor) -> tuple[Routes, Tensor]:
+        """Return routes to at most `row_limit` rows, and a flag, float32 (1,), NaN or 0."""
         dest_row, source_choice, offsets = routes
         limited, ends = torch.empty_like(dest_row), torch.empty_like(offsets)
         flag = peak_rows.new_empty(1, dtype=torch.float32)
@@ -90,12 +90,12 @@ class PeerExchangeTriton:
             peak_rows,
             dest_row.numel(),
             len(offsets),
-            room,
+            row_limit,
             ENTRIES=ENTRIES,
             EXPERTS=next_power_of_2(len(offsets)),
             num_warps=4,
         )
-        return Routes(limited, source_choice[:room], ends), flag
+        return Routes(limited, source_choice[:row_limit], ends), flag
 
     @staticmethod
     def read_rows_and_scalars(
@@ -183,22 +183,22 @@ def _publish_kernel(
 
 # fmt: off
 @cache_launches
-@triton.jit(do_not_specialize=["count", "room"])
+@triton.jit(do_not_specialize=["count", "row_limit"])
 def _limit_routes_kernel(
-    dest_row, offsets, limited, ends, flag, peak_rows, count, experts, room,
+    dest_row, offsets, limited, ends, flag, peak_rows, count, experts, row_limit,
     ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
 ):
     # fmt: on
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     row = tl.load(dest_row + entry, mask=entry < count, other=-1)
-    tl.store(limited + entry, tl.where(row < room, row, -1), mask=entry < count)
+    tl.store(limited + entry, tl.where(row < row_limit, row, -1), mask=entry < count)
     if tl.program_id(0) == 0:
         expert = tl.arange(0, EXPERTS)
         end = tl.load(offsets + expert, mask=expert < experts, other=0)
-        tl.store(ends + expert, tl.minimum(end, room), mask=expert < experts)
+        tl.store(ends + expert, tl.minimum(end, row_limit), mask=expert < experts)
         rows = tl.max(end, 0)
         tl.store(peak_rows, tl.maximum(tl.load(peak_rows), rows))
-        tl.store(flag, tl.where(rows > room, float("nan"), 0.0))
+        tl.store(flag, tl.where(rows > row_limit, float("nan"), 0.0))
 
 
 # fmt: off

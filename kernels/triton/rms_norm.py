@@ -58,7 +58,7 @@ def add_rms_norm_triton(
 
 
 def _attach_quantized_rows_if_any(normed: Tensor, rows: list[Tensor]) -> Tensor:
-    """Return the norm, and keep its rounded rows and scales if there are any."""
+    """Return the norm, and keep its quantized rows and scales if there are any."""
     data, scale = rows
     if scale.numel():
         attach_quantized_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
@@ -72,12 +72,12 @@ class _RmsNorm(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, float8: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a tensor like x (..., hidden_size), and its rounded rows and scales; weight is (hidden_size,)."""
+        """Return a tensor like x (..., hidden_size), and its quantized rows and scales; weight is (hidden_size,)."""
         normed, _, rstd, *rows = _forward(x, None, weight, eps, zero_centered, float8)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
         ctx.mark_non_differentiable(*rows)
-        ctx.set_materialize_grads(False)  # the rounded rows have none
+        ctx.set_materialize_grads(False)  # the quantized rows have none
         return normed, *rows
 
     @staticmethod
@@ -97,14 +97,14 @@ class _AddRmsNorm(Function):
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool, float8: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """
-        Return the norm and the sum, both like x and residual (..., hidden_size), and the norm's rounded rows and
+        Return the norm and the sum, both like x and residual (..., hidden_size), and the norm's quantized rows and
         scales; weight is (hidden_size,).
         """
         normed, summed, rstd, *rows = _forward(x, residual, weight, eps, zero_centered, float8)
         ctx.save_for_backward(summed, weight, rstd)
         ctx.zero_centered = zero_centered
         ctx.mark_non_differentiable(*rows)
-        ctx.set_materialize_grads(False)  # the rounded rows have none
+        ctx.set_materialize_grads(False)  # the quantized rows have none
         return normed, summed, *rows
 
     @staticmethod
@@ -122,7 +122,7 @@ class _AddRmsNorm(Function):
 def _allocate_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
 ) -> tuple[Tensor, ...]:
-    """Return the norm, the sum if there is a residual, 1 / rms by row, and with `float8` rounded rows and scales."""
+    """Return the norm, the sum if there is a residual, 1 / rms by row, and with `float8` quantized rows and scales."""
     normed = x.new_empty(x.shape)
     summed = x.new_empty(x.shape if residual is not None else 0)
     count, width = (x.shape[:-1].numel(), x.shape[-1]) if float8 else (0, 0)

@@ -51,7 +51,7 @@ class FakeJob:
 
     name: str = "test"
     seed: int = 7
-    path: Path = Path("runs/test")
+    folder_path: Path = Path("runs/test")
 
 
 @pytest.fixture(scope="session")

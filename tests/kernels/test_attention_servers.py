@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.kernels.attention import Attend, attention_eager, create_causal_document_mask
 from drawloom.kernels.attention_cudnn import CUDNN, ONE_DOCUMENT_PER_ROW, choose_one_document_implementation
 from drawloom.kernels.attention_flash import attention_flash, compute_document_offsets, why_not_flash
-from drawloom.kernels.attention_flex import FLEX, block_mask
+from drawloom.kernels.attention_flex import FLEX, create_document_block_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -117,7 +117,7 @@ def test_servers_equal_attention_over_all_scores(case: str, deterministic: bool)
     seed = torch.randn(*q.shape[:3], v.shape[3], device="cuda").bfloat16()
     runs: list[tuple[Attend, Any, Tensor]] = [
         (CUDNN.attend, ONE_DOCUMENT_PER_ROW, whole),
-        (FLEX.attend, block_mask(packed, 40), packed),
+        (FLEX.attend, create_document_block_mask(packed, 40), packed),
     ]
     if read_table()[case][2] != "–":
         runs += [(attention_flash, None, whole), (attention_flash, compute_document_offsets(packed, 40), packed)]

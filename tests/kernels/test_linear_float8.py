@@ -60,7 +60,7 @@ def gradients(layer: object, *leaves: Tensor, grad: Tensor) -> tuple[Tensor, ...
     return (y, *torch.autograd.grad(y, leaves, grad))
 
 
-def test_forward_pass_multiplies_rounded_rows() -> None:
+def test_forward_pass_multiplies_quantized_rows() -> None:
     """The result is the float64 product of the rounded operands, rounded to bfloat16 once."""
     x, weight = draw(TOKENS, INPUTS), draw(OUTPUTS, INPUTS, scale=0.02)
     exact = quantize(x.detach().double(), 1) @ quantize(weight.detach().double(), 1).t()
@@ -173,7 +173,7 @@ def test_kept_weights_have_the_bits_of_weights_rounded_in_every_pass(layer: Call
         assert all(operation.is_current for operation in operations)
 
 
-def test_norms_hand_on_their_rounded_rows() -> None:
+def test_norms_hand_on_their_quantized_rows() -> None:
     """Layers after a norm that rounds its result do not round it again, and have the same bits."""
     x, norm, weight = draw(TOKENS, INPUTS), draw(INPUTS), draw(OUTPUTS, INPUTS)
     results = []
@@ -185,7 +185,7 @@ def test_norms_hand_on_their_rounded_rows() -> None:
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
-def test_rounded_rows_do_not_live_as_long_as_their_input() -> None:
+def test_quantized_rows_do_not_live_as_long_as_their_input() -> None:
     """Inputs that autograd keeps for adapters keep no rounded copies, except the two inputs that were used last."""
     kernels, weight = CountedFloat8(), draw(OUTPUTS, INPUTS).detach()
     inputs = [draw(TOKENS, INPUTS) for _ in range(5)]

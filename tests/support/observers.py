@@ -46,7 +46,7 @@ from support.metrics import MESH, combine, measure, step_of
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
 Values = Mapping[str, Any]
-JOB = {"name": "test", "seed": 7, "path": Path("runs/test")}
+JOB = {"name": "test", "seed": 7, "folder_path": Path("runs/test")}
 
 
 def program(use: str, values: Values, _place: Path) -> Any:
@@ -170,7 +170,7 @@ class _TwoParameters:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("layers.0.weight", self.matrix), ("layers.0.norm", self.vector)]
 
-    def slices(self) -> dict[str, Any]:
+    def parameter_slices(self) -> dict[str, Any]:
         return dict.fromkeys(name for name, _ in self.named_parameters())
 
     def roles(self) -> dict[str, Role]:
@@ -224,7 +224,7 @@ def average_weights(use: str, values: Values, _place: Path) -> Any:
 
 def detect_spikes(use: str, values: Values, _place: Path) -> Any:
     """Return the skipped steps, and whether the run goes back after them."""
-    phase = build(use, data=fake(MovableData, position=40), **values)
+    phase = build(use, data=fake(MovableData, next_row_position=40), **values)
     steps = [Step(index, 9, state={"loss": loss}) for index, loss in enumerate((2.0, 2.1, 1.9, 2.6, 2.0), 1)]
     for step in steps:
         phase.run_phase(step)
@@ -419,7 +419,7 @@ def find_caches(use: str, values: Values, folder: Path) -> Any:
     """Return the folders of the stores, below the current directory or `folder`."""
     (folder / "a.txt").write_text("text")
     corpus = TextFiles(paths=[str(folder / "a.txt")])
-    job = fake(RunInfo, **JOB | {"path": folder / "runs" / "test"})
+    job = fake(RunInfo, **JOB | {"folder_path": folder / "runs" / "test"})
     tokens = build(use, corpus=corpus, tokenizer=Bytes(), job=job, **values)
     tokens.open()
     tokens.close()

@@ -80,7 +80,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
         parameters: list[Any] = []
         for stage in objects["stages"].local:
             used = dict(stage.module.named_parameters())
-            for name, kept in stage.named_parameters():
+            for name, kept in stage.named_masters_or_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
             layers = find_float8_candidates(stage.module)
@@ -286,7 +286,7 @@ def randomness_of(use: str, values: Values, _place: Path) -> Any:
     node = build("run.randomness", job=job, mesh=SingleRankMesh(), **({} if of_job else values))
     with open_node(node):
         numbers = torch.rand(3, generator=node.stream("a")).tolist()
-        return job.name, job.path, numbers, torch.are_deterministic_algorithms_enabled()
+        return job.name, job.folder_path, numbers, torch.are_deterministic_algorithms_enabled()
 
 
 def stops(use: str, values: Values, _place: Path) -> Any:

@@ -75,7 +75,7 @@ class Job:
 
     name: str = "test"
     seed: int = 3
-    path: Any = None
+    folder_path: Any = None
 
 
 class FreezeFirstLayer:

@@ -54,7 +54,7 @@ def late(step: Step) -> LateState:
 def train(executor: Executor, batches: Iterable[TokenBatch]) -> StepState:
     """Train on microbatches, and return the state with their losses."""
     state = create_step_state(batches)
-    executor.train(state)
+    executor.run_forward_and_backward(state)
     return state
 
 

@@ -267,7 +267,7 @@ def _parse_summary(path: Path, text: bytes) -> dict[str, Any]:
 
 def _join_block_digests(file: FileWriter) -> bytes:
     """Return a file's block digests in succession; empty for an empty file."""
-    content = file.content()
+    content = file.finish_digest()
     return b"".join(map(bytes.fromhex, content.blocks)) if content.size else b""
 
 

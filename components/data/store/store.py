@@ -137,7 +137,7 @@ def read_index(path: Path) -> dict[str, Any]:
     remedy = f"restore it, or remove {path.parent} and make the store anew"
     try:
         text = read_regular_file(path)
-        index: dict[str, Any] = parse_strict_json(text, most=MAX_PARTS)
+        index: dict[str, Any] = parse_strict_json(text, max_values=MAX_PARTS)
     except FileNotFoundError as error:
         hint = "create it with `drawloom tokenize`, which also completes an unfinished store"
         raise UserError(f"{path.parent} is not a complete token store: there is no {STORE}; {hint}") from error

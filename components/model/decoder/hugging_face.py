@@ -187,7 +187,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"config: {error}") from error
     try:
-        config = parse_strict_json(text, most=MAX_CONFIG)
+        config = parse_strict_json(text, max_values=MAX_CONFIG)
     except ValueError as error:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):

@@ -65,7 +65,7 @@ class CircularExecutor(ProgramExecutor):
         """Return the stages' ranks in evaluation, with embedding and head as separate first and last stages."""
         return (0, *super()._stage_to_rank, self.mesh.sizes.pipeline - 1)
 
-    def train(self, state: StepState) -> None:
+    def run_forward_and_backward(self, state: StepState) -> None:
         self.stages.cast_weights()
         inputs = [self._upload_inputs(batch) for batch in state["batches"]]
         group = self.mesh.pipeline_group

@@ -87,7 +87,7 @@ def build_program(
     local_stage, op, microbatch, overlaps = (np.concatenate(column) for column in zip(*counted, strict=True))
     bounds = np.concatenate([[0], np.cumsum([len(line[0]) for line in counted])])
     stage = stages[np.repeat(np.arange(len(rows)), np.diff(bounds)), local_stage]
-    # Microbatches were numbered in the order of a row, so reversing backward passes only changes numbers.
+    # Microbatches were numbered in the order of op codes, so reversing backward passes only changes numbers.
     if backward_newest_first:
         microbatch[op != FORWARD] = microbatches - 1 - microbatch[op != FORWARD]
     program = Program(
@@ -97,7 +97,7 @@ def build_program(
 
 
 class OpCodeSchedule(ABC):
-    """Schedule whose ranks build their rows independently; `backward_newest_first` reverses backward passes."""
+    """Schedule whose ranks build their op codes independently; `backward_newest_first` reverses backward passes."""
 
     backward_newest_first: ClassVar[bool] = False
 
@@ -193,7 +193,7 @@ def build_interleaved_op_codes(
     weight_grad_lag: int | None = None,
 ) -> OpCodes:
     """
-    Return a rank's row of interleaved 1F1B; `op_code` returns a local stage's backward op code.
+    Return a rank's op codes of interleaved 1F1B; `op_code` returns a local stage's backward op code.
 
     The k-th rank before the last warms up with `warmup_per_later_rank * k` more forward passes. With `weight_grad_lag`,
     weight gradients are deferred: from backward pass number `weight_grad_lag` on, every one is followed by the oldest
@@ -214,7 +214,7 @@ def build_interleaved_op_codes(
 
 
 def build_breadth_first_op_codes(stages: int, microbatches: int) -> OpCodes:
-    """Return every rank's breadth-first row: all microbatches through one stage after another, then all back."""
+    """Return every rank's breadth-first op codes: all microbatches through one stage after another, then all back."""
     row = [forward_op_code(local_stage) for local_stage in range(stages) for _ in range(microbatches)]
     return row + [backward_op_code(local_stage) for local_stage in reversed(range(stages)) for _ in range(microbatches)]
 

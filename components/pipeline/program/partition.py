@@ -152,7 +152,7 @@ class FittedProgram:
 
 @attrs.frozen(eq=False)
 class PartitionSearch:
-    """Fit of a model into a program's stages, with activations up to `limit` on a rank."""
+    """Search for a partition of a model into a program's stages, with activations up to `limit` on a rank."""
 
     program: Program
     slices: ModelSlices
@@ -163,7 +163,9 @@ class PartitionSearch:
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "_timings", BatchedTiming(self.program, self.slices.comm))
         object.__setattr__(
-            self, "_live", [LiveMicrobatches.count(self.program, rank) for rank in range(self.program.ranks)]
+            self,
+            "_live",
+            [LiveMicrobatches.count_at_possible_peaks(self.program, rank) for rank in range(self.program.ranks)],
         )
 
     def search_best_partition(self, starts: Sequence[StageSizes] = ()) -> FittedProgram:
@@ -255,8 +257,10 @@ def _list_neighbouring_partitions(sizes: StageSizes) -> list[StageSizes]:
     return neighbours
 
 
-def _add_recomputation_time(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Add recomputation time `again` (..., stages) to the backward durations in `lengths` (..., stages, ops)."""
+def _add_recomputation_time(
+    lengths: NDArray[np.float64], recompute_seconds: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Add `recompute_seconds` (..., stages) to the backward durations in `lengths` (..., stages, ops)."""
     lengths = lengths.copy()
-    lengths[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]
+    lengths[..., [BACKWARD, BACKWARD_INPUT]] += recompute_seconds[..., None]
     return lengths

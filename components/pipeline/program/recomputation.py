@@ -133,7 +133,7 @@ class LiveMicrobatches:
     pending: Ints
 
     @classmethod
-    def count(cls, program: Program, rank: int) -> "LiveMicrobatches":
+    def count_at_possible_peaks(cls, program: Program, rank: int) -> "LiveMicrobatches":
         """Count a rank's live microbatches at all times where its memory may peak, whatever the sizes."""
         rows = program.rows(rank)
         stages = np.unique(program.stage[rows])

@@ -47,13 +47,13 @@ class Costs:
         lengths = np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[program.op]
         return lengths * np.array(self.factors)[program.stage] if self.factors else lengths
 
-    def get_duration(self, work: str, stage: int = 0) -> float:
+    def get_duration(self, op: str, stage: int = 0) -> float:
         """Return an action's duration by op and stage; every message takes `comm`."""
         lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
-        if work in lengths:
-            return lengths[work] * (self.factors[stage] if self.factors else 1.0)
+        if op in lengths:
+            return lengths[op] * (self.factors[stage] if self.factors else 1.0)
         shards = {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
-        return (shards | {"OFFLOAD": self.offload, "RELOAD": self.offload}).get(work, self.comm)
+        return (shards | {"OFFLOAD": self.offload, "RELOAD": self.offload}).get(op, self.comm)
 
     def select_stages(self, stages: Sequence[int]) -> "Costs":
         """Return the costs for some stages."""
@@ -81,11 +81,11 @@ class CostTable(Costs):
         lengths: NDArray[np.float64] = self.lengths[program.stage, program.op]
         return lengths
 
-    def get_duration(self, work: str, stage: int = 0) -> float:
+    def get_duration(self, op: str, stage: int = 0) -> float:
         """Return an action's duration by op and stage."""
-        if work in ("OFFLOAD", "RELOAD"):
+        if op in ("OFFLOAD", "RELOAD"):
             return float(self.offload_by_stage[stage])
-        return float(self.lengths[stage, OPS.index(work)]) if work in OPS else super().get_duration(work, stage)
+        return float(self.lengths[stage, OPS.index(op)]) if op in OPS else super().get_duration(op, stage)
 
     def select_stages(self, stages: Sequence[int]) -> "CostTable":
         """Return the costs for some stages."""

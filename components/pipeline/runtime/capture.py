@@ -374,7 +374,7 @@ class RankGraphs:
 def _find_recordable_cache(inputs: Any, shared: BatchContext) -> KeyValueCache | None:
     """Return the cache of a pass over one new token per row without gradients; None with recurrent states."""
     cache = shared.cache
-    if cache is None or not cache.layers or cache.has_states or shared.hidden_states is not None:
+    if cache is None or not cache.cached_layer_count or cache.has_states or shared.hidden_states is not None:
         return None
     has_one_token = isinstance(inputs, Tensor) and inputs.shape[1] == 1
     return cache if has_one_token and not torch.is_grad_enabled() else None

@@ -110,7 +110,7 @@ class P2PBuffers:
             # Waiting for a completed send returns at once, and lets torch free its tensor.
             sending.popleft().wait()
 
-    def receive(self, key: MessageKey, peer: int, like: Any) -> None:
+    def start_receive(self, key: MessageKey, peer: int, like: Any) -> None:
         """Start receiving a tree with the shapes and dtypes of `like`, which may be on the meta device."""
         link = self.links[peer]
         # Most messages are a tensor or a list of tensors; walking a tree takes microseconds.

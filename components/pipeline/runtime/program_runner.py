@@ -148,7 +148,7 @@ class ProgramRunner:
 
     def _receive_forward(self, action: Action) -> None:
         like = self._infer_stage_input(action.stage, action.microbatch)
-        self.p2p.receive(("RECV_F", action.stage, action.microbatch), _get_peer_rank(action), like)
+        self.p2p.start_receive(("RECV_F", action.stage, action.microbatch), _get_peer_rank(action), like)
 
     def _infer_stage_input(self, stage: int, microbatch: int) -> Any:
         """Return a stage's input for a microbatch as meta tensors; sender and receiver both derive them."""
@@ -200,7 +200,7 @@ class ProgramRunner:
 
     def _receive_backward(self, action: Action) -> None:
         like = list_floating_leaves(self._infer_stage_input(action.stage + 1, action.microbatch))
-        self.p2p.receive(("RECV_B", action.stage, action.microbatch), _get_peer_rank(action), like)
+        self.p2p.start_receive(("RECV_B", action.stage, action.microbatch), _get_peer_rank(action), like)
 
 
 def _get_peer_rank(action: Action) -> int:

@@ -86,17 +86,17 @@ def _describe_cost_fault(cost: Cost) -> str | None:
     return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
 
 
-def _describe_negative_number_fault(parts: float | Sequence[float]) -> str | None:
-    numbers = _list_cost_numbers(parts)
+def _describe_negative_number_fault(values: float | Sequence[float]) -> str | None:
+    numbers = _list_cost_numbers(values)
     if not numbers:
         return "the list is empty; write a number, or one for each slice"
     return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
 
 
-def _describe_kept_fractions_fault(parts: float | Sequence[float]) -> str | None:
+def _describe_kept_fractions_fault(values: float | Sequence[float]) -> str | None:
     """Return the fault in fractions outside 0 to 1; None if there is none."""
-    most = max(_list_cost_numbers(parts), default=0.0)
-    return _describe_negative_number_fault(parts) or (
+    most = max(_list_cost_numbers(values), default=0.0)
+    return _describe_negative_number_fault(values) or (
         f"{most} is above 1, which is all activations" if most > 1 else None
     )
 
@@ -246,12 +246,12 @@ class Auto:
         return self._cache[size]
 
     def _iterate_best_partitioned_programs(
-        self, ranks: int, microbatches: int, count: int, recomputes: bool, planned: FittedProgram | None
+        self, ranks: int, microbatches: int, stages_per_rank: int, recomputes: bool, planned: FittedProgram | None
     ) -> Iterator[FittedProgram]:
-        """Yield programs with `count` stages per rank, published or searched, with the best stage sizes."""
+        """Yield programs with `stages_per_rank` stages per rank, published or searched, with the best stage sizes."""
         slices, placement = (
-            self._build_slices(ranks, count),
-            assign_stages_in_vee(ranks) if count == 2 else assign_stages_in_loop(ranks, count),
+            self._build_slices(ranks, stages_per_rank),
+            assign_stages_in_vee(ranks) if stages_per_rank == 2 else assign_stages_in_loop(ranks, stages_per_rank),
         )
         limit = self._get_memory_limit(ranks)
         if planned:
@@ -259,7 +259,7 @@ class Auto:
         if not recomputes:
             slices = attrs.evolve(slices, recomputed=())
         comparable = []
-        for schedule in list_published_schedules(count):
+        for schedule in list_published_schedules(stages_per_rank):
             if planned is None or schedule.stage_to_rank(ranks) == placement:
                 fitted = PartitionSearch(schedule.program(ranks, microbatches), slices, limit).search_best_partition()
                 comparable += [fitted] if fitted.program.stage_to_rank == placement else []
@@ -284,13 +284,13 @@ class Auto:
             )
 
     def _iterate_offloading_programs(
-        self, ranks: int, microbatches: int, count: int, planned: FittedProgram | None
+        self, ranks: int, microbatches: int, stages_per_rank: int, planned: FittedProgram | None
     ) -> Iterator[FittedProgram]:
         """Yield published programs with the stages offloaded that make them fit."""
-        slices, copies = attrs.evolve(self._build_slices(ranks, count), recomputed=()), self.offload
+        slices, copies = attrs.evolve(self._build_slices(ranks, stages_per_rank), recomputed=()), self.offload
         share = 1.0 if self._slice_count else ranks / len(slices)
         times = [*copies] if isinstance(copies, Sequence) else [share * (copies or 0.0)] * len(slices)
-        for schedule in list_published_schedules(count):
+        for schedule in list_published_schedules(stages_per_rank):
             program = schedule.program(ranks, microbatches)
             if planned is None:
                 fitted = PartitionSearch(program, slices, math.inf).search_best_partition()
@@ -331,9 +331,9 @@ class Auto:
                 raise UserError(f"{first} has {count} values, and {name} has {other}; write as many values in both")
         return count
 
-    def _build_slices(self, ranks: int, count: int) -> ModelSlices:
+    def _build_slices(self, ranks: int, stages_per_rank: int) -> ModelSlices:
         """Return the settings' slices; without any, one slice of equal cost for every stage."""
-        number = self._slice_count or ranks * count
+        number = self._slice_count or ranks * stages_per_rank
         share = [ranks / number] * number
         costs = np.array([self._get_op_times(cost) for cost in self.slices or share])
         activations = np.array(self.activations or share, dtype=np.float64)

@@ -35,7 +35,7 @@ class DualPipeV(OpCodeSchedule):
 
 
 def _build_untrimmed_op_codes(rank: int, ranks: int, microbatches: int) -> OpCodes:
-    """Return the row of rank r of p, for m microbatches, at least 2 p."""
+    """Return the op codes of rank r of p, for m microbatches, at least 2 p."""
     half = rank + 1
     steady = [overlap_op_code(F0, B1), overlap_op_code(F1, B0)] * (microbatches - 2 * ranks + half)
     if rank == ranks - 1:

@@ -27,12 +27,12 @@ class ZeroBubbleV(OpCodeSchedule):
         return assign_stages_in_vee(ranks)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
-        # The row below needs 2 p - 1 microbatches; build_program drops the surplus.
+        # The op codes below need 2 p - 1 microbatches; build_program drops the surplus.
         return _build_untrimmed_op_codes(rank, ranks, max(microbatches, 2 * ranks - 1))
 
 
 def _build_untrimmed_op_codes(rank: int, ranks: int, microbatches: int) -> OpCodes:
-    """Return the row of rank r of p, for m microbatches, at least 2 p - 1."""
+    """Return the op codes of rank r of p, for m microbatches, at least 2 p - 1."""
     return (
         [F0] * (2 * (ranks - rank) - 1)
         + [F1, F0] * rank

@@ -160,7 +160,7 @@ def _read_file_names_and_total_size(path: Path) -> tuple[dict[str, str], int | N
             )
         text = file.read(0, file.size)
     try:
-        index = parse_strict_json(text, most=3 * MAX_TENSORS)
+        index = parse_strict_json(text, max_values=3 * MAX_TENSORS)
     except ValueError as error:
         raise UserError(f"{path} is not readable JSON: {error}; copy the file again") from error
     files_by_tensor = index.get("weight_map") if isinstance(index, dict) else None

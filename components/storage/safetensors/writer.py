@@ -69,7 +69,7 @@ def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> FileDig
     head, entries = build_header_and_entries(InMemoryTensors(tensors).specs())  # before the file is created, as above
     with durable_files.create_file(path) as file:
         write_planned_tensors(file, tensors, head, entries)
-    return file.content()
+    return file.finish_digest()
 
 
 def write_planned_tensors(

@@ -348,7 +348,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
 
     def take_step() -> None:
         step = Step(1, 1, create_step_state(batches), defers_scaling=True)
-        executor.train(step.state)
+        executor.run_forward_and_backward(step.state)
         for phase in phases:
             phase.run_phase(step)
 

@@ -160,13 +160,13 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
 
     def take_step() -> None:
         step = Step(1, 1, create_step_state(batches))
-        executor.train(step.state)
+        executor.run_forward_and_backward(step.state)
         reduction.run_phase(step)
         optimizer.run_phase(step)
 
     return Run(
         take_step,
-        lambda: executor.train(create_step_state(batches)),
+        lambda: executor.run_forward_and_backward(create_step_state(batches)),
         schedule.program(mesh.sizes.pipeline, MICROBATCHES),
     )
 

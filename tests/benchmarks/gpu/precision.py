@@ -192,7 +192,7 @@ def _make_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[]
 
     def take_step() -> None:
         step = Step(1, 1, create_step_state(batches))
-        executor.train(step.state)
+        executor.run_forward_and_backward(step.state)
         for phase in (synchronize, clip, optimizer):
             phase.run_phase(step)
 

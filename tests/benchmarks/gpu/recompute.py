@@ -175,7 +175,7 @@ def _make_step(
 
     def take_step() -> list[float]:
         step = Step(1, 1, create_step_state(batches))
-        executor.train(step.state)
+        executor.run_forward_and_backward(step.state)
         for phase in phases:
             phase.run_phase(step)
         return [step.state["loss"] * step.state["loss_weight"], step.state["grad_norm"]]

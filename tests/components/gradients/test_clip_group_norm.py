@@ -25,7 +25,7 @@ class Held:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [*self.parameters.items()]
 
-    def slices(self) -> dict[str, Any]:
+    def parameter_slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
 
     def roles(self) -> dict[str, Role]:

@@ -24,7 +24,7 @@ class Weight:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("weight", self.weight)]
 
-    def slices(self) -> dict[str, Any]:
+    def parameter_slices(self) -> dict[str, Any]:
         return dict.fromkeys(name for name, _ in self.named_parameters())
 
     def roles(self) -> dict[str, Role]:

@@ -44,7 +44,7 @@ def give_gradients(weights: Weights, seed: int, finite: bool) -> None:
 class OneJob:
     seed: int = 3
     name: str = "run"
-    path: Path = Path("runs/run")
+    folder_path: Path = Path("runs/run")
 
 
 def stochastic(parameters: Weights, **settings: Any) -> StochasticAdamW:

@@ -261,7 +261,7 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
     """The executor trains on the state from earlier phases."""
     seen: list[Any] = []
     step = Step(1, 1)
-    PolicyGradient(executor=fake(Executor, train=seen.append)).run_phase(step)
+    PolicyGradient(executor=fake(Executor, run_forward_and_backward=seen.append)).run_phase(step)
     assert seen == [step.state]
 
 

@@ -30,7 +30,7 @@ def test_estimated_pairs_match_really_cut_rows(mean: int) -> None:
             count_attended_pairs(ids, window) / len(ids), rel=0.03
         )
     whole = (ids == ids[:, :1]).all(1)[: len(ids) // 2 * 2].view(-1, 2).all(1)
-    assert rows.all_rows_single_document_probability == pytest.approx(float(whole.double().mean()), abs=0.03)
+    assert rows.one_document_per_row_probability == pytest.approx(float(whole.double().mean()), abs=0.03)
 
 
 def test_rows_of_one_document_have_all_pairs() -> None:
@@ -40,7 +40,7 @@ def test_rows_of_one_document_have_all_pairs() -> None:
         rows.count_expected_pairs(),
         rows.count_expected_pairs(9),
         rows.count_expected_pairs(2),
-        rows.all_rows_single_document_probability,
+        rows.one_document_per_row_probability,
     ) == (28, 28, 13, 1)
     assert MicrobatchRows(3, 7, document=1).count_expected_pairs() == 7
 

@@ -21,7 +21,7 @@ def test_no_other_number_of_steps_loses_less() -> None:
     for ranks in (1, 32):
         recipe = RECIPE.with_values({"mesh": {"data_replicate": ranks}, "batch": {"global_size": 64}})
         planned = plan(recipe, find_device_model("h100"), ranks)
-        advised = propose_checkpoint_interval(Nodes.of(recipe), planned, mtbf=3.6e6, save_seconds=2.0)
+        advised = propose_checkpoint_interval(Nodes.of(recipe), planned, host_mtbf_seconds=3.6e6, save_seconds=2.0)
         assert advised.between_failures == 3.6e6 / -(-ranks // 8)
         intervals[ranks] = advised.every * advised.step
         for other in (advised.every * 2, advised.every // 2, advised.every * 1.1):

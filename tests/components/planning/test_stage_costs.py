@@ -36,14 +36,14 @@ def test_a_stage_costs_as_much_as_a_recording_of_all_its_blocks(case: str, monke
     most 2 % higher: it depends on the recomputed blocks.
     """
     recipe, policy, layers, words = CASES[case]
-    compose, asked = StageCostRecorder.costs, []
+    compose, asked = StageCostRecorder.record_costs, []
 
-    def costs(self: StageCostRecorder, stage: Any, split: bool) -> StageCosts:
+    def record_costs(self: StageCostRecorder, stage: Any, split: bool) -> StageCosts:
         composed = compose(self, stage, split)
         asked.append((self, stage, split, composed))
         return composed
 
-    monkeypatch.setattr(StageCostRecorder, "costs", costs)
+    monkeypatch.setattr(StageCostRecorder, "record_costs", record_costs)
     more = (f"model.num_hidden_layers={layers}", f"stages.recompute={policy}", "vars.length=64", "device.kind=cpu")
     plan(Recipe.load(recipe, *SMALL, *more, *words), find_device_model("h100"))
     assert asked

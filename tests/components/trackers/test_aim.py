@@ -387,7 +387,7 @@ def test_runs_share_a_repository(make: Any, tmp_path: Path) -> None:
 
 def track_on_server(folder: Path, address: str, done: int) -> tuple[list[float], Any]:
     """Track like a run killed after step 4, or resumed after step 2; return the server's values."""
-    job = fake(RunInfo, name="test", seed=0, path=folder)
+    job = fake(RunInfo, name="test", seed=0, folder_path=folder)
     tracker = AimTracker(folder=Folder(folder), mesh=SingleRankMesh(), job=job, repository=address, timeout=60.0)
     tracker.open()
     tracker.store_properties(PROPERTIES)

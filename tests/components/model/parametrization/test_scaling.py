@@ -70,7 +70,7 @@ def options_of(model: Granite) -> dict[str, tuple[float, float, float]]:
         Parameters,
         named_parameters=[*parameters.items()],
         roles=dict(parameter_roles(module)),
-        slices=dict.fromkeys(parameters),
+        parameter_slices=dict.fromkeys(parameters),
     )
     optimizer = AdamW(parameters=trained, mesh=SingleRankMesh(), lr=0.5, weight_decay=0.25, eps=1e-4)
     optimizer.open()
@@ -125,7 +125,7 @@ def train(model: Any, create_optimizer: Any) -> list[float]:
         Parameters,
         named_parameters=[*parameters.items()],
         roles=dict(parameter_roles(module)),
-        slices=dict.fromkeys(parameters),
+        parameter_slices=dict.fromkeys(parameters),
     )
     optimizer = create_optimizer(trained)
     optimizer.open()
@@ -193,7 +193,7 @@ def test_muon_updates_of_wide_matrices_are_as_large_as_those_of_the_base(adjustm
             Parameters,
             named_parameters=[*parameters.items()],
             roles=dict(parameter_roles(module)),
-            slices=dict.fromkeys(parameters),
+            parameter_slices=dict.fromkeys(parameters),
         )
         optimizer = Muon(
             parameters=trained, mesh=SingleRankMesh(), lr=0.5, adjust_lr_fn=adjustment, weight_decay=0.0, ns_steps=30

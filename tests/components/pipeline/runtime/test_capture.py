@@ -75,9 +75,9 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
         executor.evaluate(create_step_state(state["batches"]))
         train(executor, state)
 
-    train = ProgramExecutor.train
+    train = ProgramExecutor.run_forward_and_backward
     monkeypatch.setattr(recompute_policy, "call_with_recomputation", count_and_rerun)
-    monkeypatch.setattr(ProgramExecutor, "train", after_evaluation)
+    monkeypatch.setattr(ProgramExecutor, "run_forward_and_backward", after_evaluation)
     program = pipelines.Recomputing(pipelines.schedule("zero_bubble_v"), ("none", "blocks"))
     steps([(program, 3, False, False, "plain")], True)
     assert recorder.recorded > 0 and len(ran) >= 3 * 3 * 2
