@@ -32,7 +32,8 @@ class Findings:
     """
     Faults by kind, and seconds from a fault to the next finished step, which may repeat one.
 
-    `returns` are the steps that a run went back to an older state, because two neighbours were lost. `stuck` describes a run without progress, and `orphans` are process groups left at the end. `codes` are exit codes.
+    `returns` has the numbers of steps lost with two neighbours, whose run continues from a checkpoint. `stuck` describes
+    a run without progress, and `orphans` are process groups left at the end. `codes` are exit codes.
     """
 
     faults: Counter[str] = attrs.field(factory=Counter)
@@ -49,7 +50,7 @@ class Findings:
         kills, stops = sorted(self.kills), sorted(self.stops)
         return (
             f"{dict(self.faults)}, {self.generations} generations, {self.steps} steps; seconds to the next step after "
-            f"kills: {_quantiles(kills)}; after stops: {_quantiles(stops)}; steps gone back: {self.returns}; {self.stuck}"
+            f"kills: {_quantiles(kills)}; after stops: {_quantiles(stops)}; steps lost: {self.returns}; {self.stuck}"
         )
 
 
