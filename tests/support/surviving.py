@@ -32,8 +32,8 @@ class Findings:
     """
     Faults by kind, and seconds from a fault to the next finished step, which may repeat one.
 
-    `returns` has the numbers of steps lost with two neighbours, whose run continues from a checkpoint. `stuck` describes
-    a run without progress, and `orphans` are process groups left at the end. `codes` are exit codes.
+    `returns` has the numbers of steps lost with two neighbours, when the run continues from a checkpoint. `stuck` is a
+    run's state without progress, and `orphans` are process groups left at the end. `codes` are exit codes.
     """
 
     faults: Counter[str] = attrs.field(factory=Counter)
