@@ -59,6 +59,18 @@ class ReplicaShape:
     counts: Sequence[int]
     expert: int = 1
 
+    @classmethod
+    def for_ranks(
+        cls, world_size: int, shape: tuple[int, int, int, int], fits: Callable[[int], bool]
+    ) -> "ReplicaShape":
+        """
+        Return the shape for `SurvivingProcesses.replica_shape`, with the counts that `fits`, or that use all ranks.
+        """
+        stages, shards, shard_size, expert = shape
+        largest = world_size // (stages * shard_size)
+        counts = [count for count in range(1, largest + 1) if count == largest or fits(count)]
+        return cls(stages, shards, shard_size, counts, expert)
+
     @property
     def size(self) -> int:
         """Ranks in a replica."""
@@ -123,6 +135,13 @@ class Generation:
         """Set RANK and WORLD_SIZE in the environment, as torchrun would; LOCAL_RANK keeps its device."""
         os.environ["RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(len(self.members))
+
+    def describe_change_to(self, following: "Generation") -> str:
+        """Return a message with the numbers of members that stay, and of those that join."""
+        new = [member for member in following.members if member not in self.members]
+        staying = f"{len(following.members) - len(new)} of {len(self.members)} processes continue"
+        joining = f"{len(new)} process{'es join' if len(new) > 1 else ' joins'}"
+        return f"{staying}; {joining}" if new else staying
 
     def choose_next_generation(self, lost: Set[int], spares: Iterable[RunProcess]) -> "Generation":
         """
