@@ -7,7 +7,7 @@ Frozen weights do not change, so nothing is copied back.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import attrs
@@ -17,11 +17,15 @@ from torch import Tensor, nn
 from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.frozen_formats import find_quantizable_weights
 from drawloom.components.ports.memory import Ticket, Transfers
+from drawloom.components.ports.model import QuantizableLayer
 from drawloom.graph import Problem
 from drawloom.kernels.weight_formats import ComputeFormat, fetch_on_meta
 
 WINDOW_BYTES = 2**28
 """Bytes on their way to the device, ahead of the weight in use; at least one weight."""
+
+ALIGNMENT = 16
+"""Weights begin at multiples of these bytes, whatever their dtypes."""
 
 
 @attrs.define(eq=False)
@@ -35,29 +39,33 @@ class StreamedWeights:
     _fetched: list[Tensor] = attrs.field(init=False, factory=list)
     _arriving: deque[tuple[Tensor, Ticket]] = attrs.field(init=False, factory=deque)
 
-    def move_quantized_weights_to_host(self, modules: Iterable[nn.Module]) -> None:
-        """Move modules' frozen weights to host memory; a module of the meta device gets a plan's copies."""
+    def stream(self, modules: Iterable[nn.Module]) -> None:
+        """Replace modules' frozen weights on the meta device by host memory, which is still to be filled."""
         for module in modules:
-            weights = {name: module.get_parameter(name) for name in find_quantizable_weights(module)}
-            frozen = {name: weight for name, weight in weights.items() if not weight.requires_grad}
-            self.byte_count += sum(weight.nbytes for weight in frozen.values())
-            is_meta = any(weight.is_meta for weight in frozen.values())
-            if not is_meta:
-                self._move_data([*frozen.values()])
-            fetch = fetch_on_meta if is_meta else self.fetch
-            for name, (layer, leaf) in find_quantizable_weights(module).items():
-                if name in frozen:
-                    kind = layer.weight_formats.get(leaf, ComputeFormat())
-                    layer.weight_formats = {**layer.weight_formats, leaf: replace(kind, fetch=fetch)}
+            frozen = [*self._set_formats(module, self.fetch)]
+            sizes = [-(-getattr(layer, leaf).nbytes // ALIGNMENT) * ALIGNMENT for layer, leaf in frozen]
+            memory = self.transfers.allocate_pinned_host_memory(sum(sizes))
+            for (layer, leaf), part in zip(frozen, torch.split(memory, sizes), strict=True):
+                weight = getattr(layer, leaf)
+                data = part[: weight.nbytes].view(weight.dtype).view(weight.shape)
+                setattr(layer, leaf, nn.Parameter(data, requires_grad=False))
 
-    def _move_data(self, weights: Sequence[nn.Parameter]) -> None:
-        """Move the weights' data to one allocation in host memory."""
-        parts = torch.split(
-            self.transfers.allocate_pinned_host_memory(sum(weight.nbytes for weight in weights)),
-            [weight.nbytes for weight in weights],
-        )
-        for weight, memory in zip(weights, parts, strict=True):
-            weight.data = memory.view(weight.dtype).view(weight.shape).copy_(weight.data)
+    def plan(self, modules: Iterable[nn.Module]) -> None:
+        """Let modules on the meta device copy frozen weights to the device, for plans."""
+        for module in modules:
+            _ = [*self._set_formats(module, fetch_on_meta)]
+
+    def _set_formats(
+        self, module: nn.Module, fetch: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[QuantizableLayer, str]]:
+        """Let layers fetch their frozen weights; yield layers and parameter names, and count bytes."""
+        for layer, leaf in find_quantizable_weights(module).values():
+            weight = getattr(layer, leaf)
+            if not weight.requires_grad:
+                self.byte_count += weight.nbytes
+                kind = layer.weight_formats.get(leaf, ComputeFormat())
+                layer.weight_formats = {**layer.weight_formats, leaf: replace(kind, fetch=fetch)}
+                yield layer, leaf
 
     @property
     def window_bytes(self) -> int:

@@ -36,8 +36,12 @@ from drawloom.graph import UserError
 
 
 def check_parameters_fit_device(modules: Iterable[nn.Module], sharding_ranks: int, device: torch.device) -> None:
-    """Raise UserError if the modules' parameters, partitioned over `sharding_ranks`, exceed a device's memory."""
-    needed = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // sharding_ranks
+    """
+    Raise UserError if the modules' parameters on the meta device, partitioned over `sharding_ranks`, exceed a device's
+    memory.
+    """
+    parameters = [parameter for module in modules for parameter in module.parameters() if parameter.is_meta]
+    needed = sum(parameter.nbytes for parameter in parameters) // sharding_ranks
     if needed > (capacity := get_device_memory(device)):
         raise UserError(
             f"the parameters of this rank take {format_byte_size(needed)}, and its device, {device}, has "
@@ -68,11 +72,11 @@ class InitialValues:
     splits: Mapping[str, TensorSlice]
 
     def allocate_and_fill_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Allocate and fill meta modules' parameters and buffers."""
+        """Fill modules' parameters and buffers; allocate them, unless parameters are in host memory already."""
         for module in modules:
             # Weights of a folder are read parameter by parameter, without a second copy of the model.
             if self.folder is None or any(map(is_dtensor, module.parameters())):
-                module.to_empty(device=self.device)
+                module._apply(self._allocate_if_meta)  # type: ignore[no-untyped-call]
             allocate_and_fill_buffers(module, self.device, self.seed)
             if (loss_module := getattr(module, LOSS, None)) is not None:
                 allocate_and_fill_parameters(LOSS, loss_module, self.device, self.seed)
@@ -80,6 +84,10 @@ class InitialValues:
                 self._read_weights(self.folder, module)
             else:
                 self._draw_random_weights(module)
+
+    def _allocate_if_meta(self, tensor: Tensor) -> Tensor:
+        """Return an uninitialized tensor on the device in place of one on the meta device; others stay."""
+        return torch.empty_like(tensor, device=self.device) if tensor.is_meta else tensor
 
     def initialize_adapters(self, modules: Iterable[nn.Module]) -> None:
         """
@@ -140,7 +148,10 @@ class InitialValues:
             local = get_local_slice(parameter) if is_dtensor(parameter) else parameter.data
             tensor_slice = self._get_rank_slice(name, parameter)
             if (weight_format := formats.get(name)) is None:
-                self.model.initialize_parameter(name, local, self.seed, tensor_slice)
+                drawn = local if local.device.type == self.device.type else torch.empty_like(local, device=self.device)
+                self.model.initialize_parameter(name, drawn, self.seed, tensor_slice)
+                if drawn is not local:
+                    local.copy_(drawn)
                 continue
             # A format may have blocks of several rows, which a slice could cut.
             stored_slice = tensor_slice or TensorSlice.whole(tuple(local.shape))

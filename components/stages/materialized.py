@@ -249,7 +249,8 @@ class MaterializedStages:
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
         tie_equally_named_parameters(modules)
-        self._move_frozen_weights_to_host_if_streamed(modules)
+        if self.stream_frozen:
+            self._open_streamed_weights().plan(modules)
         self._set_stages(parallel, self._create_data_parallel(parallel).create_planned_store(modules))
 
     def close(self) -> None:
@@ -257,12 +258,10 @@ class MaterializedStages:
         if self.streamed is not None:
             self.streamed.close()
 
-    def _move_frozen_weights_to_host_if_streamed(self, modules: Sequence[nn.Module]) -> None:
-        """Move modules' frozen weights to host memory if they are streamed."""
-        if self.stream_frozen:
-            device = self.device.device
-            self.streamed = self.streamed or StreamedWeights(self.open_transfers(device), device)
-            self.streamed.move_quantized_weights_to_host(modules)
+    def _open_streamed_weights(self) -> StreamedWeights:
+        """Open the stream for frozen weights in host memory."""
+        self.streamed = StreamedWeights(self.open_transfers(self.device.device), self.device.device)
+        return self.streamed
 
     @cached_property
     def _dimensions(self) -> list[Dimension]:
@@ -310,15 +309,14 @@ class MaterializedStages:
     def _materialize(self, parallel: ParallelModules) -> ParameterStore | ShardedStore:
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
-        for together in [[module] for module in modules] if self.stream_frozen else [modules]:
-            check_parameters_fit_device(together, self.mesh.shard_group.size, self.device.device)
+        if self.stream_frozen:
+            self._open_streamed_weights().stream(modules)
+        check_parameters_fit_device(modules, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._create_data_parallel(parallel)
         sharded = data_parallel.shard_modules(modules)
         slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
-        for module in modules:
-            run_and_gather_on_all_ranks(self.mesh.world, partial(self._values.allocate_and_fill_modules, [module]))
-            self._move_frozen_weights_to_host_if_streamed([module])
+        run_and_gather_on_all_ranks(self.mesh.world, partial(self._values.allocate_and_fill_modules, modules))
         if self.adapters:
             self._values.initialize_adapters(modules)
         tie_equally_named_parameters(modules)

@@ -11,7 +11,9 @@ from torch import Tensor
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.parallel import streamed_weights
 from drawloom.components.planning.plan import plan
+from drawloom.components.stages import initial_values
 from drawloom.components.stages.materialized import MaterializedStages
+from drawloom.graph import UserError
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
 from support.pipelines import batches
@@ -42,13 +44,13 @@ def gradients(folder: Path, *words: str) -> tuple[dict[str, Tensor], int]:
 
 def use_transfers(monkeypatch: pytest.MonkeyPatch, transfers: Any) -> None:
     """Let stages open these transfers."""
-    move = MaterializedStages._move_frozen_weights_to_host_if_streamed
+    open_stream = MaterializedStages._open_streamed_weights
 
-    def move_by_transfers(stages: MaterializedStages, modules: Any) -> None:
+    def open_with_transfers(stages: MaterializedStages) -> Any:
         stages.open_transfers = lambda device: transfers
-        move(stages, modules)
+        return open_stream(stages)
 
-    monkeypatch.setattr(MaterializedStages, "_move_frozen_weights_to_host_if_streamed", move_by_transfers)
+    monkeypatch.setattr(MaterializedStages, "_open_streamed_weights", open_with_transfers)
 
 
 COMPUTE = "precision.frozen=compute"
@@ -89,6 +91,15 @@ def test_streamed_weights_leave_no_trace(
     # The first block's input needs no gradient, so that the backward pass leaves out some weights.
     most = STEPS * MICROBATCHES * passes * on_host
     assert transfers.stored == 0 and 0.9 * most < transfers.fetched < most
+
+
+def test_streamed_weights_are_never_whole_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device too small for the frozen weights refuses resident ones, and holds the rest of a streamed model."""
+    monkeypatch.setattr(initial_values, "get_device_memory", lambda device: 150_000)
+    with pytest.raises(UserError, match="the parameters of this rank take"):
+        gradients(tmp_path, COMPUTE)
+    _, on_host = gradients(tmp_path, COMPUTE, STREAMED)
+    assert on_host > 150_000
 
 
 class NoWaits(DelayedTransfers):
