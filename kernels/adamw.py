@@ -54,7 +54,7 @@ class ParamState:
         dtypes = {name: tensor.dtype for name, tensor in moments.items() if tensor is not None}
         if len({*dtypes.values()}) > 1:
             text = " and ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
-            raise ValueError(f"{text}; make them one dtype")
+            raise ValueError(f"{text}; make the moments one dtype")
         if self.remainder is not None and self.weight.dtype != torch.bfloat16:
             raise ValueError(f"a weight in {self.weight.dtype} has no remainder; make it bfloat16")
         scales = [scale for scale in (self.exp_avg_scale, self.exp_avg_sq_scale) if scale is not None]

@@ -48,11 +48,11 @@ def unpack(saved: SavedTensor) -> Tensor:
     return saved.get_or_recompute()
 
 
-def get_recompute_wrapper(variable: Any) -> SavedTensor | None:
+def get_wrapper_of_saved_variable(saved_variable: Any) -> SavedTensor | None:
     """
     Return our wrapper around a node's `_raw_saved_<name>`, or None if the tensor was saved by other hooks or none.
     """
-    return variable.data if variable.unpack_hook is unpack else None
+    return saved_variable.data if saved_variable.unpack_hook is unpack else None
 
 
 class KeptTensor(SavedTensor):

@@ -38,6 +38,7 @@ from drawloom.graph.wiring.node import NodeView
 
 MAX_RECIPE_SIZE = 2**26  # bytes
 CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a pending checkpoint
+REMEDY = "repair the disk or free space, and start the run again: it resumes from the newest checkpoint"
 
 log = logging.getLogger("drawloom.checkpoint")
 run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
@@ -302,11 +303,11 @@ class Checkpointer:
             why = describe_io_error_on_all_ranks(error, self._checkpoints_folder, pending.bytes, self._world)
             if self._failed >= self.failures:
                 raise UserError(
-                    f"{self._failed} checkpoints in a row failed, at last the one after step {pending.step}: {why}; "
-                    "repair the disk or free space, and start the run again: it resumes from the newest checkpoint"
+                    f"{self._failed} checkpoints in a row failed, "
+                    f"at last the one after step {pending.step}: {why}; {REMEDY}"
                 ) from error
             if required:
-                raise UserError(f"the checkpoint after step {pending.step} failed: {why}") from error
+                raise UserError(f"the checkpoint after step {pending.step} failed: {why}; {REMEDY}") from error
             log.warning("checkpoint %d skipped: %s", pending.step, why)
 
     def _check_free_disk_space_on_all_ranks(self, last_checkpoint_bytes: int) -> None:

@@ -56,12 +56,12 @@ class Mirror:
             return
         if event.kind == "run_ended":
             self._wait_for_upload()
-            self._start_upload()
+            self._start_upload_of_run_folder()
             self._wait_for_upload()
         elif self._pending is None or self._pending.done():
             self._log_failure_unless_repeated()
             if self.clock() - self._last >= self.every or self._copy.is_behind(self.folder.folder):
-                self._start_upload()
+                self._start_upload_of_run_folder()
 
     def close(self) -> None:
         """Wait up to `timeout` for the current copy, if there is one."""
@@ -89,8 +89,8 @@ class Mirror:
             hint = "use another url, or add --accept-changes"
             raise UserError(f"url: {self.url} holds a run of another recipe; {hint}; the differences are:\n{lines}", 2)
 
-    def _start_upload(self) -> None:
-        """Copy new files of the run folder to the store in a background thread."""
+    def _start_upload_of_run_folder(self) -> None:
+        """Copy new files to the store, and remove its expired checkpoints, in a background thread."""
         copy, run = self._copy, self.folder.folder
         self._last = self.clock()
         if copy is not None:

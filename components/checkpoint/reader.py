@@ -189,7 +189,7 @@ class CheckpointReader(PieceReader):
                 for part in self._trees[rank].values():
                     list_dict_entries(part)  # the state of each node is a dict
             except (ValueError, KeyError, TypeError) as error:
-                raise CorruptCheckpointError(f"{name} has an invalid safetensors header: {error}") from error
+                raise CorruptCheckpointError(f"{name} is invalid: {error}") from error
         return self._trees[rank]
 
     def read_tensors(self, rank: int, uses: Uses) -> Parts:
@@ -232,7 +232,7 @@ def _parse_names_by_file(content: Any) -> dict[str, list[str]]:
     if not isinstance(content, dict) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in content.values()
     ):
-        raise ValueError("it does not list tensor names by file")
+        raise ValueError("`tensors` is not a table of file names with lists of tensor names")
     return content
 
 

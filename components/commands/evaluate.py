@@ -84,7 +84,7 @@ class EvaluateRewardsResult(Result):
     truncated: float | None = output("fraction of completions that reached the maximum length without an end")
 
     def render(self, format: str) -> str:
-        """Return a line with all means, in every format."""
+        """Return a line with all means; text is the only `format`."""
         values = {"reward": self.reward, **self.rewards, "truncated": self.truncated}
         shown = ", ".join(f"{name} {'none' if value is None else f'{value:.4f}'}" for name, value in values.items())
         return f"{self.run_folder}, step {self.step}: {shown}, {self.length:.1f} tokens, {self.completions} completions"

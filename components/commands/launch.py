@@ -110,7 +110,7 @@ class Agent(LocalElasticAgent):
         self._spares = spares
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the workers; spares follow as soon as there is a run to join."""
+        """Start the workers, and record the spares to start as soon as there is a run to join (`_monitor_workers`)."""
         self._spares_missing = self._spares
         pids: dict[int, Any] = super()._start_workers(worker_group)
         return pids

@@ -64,7 +64,7 @@ class LmEvalResult(Result):
     )
 
     def render(self, format: str) -> str:
-        """Return a line per task and metric."""
+        """Return a line per task and metric; text is the only `format`."""
         return "\n".join([f"{self.run_folder}, step {self.step}:", *_format_metric_lines(self.results)])
 
 

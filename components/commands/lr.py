@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @output_class
 class LrResult(Result):
-    """Learning rates and batch sizes over the steps."""
+    """Learning rates and batch sizes over the steps, computed without training."""
 
     formats: ClassVar[tuple[str, ...]] = ("text", "svg", JSON)
 
@@ -139,7 +139,7 @@ class LrResult(Result):
 
 
 def main(options: argparse.Namespace, project: Project) -> LrResult:
-    """Return the curves."""
+    """Return the curves, without training."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     return LrResult(options.recipe, {curve.name: curve.points for curve in _compute_lr_and_batch_size_curves(recipe)})
 

@@ -90,7 +90,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
             phase.run_phase(step)
         flow = find_declared_reads_and_writes(phase)
         declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
-        undeclared = ", ".join(sorted(_require_observed_state(step).read - declared))
+        undeclared = ", ".join(sorted(_require_unreplaced_state(step).read - declared))
         expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
 
 
@@ -99,7 +99,7 @@ def writes_only_what_it_declares(phase: Phase) -> None:
     flow = find_declared_reads_and_writes(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
-        undeclared = sorted(_require_observed_state(step).written - {*flow.writes, *flow.changes})
+        undeclared = sorted(_require_unreplaced_state(step).written - {*flow.writes, *flow.changes})
         expect(not undeclared, f"the phase writes {', '.join(undeclared)} without declaring it; write it in `writes`")
 
 
@@ -155,7 +155,7 @@ def _make_step(index: int) -> Step:
     return Step(index, 10, ObservedState(values))
 
 
-def _require_observed_state(step: Step) -> ObservedState:
+def _require_unreplaced_state(step: Step) -> ObservedState:
     state = step.state
     if not isinstance(state, ObservedState):
         raise TypeError("step.state was replaced; write values into it instead")
@@ -195,7 +195,7 @@ def measuring_does_not_change_the_step(metric: Metric) -> None:
     """Measuring a step does not change it."""
     step = _make_step(1)
     _measure_on_a_single_rank(metric, step)
-    written = _require_observed_state(step).written
+    written = _require_unreplaced_state(step).written
     expect(not written and (step.index, step.tokens, step.skip_reason) == (1, 64, ""), "measuring changed the step")
 
 

@@ -124,8 +124,8 @@ class Workers:
         worker = next(self._turns)
         try:
             worker.request_batch(rows)
-        except WorkerLostError as error:
-            raise UserError(f"workers: {error} {self._describe_rows(rows)}; {error.hint}") from error
+        except WorkerLostError as lost:
+            raise UserError(f"workers: {lost} {self._describe_rows(rows)}; {lost.hint}") from lost
         self._requested.append((worker, rows))
 
     def _wait_for_next_batch(self, timeout: float) -> Batch:
@@ -133,8 +133,8 @@ class Workers:
         worker, rows = self._requested.popleft()
         try:
             return worker.wait_for_batch(timeout)
-        except WorkerLostError as error:
-            raise UserError(f"workers: {error} {self._describe_rows(rows)}; {error.hint}") from error
+        except WorkerLostError as lost:
+            raise UserError(f"workers: {lost} {self._describe_rows(rows)}; {lost.hint}") from lost
 
     def _describe_rows(self, rows: Sequence[int]) -> str:
         """Describe a batch's first rows, with their documents' files and offsets."""

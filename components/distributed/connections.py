@@ -113,7 +113,7 @@ class Connections:
         return count
 
     def _find_recorded_inodes(self) -> set[int]:
-        """Return the recorded sockets, with those of a recording in progress."""
+        """Return the recorded sockets, also from a recording in progress."""
         before = self._before
         return self._inodes if before is None else self._inodes | (_list_sockets_by_inode().keys() - before)
 

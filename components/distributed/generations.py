@@ -137,7 +137,7 @@ class Generation:
         os.environ["WORLD_SIZE"] = str(len(self.members))
 
     def describe_change_to(self, following: "Generation") -> str:
-        """Return a message with the numbers of members that stay, and of those that join."""
+        """Return a message with the numbers of staying and joining members."""
         new = [member for member in following.members if member not in self.members]
         staying = f"{len(following.members) - len(new)} of {len(self.members)} processes continue"
         joining = f"{len(new)} process{'es join' if len(new) > 1 else ' joins'}"

@@ -129,14 +129,14 @@ def create_rank_console() -> Console:
         return Console()
     if launch.rank > 0:
         warnings.showwarning = _print_nothing  # a run replaces it, once open, by one that logs
-    return Console(launch.rank == 0, partial(_claim_failure_and_write_error_file, launch))
+    return Console(launch.rank == 0, partial(_agree_on_first_failure_and_write_error_file, launch))
 
 
-def _claim_failure_and_write_error_file(launch: Launch, text: str) -> bool:
+def _agree_on_first_failure_and_write_error_file(launch: Launch, text: str) -> bool:
     """
-    Claim the launch's first failure in the store, and write the error file.
+    Write the error file, with the text of the launch's first failure, which may be another rank's.
 
-    Return whether this rank is the first to fail; True if there is no store.
+    Return whether this rank's failure is the first; True, without a file, if there is no store.
     """
     if launch.is_single_process or not launch.agent_store:
         return True

@@ -162,7 +162,7 @@ class Timeouts:
         self._watchdog.start()
 
     def close(self) -> None:
-        """Stop the watchdog."""
+        """Stop the watchdog, and lift the guard's time limit."""
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None

@@ -35,7 +35,7 @@ class Mean:
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The sum and its divisor; per microbatch, ranks along `context` have the same values."""
+        """The sum and its divisor; per microbatch, ranks along `context` have the same values, and one rank counts."""
         accumulator = Accumulator(scope="rows" if self.per == "microbatch" else "data")
         return {"total": accumulator, "count": accumulator}
 

@@ -75,7 +75,7 @@ class Recovery:
             self._marks.failure = self.clock()
 
     def hand_over(self) -> tuple[Marks | None, dict[str, float]]:
-        """Return the interrupted step's times, and those of earlier recoveries before the step was repeated."""
+        """Return the interrupted step's times, and the seconds from earlier recoveries before the step was repeated."""
         if self._marks is not None:
             self._marks.agreement = self.clock()
         return self._marks, self._seconds

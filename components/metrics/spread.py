@@ -1,4 +1,4 @@
-"""Loss spread over microbatches, which shows bad documents hidden by the mean."""
+"""Spread over microbatches by extremes and a histogram, which shows bad documents hidden by the mean."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

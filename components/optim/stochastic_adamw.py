@@ -285,7 +285,7 @@ class StochasticAdamW(HostStates):
         return state | {f"{name}{SCALES}": scales for name, scales in self._8bit_scales_by_parameter().items()}
 
     def _8bit_scales_by_parameter(self) -> dict[str, dict[str, Tensor]]:
-        """Return the scales of means by parameter, for those with codes of 8 bits."""
+        """Return the scales by parameter name, for parameters with 8-bit means."""
         named = {
             name: {"mean": param.exp_avg_scale, "square": param.exp_avg_sq_scale}
             for name, param in self._params.items()

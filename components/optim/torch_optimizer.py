@@ -201,7 +201,7 @@ class TorchOptimizer(HostStates):
             self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update an optimizer's weights and state, those in host memory piece by piece."""
+        """Update an optimizer's weights and state; state in host memory is streamed in pieces."""
         if optimizer in self._streamed:
             self._streamed[optimizer].step(optimizer.step)
         else:

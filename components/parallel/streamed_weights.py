@@ -30,7 +30,7 @@ ALIGNMENT = 16
 
 @attrs.define(eq=False)
 class StreamedWeights:
-    """Weights' storage in host memory, with copies on their way to the device in the last step's order."""
+    """Frozen weights in pinned host memory, copied to the device ahead of their use, in the last step's order."""
 
     transfers: Transfers
     device: torch.device

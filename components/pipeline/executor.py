@@ -161,7 +161,7 @@ class ProgramExecutor:
             state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """Return logits (rows, length, vocab_size) for tokens (rows, length) on the last rank; None on others."""
+        """Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank, else None."""
         logits: dict[int, Tensor] = {}
         self.infer_microbatches([(tokens, shared)], logits.__setitem__)
         return logits.get(0)
@@ -460,7 +460,7 @@ def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
 
 
 def check_embedding_and_head_ranks(executor: NodeView, on_all_ranks: bool) -> Iterator[Problem]:
-    """Yield a problem if schedule and executor place embedding and head differently; `on_all_ranks`: on all ranks."""
+    """Yield a problem if only one of schedule and executor has embedding and head `on_all_ranks` (the executor's)."""
     if (schedule := executor.neighbour("schedule")) is None:
         return
     schedule_is_everywhere = embeds_on_every_rank(schedule.component)

@@ -96,11 +96,11 @@ def load_local_device_model() -> DeviceModel:
     Raises UserError without either.
     """
     device = choose_local_device()
-    model = _find_local_device_model(device)
+    model = _load_calibration_or_table_entry(device)
     return model if device.type == "cpu" else attrs.evolve(model, host_memory=_measure_host_memory_per_gpu())
 
 
-def _find_local_device_model(device: torch.device) -> DeviceModel:
+def _load_calibration_or_table_entry(device: torch.device) -> DeviceModel:
     """Return a device's calibration, or its table entry. Raises UserError without either."""
     if (path := get_calibration_path(device)).is_file():
         try:

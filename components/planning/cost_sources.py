@@ -165,7 +165,7 @@ class PlannedCosts:
     def _plan_with_partition(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None, recompute: Sequence[Recompute]
     ) -> Plan:
-        """Plan a pipeline with these layers and recompute policies by stage; by default, those in the recipe."""
+        """Plan a pipeline with these layers and recompute policies by stage; the recipe's by default."""
         if sizes is None and not recompute:
             return self.plan(ranks, stages_per_rank)
         placement = assign_stages_in_loop(ranks, stages_per_rank)

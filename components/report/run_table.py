@@ -151,7 +151,7 @@ def _cell_value(row: RunRow, key: str) -> Any:
 
 
 def _make_numbers_first_sort_key(value: Any) -> tuple[bool, float, str]:
-    """Return a key that orders numbers, also those in the text of a setting, before other texts."""
+    """Return a key that orders numbers, also if a setting's text is one, before other texts."""
     try:
         return False, float(value), ""
     except ValueError:

@@ -66,7 +66,7 @@ class JsonSchema(Weighted):
 
 def _refuse_nan_and_infinity(name: str) -> Any:
     """Raise ValueError for NaN and infinities, which JSON lacks."""
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"JSON has no number {name}")
 
 
 def is_valid_under_schema(value: Any, schema: Any) -> bool:

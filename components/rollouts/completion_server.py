@@ -80,7 +80,7 @@ class CompletionServer:
         fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop_token_ids": [end]}
         choice = self._request_choice(model, prompt, fields, logprobs=1)
         ids, logps = self._read_ids(choice), self._read_logps(choice)
-        if len(ids) != len(logps) or not ids:
+        if len(ids) != len(logps):  # log-probabilities are never empty
             raise self._make_unusable_answer_error(
                 f"{len(ids)} token ids and {len(logps)} log-probabilities", "update the server"
             )

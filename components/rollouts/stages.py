@@ -163,8 +163,11 @@ class StageRollouts:
         if not drawn.isfinite().all():
             raise UserError("no completion can be sampled: the model's logits are not finite; lower the learning rate")
         if self.exact and cache is not None and (layers[1] or not layers[0]):
-            text = "exact rollouts need a model whose layers all use the cache for keys and values"
-            raise UserError(f"{text}; write batch_invariant = false in the kernels", 2)
+            raise UserError(
+                "exact rollouts need a model whose layers all use the cache for keys and values; "
+                "write batch_invariant = false in the kernels",
+                exit_code=2,
+            )
         if cache is not None and layers[0]:  # a plugin's model may not use the cache
             cache.end_pass(window.shape[1])
         return drawn

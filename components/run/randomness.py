@@ -119,6 +119,7 @@ class ProcessRandomness:
         )
 
     def stream(self, *purpose: str | int) -> torch.Generator:
+        """Return a CPU generator for `purpose`, seeded from the run's seed without the rank: equal on all ranks."""
         return create_generator(self.job.seed, *purpose)
 
     def state_dict(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def check_memory_policy(stages: NodeView, schedule: NodeView) -> Iterator[Proble
         yield schedule.problem("use", text, f"write another schedule, or remove [{policy.name}]")
 
 
-def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
+def check_embedding_and_head_costs_are_used(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
     """Yield problems for embedding and head costs if the schedule ignores them."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
         if stages.settings[key] and embeds_on_every_rank(schedule.component):

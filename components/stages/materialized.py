@@ -47,7 +47,7 @@ from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_equally_named_parameters
 from drawloom.components.stages.checks import (
     check_cuda_graphs,
-    check_layer_costs,
+    check_embedding_and_head_costs_are_used,
     check_loss_is_not_module,
     check_memory_policy,
     check_offload,
@@ -191,7 +191,7 @@ class MaterializedStages:
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
-            yield from check_layer_costs(node, schedule)
+            yield from check_embedding_and_head_costs_are_used(node, schedule)
             yield from check_offload(node, schedule)
             yield from check_memory_policy(node, schedule)
         yield from warn_compiled_recompute(node)

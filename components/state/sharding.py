@@ -67,7 +67,7 @@ def unshard_tree(shards: Sequence[Any], spec: SpecTree) -> Any:
     """
     if not shards:
         raise ValueError("there are no shards to join")
-    return _unshard_nodes(list(shards), spec, "")
+    return _join_microbatch_nodes(list(shards), spec, "")
 
 
 def check_spec(spec: SpecTree) -> None:
@@ -146,7 +146,7 @@ def _count_elements(value: Any, spec: Shard | Stack, path: str) -> int:
     return int(value.size(spec.dim))
 
 
-def _unshard_nodes(values: list[Any], spec: SpecTree, path: str) -> Any:
+def _join_microbatch_nodes(values: list[Any], spec: SpecTree, path: str) -> Any:
     """Join one node's values from all microbatches."""
     children = [_pair_children(value, spec, path) for value in values]
     first = children[0]
@@ -161,7 +161,7 @@ def _unshard_nodes(values: list[Any], spec: SpecTree, path: str) -> Any:
         )
     if first is None or len(set(map(type, values))) > 1:
         raise _make_error(path, f"microbatches have values of different forms: {_describe_kinds(values)}")
-    children = [_unshard_nodes([row[step] for row in rows], below, path + step) for step, _, below in first]
+    children = [_join_microbatch_nodes([row[step] for row in rows], below, path + step) for step, _, below in first]
     return replace_children(values[0], children)
 
 

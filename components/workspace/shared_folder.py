@@ -107,7 +107,7 @@ def _read_record_json(path: Path, rank: int) -> dict[str, Any] | None:
         raise
     try:
         if len(text) > MAX_JSON_SIZE:
-            raise ValueError(f"it has more than {MAX_JSON_SIZE} bytes")
+            raise ValueError(f"the record has more than {MAX_JSON_SIZE} bytes")
         record = parse_strict_json(text, max_values=MAX_PARTS)
         if record.pop("digest") != hash_canonical(record):
             raise ValueError("its digest does not match its content")

@@ -117,7 +117,9 @@ def read_result_schema(project: Project, command: str) -> Schema:
         raise UserError(f"there is no command {command!r}; {did_you_mean(command, names)}".rstrip("; "), INVALID)
     function = COMMANDS[command][0] if command in COMMANDS else _import_command(project, command.replace("-", "_")).main
     if not (classes := find_result_classes(function)):
-        raise UserError(f"{command} is a server, whose output is a protocol; name another command", INVALID)
+        raise UserError(
+            f"{command} is a server and has no result that a schema could describe; name another command", INVALID
+        )
     return make_result_schema(command, classes)
 
 

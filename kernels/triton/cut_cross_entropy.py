@@ -126,18 +126,18 @@ def _multiplies_by_torch(hidden: Tensor) -> bool:
     return hidden.dtype == torch.float32
 
 
-def _compute_logits(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
+def _compute_logits(hidden: Tensor, weight: Tensor, tile_width: int) -> Tensor:
     """
     Return logits (tokens, vocabulary) for both passes, which must have the same roundings.
 
     With different roundings, exp(logit - lse) - 1 would be wrong for probabilities near 1.
     """
-    return torch.mm(hidden.detach(), weight.detach().T, out=_allocate_padded_logits(hidden, weight, words))
+    return torch.mm(hidden.detach(), weight.detach().T, out=_allocate_padded_logits(hidden, weight, tile_width))
 
 
-def _allocate_padded_logits(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
+def _allocate_padded_logits(hidden: Tensor, weight: Tensor, tile_width: int) -> Tensor:
     """Return an empty tensor (tokens, vocabulary) whose rows are padded to whole tiles, for aligned 16-byte reads."""
-    return hidden.new_empty(len(hidden), cdiv(len(weight), words) * words)[:, : len(weight)]
+    return hidden.new_empty(len(hidden), cdiv(len(weight), tile_width) * tile_width)[:, : len(weight)]
 
 
 def _fake_backward(

@@ -115,7 +115,7 @@ class PeerExchangeTriton:
                 row_scalars,
                 len(like),
                 like.shape[1],
-                **choose_tile_constants(dest_row, like.shape[1]),
+                **choose_tile_constants(dest_row.shape[1], like.shape[1]),
             )
         return rows, row_scalars
 

@@ -149,7 +149,7 @@ def _copy_tokens_to_rows(
         x.stride(0),
         0 if others is None else view_as_rows(others).stride(0),
         WEIGHTED=weighted,
-        **choose_tile_constants(dest_row, x.shape[1]),
+        **choose_tile_constants(dest_row.shape[1], x.shape[1]),
     )
     return rows, row_scalars, products
 
@@ -220,13 +220,12 @@ def choose_row_constants(width: int, per_warp: int = ELEMENTS_PER_WARP) -> dict[
     return {"BLOCK": block, "num_warps": max(1, min(block // per_warp, 8))}
 
 
-def choose_tile_constants(dest_row: Tensor, width: int) -> dict[str, Any]:
-    """Return tile sizes for dest_row (tokens, top_k): a token's choices, up to a power of 2, by a column block."""
-    choices = dest_row.shape[1]
-    together = next_power_of_2(choices)
+def choose_tile_constants(top_k: int, width: int) -> dict[str, Any]:
+    """Return tile sizes for rows (width,): a token's `top_k` choices, up to a power of 2, by a column block."""
+    together = next_power_of_2(top_k)
     block = min(max(16, TILE // together), next_power_of_2(max(width, 1)))
     warps = max(1, min(together * block // ELEMENTS_PER_WARP, 8))
-    return {"CHOICES": choices, "TOGETHER": together, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
+    return {"CHOICES": top_k, "TOGETHER": together, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
 
 
 # fmt: off

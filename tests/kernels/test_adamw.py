@@ -132,7 +132,7 @@ def test_a_box_is_rounded_like_within_the_whole(part: tuple[slice, slice], colum
 def test_mixed_state_dtypes_are_refused() -> None:
     """State of two dtypes is an error."""
     weight = torch.ones(4).bfloat16()
-    with pytest.raises(ValueError, match="make them one dtype"):
+    with pytest.raises(ValueError, match="make the moments one dtype"):
         ParamState(weight, weight.clone(), torch.ones(4), 0.0, 1)
 
 

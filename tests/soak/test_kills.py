@@ -74,6 +74,6 @@ def test_crash_loop_loses_nothing(tmp_path: Path, times: int) -> None:
     ],
 )
 def test_harness_finds_faults(tmp_path: Path, mutation: str, where: str) -> None:
-    """Every mutation is caught by its own assertion; only power cuts reveal a missing fsync."""
+    """Every mutation is caught by its own finding."""
     findings = _soak(tmp_path, [Job(1, "blocking", mutation)], kills=40, seed=3, seconds=120, wanted=where)
     assert getattr(findings, where)

@@ -264,7 +264,7 @@ class MoeConfig(DecoderConfig):
         yield from find_expert_count_faults(given)
 
     def layer_has_experts(self, number: int) -> bool:
-        """Return whether a layer has experts."""
+        """Return True: all layers have experts, unless a subclass overrides this."""
         return True
 
     @property

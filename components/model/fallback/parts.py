@@ -153,7 +153,7 @@ class PassThrough(nn.Module):
 
 
 class NoVectors(PassThrough):
-    """Placeholder for a table of vectors that the first stage adds to those of tokens, such as learned positions."""
+    """Placeholder for a table of vectors that the first stage adds to token vectors, such as learned positions."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """Return zero, of shape (), which is added."""

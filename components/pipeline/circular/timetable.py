@@ -49,7 +49,7 @@ class Timetable:
 
     @property
     def slot_count(self) -> int:
-        """Column count over all stages: the most microbatches they can contain."""
+        """Slots in the columns on all stages: the most microbatches that fit."""
         return self.column_count * self.stages
 
     @property

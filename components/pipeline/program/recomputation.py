@@ -123,7 +123,7 @@ def list_option_combinations(options: int, stages: int) -> Ints:
 @attrs.frozen(eq=False)
 class LiveMicrobatches:
     """
-    Numbers of live microbatches on a rank, with shape (times, stages).
+    Numbers of live microbatches on a rank when its memory may peak, with shape (peaks, stages).
 
     Activations are `kept` from forward passes until input gradients, and `pending` until weight gradients.
     """

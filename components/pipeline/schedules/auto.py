@@ -309,7 +309,11 @@ class Auto:
         )
 
     def _list_stages_per_rank(self, ranks: int) -> list[int]:
-        """Return the numbers of stages per rank for which there are enough slices."""
+        """
+        Return the numbers to try: `stages_per_rank` if it is set, else 1 and, with enough slices, 2.
+
+        Raises UserError for too few slices.
+        """
         wanted = [self.stages_per_rank] if self.stages_per_rank else [1, 2]
         if counts := [count for count in wanted if ranks * count <= (self._slice_count or ranks * count)]:
             return counts

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, record_versions
-from drawloom.kernels.recompute import LEAF, TRANSPOSE, KeptTensor, SavedTensor, get_recompute_wrapper
+from drawloom.kernels.recompute import LEAF, TRANSPOSE, KeptTensor, SavedTensor, get_wrapper_of_saved_variable
 
 Users = dict[Node | None, list[Node | None]]
 """Nodes with an edge to a node, by this node; None stands for the outputs of the graph."""
@@ -226,7 +226,7 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
 def _get_saved_weight_with_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
     """Return the saved weight, transposed or cast, with its autograd graph; None if it would have to be recomputed."""
     variable = getattr(node, edges.raw[side])
-    if variable.unpack_hook is not None and not isinstance(get_recompute_wrapper(variable), KeptTensor):
+    if variable.unpack_hook is not None and not isinstance(get_wrapper_of_saved_variable(variable), KeptTensor):
         return None
     made: Tensor = getattr(node, edges.saved[side])
     return made
@@ -305,7 +305,7 @@ def _find_other_factor(node: Node, edges: Edges, side: int) -> SavedTensor | Non
     return (
         KeptTensor(getattr(node, edges.saved[side]))
         if variable.unpack_hook is None
-        else get_recompute_wrapper(variable)
+        else get_wrapper_of_saved_variable(variable)
     )
 
 

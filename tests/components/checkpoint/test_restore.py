@@ -137,7 +137,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_both(tmp_path: Path, rank: in
     main, other = run_ranks(_fault, 2, tmp_path, "create_file_with_content", "full", rank)
     temp = tmp_path / "checkpoints" / ".tmp-step-2"
     words = f"the checkpoint after step 2 failed: disk full: needs 0 bytes, * free in {temp.parent} "
-    words += f"(rank {rank}: {temp}/rank-{rank}.json: No space left on device)"
+    words += f"(rank {rank}: {temp}/rank-{rank}.json: No space left on device); repair the disk or free space, *"
     error, *rest = main
     assert fnmatch(error, words)
     assert rest == [1, {"step": 1, "rank": 0}]
@@ -169,7 +169,7 @@ def test_a_rank_killed_while_saving_leaves_the_previous_step(tmp_path: Path, whe
 
 
 def _save_sharded(folder: Path, holders: dict[str, list[int]]) -> None:
-    """Save with the entries on the ranks in `holders`; an entry's state has its name."""
+    """Save with the entries on the ranks in `holders`; an entry's state is its name's character code, and the rank."""
     with _mesh() as mesh:
         mine = [name for name, ranks in holders.items() if mesh.world.rank in ranks]
         state = {name: {"number": torch.full((3,), float(ord(name))), "by": mesh.world.rank} for name in mine}

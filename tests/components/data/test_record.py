@@ -44,7 +44,7 @@ def test_each_row_has_its_own_digest() -> None:
 
 
 def test_each_step_has_a_line(tmp_path: Path) -> None:
-    """A step's line lists the rows in all its microbatches, and their part of the step."""
+    """A step's line has the digests of the rows in all its microbatches, and the data-parallel part they are."""
     record(tmp_path).run_phase(Step(1, 9, state={"batches": [batch(1, 2), batch(3)]}))
     assert lines(tmp_path) == [{"step": 1, "part": 0, "parts": 1, "rows": compute_row_digests(batch(1, 2, 3))}]
 

@@ -51,15 +51,15 @@ def test_conditions_of_several_phases_skip_a_step() -> None:
     assert step.state["skip"] == 1
 
 
-@pytest.mark.parametrize(("is_skipped", "calls"), [(None, [None]), (False, [None]), (True, [])])
-def test_an_update_is_applied_unless_the_host_knows_of_a_skip(is_skipped: bool | None, calls: list[object]) -> None:
-    """On a CPU a skipped step does not call the update; on a device the update gets the flag without a wait."""
+@pytest.mark.parametrize(("condition", "calls"), [(None, [None]), (False, [None]), (True, [])])
+def test_an_update_is_applied_unless_the_host_knows_of_a_skip(condition: bool | None, calls: list[object]) -> None:
+    """On a CPU a skipped step does not call the update, others pass None; on a device the flag is passed unread."""
     step, flags = Step(1, 2), list[object]()
-    if is_skipped is not None:
-        step.skip_update_if(torch.tensor(is_skipped), lambda: "")
+    if condition is not None:
+        step.skip_update_if(torch.tensor(condition), lambda: "")
         on_device = Step(1, 2, LateState({"skip": step.state["skip"]}))
         on_device.apply_update_unless_skipped(lambda flag: flags.append(float(flag is not None and flag)))
-        assert flags == [float(is_skipped)] and not late(on_device).arrivals
+        assert flags == [float(condition)] and not late(on_device).arrivals
         flags.clear()
     step.apply_update_unless_skipped(flags.append)
     assert flags == calls

@@ -165,6 +165,7 @@ def with_logprobs(**fields: Any) -> Callable[[dict[str, Any]], Any]:
         (with_logprobs(token_logprobs=[float("nan")]), "it has no finite log-probability"),
         (lambda choice: {"logprobs": {"tokens": ["a"]}}, "it has no token ids; use a server with return_token_ids"),
         (lambda choice: {**choice, "token_ids": [1]}, "1 token ids and . log-probabilities; update the server"),
+        (lambda choice: {**choice, "token_ids": []}, "0 token ids and . log-probabilities; update the server"),
         (
             lambda choice: {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}},
             "a completion ends after 1 of 5 tokens with the token 7, not with 256; correct the tokenizer's end token",

@@ -17,7 +17,7 @@ from drawloom.components.model.decoder.router import (
     compute_router_z_loss,
 )
 from drawloom.components.parallel.row_sums import RowSums
-from drawloom.kernels.recompute import call_with_recomputation, get_recompute_wrapper
+from drawloom.kernels.recompute import call_with_recomputation, get_wrapper_of_saved_variable
 from support.qwen3 import cpu_kernels
 from support.seeding import seeds
 
@@ -186,7 +186,7 @@ def test_observers_see_each_microbatch_once() -> None:
     torch.testing.assert_close(scores.sum(-1), torch.ones(18, dtype=torch.float64))
     assert not scores.requires_grad
     _, best = call_with_recomputation(made, hidden, weights)
-    saved: Any = get_recompute_wrapper(best.grad_fn._raw_saved_other)
+    saved: Any = get_wrapper_of_saved_variable(best.grad_fn._raw_saved_other)
     saved.get_or_recompute()  # as where the gradients of weights are computed, outside of torch's backward pass
     best.sum().backward()
     assert len(seen) == 2

@@ -89,7 +89,7 @@ def random_rows(model: Qwen3Dense, rows: int, length: int) -> tuple[Tensor, Tens
 
 
 def test_dense_model_fits_its_port() -> None:
-    """The component keeps the contract of Model."""
+    """The component has the members of Model, with types that fit."""
     assert find_mismatches(Qwen3Dense, Model) == []
 
 
