@@ -460,7 +460,11 @@ def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
 
 
 def check_embedding_and_head_ranks(executor: NodeView, on_all_ranks: bool) -> Iterator[Problem]:
-    """Yield a problem if only one of schedule and executor has embedding and head `on_all_ranks` (the executor's)."""
+    """
+    Yield a problem if only one of schedule and executor has embedding and head on all ranks.
+
+    `on_all_ranks` is the executor's choice.
+    """
     if (schedule := executor.neighbour("schedule")) is None:
         return
     schedule_is_everywhere = embeds_on_every_rank(schedule.component)

@@ -96,7 +96,11 @@ class _Search:
     problem: str = ""
 
     def plan_meshes_until_more_tensor_ranks_stop_helping(self) -> Iterator[PlanChoice]:
-        """Yield plans by rising tensor sizes until a larger one is no faster; if none fits, with the least memory."""
+        """
+        Yield plans by rising tensor sizes until a larger one is no faster.
+
+        If no plan fits, also yield plans with the least memory.
+        """
         before = math.inf
         for tensor in _list_power_of_two_divisors(self.ranks, min(8, self.device.per_host)):
             for mesh in _list_meshes(self.nodes, self.device, self.ranks, tensor):
