@@ -165,3 +165,20 @@ def test_shards_and_pipelines_round_alike() -> None:
     ranks = run_ranks(pipelines.steps, 4, CASES[:2], {"data_shard": 2}, *common, timeout=120)
     for number in range(2):
         assert_same_steps([rank[number] for rank in ranks], rounded[number])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("sizes", "experts"), [({"tensor": 2}, 0), ({"context": 2}, 0), ({"data_shard": 2, "expert": 2}, 4)]
+)
+def test_other_meshes_round_by_their_own_scales(sizes: dict[str, int], experts: int) -> None:
+    """Losses are those without a policy, and gradients within the format's error, if ranks split rows or tokens."""
+    cases: list[pipelines.Case] = [("one_f_one_b", 4, True, False, "smoothed")]
+    [exact] = pipelines.steps(cases, layers=4, lengths=(4, 4), experts=experts)
+    common: Any = "cpu", pipelines.FLOAT64, 1, 4, (4, 4), experts, ["quantized"]
+    ranks = [steps[0] for steps in run_ranks(pipelines.steps, 2, cases, sizes, *common, timeout=120)]
+    assert sum(rank["loss"] for rank in ranks) == pytest.approx(exact["loss"], rel=1e-10)
+    grads = pipelines.assemble(ranks, "grads")
+    names = [name for name, grad in exact["grads"].items() if grad is not None]
+    whole, rounded = (torch.cat([part[name].flatten() for name in names]) for part in (exact["grads"], grads))
+    assert 0 < float((rounded - whole).norm()) < UNIT * float(whole.norm())
