@@ -178,7 +178,7 @@ def test_other_meshes_round_by_their_own_scales(sizes: dict[str, int], experts: 
     common: Any = "cpu", pipelines.FLOAT64, 1, 4, (4, 4), experts, ["quantized"]
     ranks = [steps[0] for steps in run_ranks(pipelines.steps, 2, cases, sizes, *common, timeout=120)]
     assert sum(rank["loss"] for rank in ranks) == pytest.approx(exact["loss"], rel=1e-10)
-    grads = pipelines.assemble(ranks, "grads")
+    grads: dict[str, Any] = pipelines.assemble(ranks, "grads")
     names = [name for name, grad in exact["grads"].items() if grad is not None]
     whole, rounded = (torch.cat([part[name].flatten() for name in names]) for part in (exact["grads"], grads))
     assert 0 < float((rounded - whole).norm()) < UNIT * float(whole.norm())
