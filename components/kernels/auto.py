@@ -464,9 +464,9 @@ class AutoKernels:
         return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
 
     def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+        # No rounded inputs: elements recomputed from them would not fit the scales that were copied to experts' rows.
         kernels = self._get_float8("experts_float8")
-        with accept_rounded_inputs():
-            return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
+        return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
 
     def expert_rows_float8(
         self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor

@@ -146,6 +146,31 @@ def test_attention_and_cross_entropy_see_their_own_inputs() -> None:
         assert rounded is not None and exact is not None and torch.equal(rounded, exact)
 
 
+def test_experts_in_float8_have_scales_that_fit_their_elements() -> None:
+    """
+    Tokens' elements and scales in float8 come from one rounding. If rounding a norm's input moves a token's largest
+    number over a power of two, elements with the other scale would be off by a factor 2.
+    """
+    tokens, width, inner, experts = 64, 32, 16, 2
+    kernels = KERNELS
+    scale, gate_up, down = (
+        draw(*shape).detach().bfloat16().requires_grad_()
+        for shape in ((width,), (experts, 2 * inner, width), (experts, width, inner))
+    )
+    chosen = (torch.arange(tokens) % experts)[:, None]
+    probabilities, routes = torch.ones(tokens, 1), kernels.moe_routes(chosen, experts)
+    x = draw(tokens, width).detach().bfloat16().requires_grad_()
+
+    def function(x: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        normed = kernels.rms_norm(x, scale, EPS)
+        return kernels.experts_float8(normed, probabilities, gate_up, down, routes)
+
+    rounded = gradients(function, x, scale, gate_up, down, quantized=True)
+    exact = gradients(function, x, scale, gate_up, down, quantized=False)
+    assert torch.equal(rounded[3], exact[3]) and torch.equal(rounded[4], exact[4])
+    assert not torch.equal(rounded[1], exact[1])
+
+
 CASES: list[pipelines.Case] = [
     *((name, 4, True, False, "smoothed") for name in ("one_f_one_b", "zero_bubble_v")),
     *(("one_f_one_b", 4, False, False, family) for family in ("gpt_oss", "qwen3_5")),
