@@ -475,19 +475,23 @@ class Quantized(Selective):
     def _pack(self, tensor: Tensor) -> Saved:
         saved = super()._pack(tensor)
         if self._operation is not None:
-            return self._operation.pack(tensor) or saved if isinstance(saved, Kept) else saved
+            can_be_rounded = isinstance(saved, Kept) and not isinstance(tensor, Parameter)
+            return self._operation.pack(tensor) or saved if can_be_rounded else saved
         return saved if saved.is_exact or self._accepts_rounded else Kept(tensor)
 
 
-def keep_arguments_in_8_bits(kernels: RowKernels, *arguments: Tensor) -> AbstractContextManager[None]:
+def keep_arguments_in_8_bits(
+    kernels: RowKernels, *arguments: Tensor, shape: Sequence[int] = ()
+) -> AbstractContextManager[None]:
     """
     Return a context for a norm or gate, and its `record_recomputable_call`: within `Quantized`, its arguments (...,
-    width), and saved results with their shape, are kept in 8 bits.
+    width), and saved results with their shape or with `shape`, are kept in 8 bits.
     """
     selective = None if torch.compiler.is_compiling() else _selective.get()
     if not isinstance(selective, Quantized):
         return nullcontext()
-    return selective.round_arguments(_RoundedArguments(kernels, arguments))
+    shapes = [tuple(shape), *(tuple(argument.shape) for argument in arguments)]
+    return selective.round_arguments(_RoundedArguments(kernels, arguments, shapes))
 
 
 def accept_rounded_inputs() -> AbstractContextManager[None]:
@@ -499,10 +503,10 @@ def accept_rounded_inputs() -> AbstractContextManager[None]:
 class _RoundedArguments:
     """An operation's arguments in 8 bits; a tensor that it saves and records is rounded once."""
 
-    __slots__ = ("_arguments", "_kernels", "_rounded")
+    __slots__ = ("_arguments", "_kernels", "_rounded", "_shapes")
 
-    def __init__(self, kernels: RowKernels, arguments: Sequence[Tensor]) -> None:
-        self._kernels, self._arguments = kernels, arguments
+    def __init__(self, kernels: RowKernels, arguments: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
+        self._kernels, self._arguments, self._shapes = kernels, arguments, shapes
         self._rounded: list[tuple[Tensor, _Rounded]] = []
 
     def pack(self, tensor: Tensor) -> Saved | None:
@@ -514,7 +518,7 @@ class _RoundedArguments:
                     rounded if same else _View(rounded, tensor, int(tensor.storage_offset() - whole.storage_offset()))
                 )
         whole = next((argument for argument in self._arguments if _contains(argument, tensor)), tensor)
-        if not whole.is_contiguous() or whole.shape not in [argument.shape for argument in self._arguments]:
+        if not whole.is_contiguous() or tuple(whole.shape) not in self._shapes or whole.dtype.itemsize == 1:
             return None
         self._rounded.append((whole, _Rounded(whole, self._kernels)))
         return self.pack(tensor)

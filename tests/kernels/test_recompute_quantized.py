@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.recompute import Quantized
+from drawloom.kernels.recompute import Quantized, get_recompute_wrapper
 from support import pipelines
 from support.pipelines import assert_same_steps
 from support.processes import run_ranks
@@ -44,6 +44,13 @@ def gradients(function: Callable[..., Tensor], *leaves: Tensor, quantized: bool)
     else:
         y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.randn_like(y))]
+
+
+def count_rounded(y: Tensor, shape: tuple[int, ...]) -> int:
+    """Return how many rounded tensors with a shape an operation saved."""
+    node: Any = y.grad_fn
+    wrappers = filter(None, (get_recompute_wrapper(variable) for variable in node._raw_saved_tensors))
+    return sum(not wrapper.is_exact and wrapper.value().shape == shape for wrapper in wrappers)
 
 
 def network(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -169,6 +176,28 @@ def test_experts_in_float8_have_scales_that_fit_their_elements() -> None:
     exact = gradients(function, x, scale, gate_up, down, quantized=False)
     assert torch.equal(rounded[3], exact[3]) and torch.equal(rounded[4], exact[4])
     assert not torch.equal(rounded[1], exact[1])
+
+
+def test_networks_in_float8_are_rounded_once_more() -> None:
+    """
+    The result is exact, gate's and up's results are kept in 8 bits, and gradients differ by a few roundings: no element
+    meets the scale of another rounding.
+    """
+    shapes = (64, 32), (32,), (48, 32), (48, 32), (32, 48), (16, 32)
+    leaves = [draw(*shape).detach().bfloat16().requires_grad_() for shape in shapes]
+    counts: list[int] = []
+
+    def function(x: Tensor, scale: Tensor, gate: Tensor, up: Tensor, down: Tensor, last: Tensor) -> Tensor:
+        y = KERNELS.mlp_float8(KERNELS.rms_norm(x, scale, EPS, float8=True), gate, up, down)
+        counts.append(count_rounded(y, (64, 96)))
+        return KERNELS.linears_float8(KERNELS.rms_norm(y, scale, EPS), [last])[0]
+
+    rounded = gradients(function, *leaves, quantized=True)
+    exact = gradients(function, *leaves, quantized=False)
+    assert torch.equal(rounded[0], exact[0])
+    for one, other in zip(rounded[1:], exact[1:], strict=True):
+        assert 0 < float((one - other).norm()) < 2 * UNIT * float(other.norm())
+    assert counts == [1, 0]
 
 
 CASES: list[pipelines.Case] = [
