@@ -91,9 +91,9 @@ def above(bound: float) -> Bound:
     return Bound(above=bound)
 
 
-def between(low: float, high: float) -> Bound:
+def between(low: float, exclusive_high: float) -> Bound:
     """Return a check for the half-open interval [low, high)."""
-    return Bound(at_least=low, below=high)
+    return Bound(at_least=low, below=exclusive_high)
 
 
 _PORTS: "weakref.WeakKeyDictionary[type, bool]" = weakref.WeakKeyDictionary()
@@ -119,7 +119,7 @@ def port(cls: Any = None, /, *, named: bool = False) -> Any:
     return mark if cls is None else mark(cls)
 
 
-def is_port(kind: object) -> bool:
+def is_port_or_component(kind: object) -> bool:
     """Return whether fields of this type are edges: true for ports, and for component classes themselves."""
     kind = typing.get_origin(kind) or kind
     # vars, not hasattr: a subclass does not inherit the mark.
@@ -232,7 +232,7 @@ def component(
         # No slots, so that components may use cached_property; equality by identity, since fields contain tensors.
         attrs_class = attrs.define(cls, slots=False, eq=False, kw_only=True, repr=False)
         if "__repr__" not in vars(cls):
-            attrs_class.__repr__ = _short_repr  # type: ignore[method-assign]
+            attrs_class.__repr__ = _repr_without_edges  # type: ignore[method-assign]
         flow = Flow(tuple(reads), tuple(writes), tuple(changes))
         attrs_class.__component__ = Traits(impact, flow, dict(needs or {}), opens_first)  # type: ignore[attr-defined]
         return attrs_class
@@ -240,7 +240,7 @@ def component(
     return make if cls is None else make(cls)
 
 
-def _short_repr(self: Any) -> str:
+def _repr_without_edges(self: Any) -> str:
     """Return a component's class and plain settings, without edges: these lead to all objects in a run."""
     values = {field.name: getattr(self, field.name, None) for field in attrs.fields(type(self)) if field.init}
     settings = [f"{name}={value!r}" for name, value in values.items() if isinstance(value, str | int | float)]
@@ -248,6 +248,6 @@ def _short_repr(self: Any) -> str:
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, attrs.field))
-def inheritable(cls: type[T]) -> type[T]:
+def component_base_class(cls: type[T]) -> type[T]:
     """Let components inherit the fields of a class that is not a component."""
     return attrs.define(cls, slots=False, eq=False, kw_only=True)

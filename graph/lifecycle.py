@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from drawloom.graph.component import Impact
 from drawloom.graph.problems import Problem
 
-Stage = Literal["build", "open", "close"]
+LifecycleStage = Literal["build", "open", "close"]
 """A stage in the life of a built object."""
 
 
@@ -52,10 +52,10 @@ class Predecessor(Protocol):
 
 
 @runtime_checkable
-class StageWatcher(Protocol):
+class LifecycleWatcher(Protocol):
     """A component around the opening and closing of others, such as a timeout."""
 
-    def lifecycle_context(self, stage: Stage, node: str) -> AbstractContextManager[None]:
+    def lifecycle_context(self, stage: LifecycleStage, node: str) -> AbstractContextManager[None]:
         """Return a context for opening or closing a node."""
         ...
 
@@ -126,8 +126,12 @@ class ImpactRules(Protocol):
     """A component class with its own rules for resuming with other values."""
 
     @classmethod
-    def resume_impact(cls, node: Any, key: str) -> Impact | tuple[Impact, str] | None:
-        """Return how a changed `key` affects a resumed run, with or without a reason; None: as its setting declares."""
+    def resume_impact(cls, node: Any, key: str, before: Any) -> Impact | tuple[Impact, str] | None:
+        """
+        Return how a changed `key` affects a resumed run, with or without a reason; None: as its setting declares.
+
+        `node` has the new value; `before` is the old one as in TOML, None if it is unknown.
+        """
         ...
 
 

@@ -68,7 +68,7 @@ class RecipeError(Exception):
     """Error for an invalid recipe. `problems` lists every mistake."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = sort_problems(problems)
+        self.problems = sort_and_deduplicate_problems(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
@@ -105,7 +105,7 @@ class ReopenError(UserError):
         self.handed_over: dict[str, Any] = {}
 
 
-def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
+def sort_and_deduplicate_problems(problems: Iterable[Problem]) -> list[Problem]:
     """Return problems sorted by file, line and column without duplicates. Problems without a position come last."""
     last = Position("\U0010ffff")
     return sorted(dict.fromkeys(problems), key=lambda problem: problem.position or last)

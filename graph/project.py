@@ -18,7 +18,7 @@ from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe, merge_layers
 from drawloom.graph.recipe.overrides import nest_values, read_overrides
-from drawloom.graph.registry.imports import find_component_source
+from drawloom.graph.registry.imports import find_source_and_extend_sys_path
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
 from drawloom.graph.wiring.graph import Graph
@@ -47,7 +47,7 @@ class Project:
         registry = self.registry
         for package in packages:
             try:
-                registry = registry.with_source(find_component_source(package))
+                registry = registry.with_source(find_source_and_extend_sys_path(package))
             except (LookupError, ImportError, ValueError) as error:
                 raise UserError(f"--import {package}: {error}", exit_code=2) from error
         return attrs.evolve(self, registry=registry)
@@ -56,16 +56,16 @@ class Project:
         self,
         recipe: str,
         overlays: Sequence[str] = (),
-        words: Sequence[str] = (),
+        overrides: Sequence[str] = (),
         unsaved: Mapping[Path, str] | None = None,
     ) -> MergedRecipe:
         """
-        Load a recipe by path or shipped name, and merge overlays and then `node.key=value` words over it.
+        Load a recipe by path or shipped name, and merge overlays and then `node.key=value` overrides over it.
 
         `unsaved` maps resolved paths to texts replacing the files. Raises RecipeError if a file can't be read or is not
         TOML. Other problems are in the recipe's `problems`.
         """
-        values = read_overrides(words)
+        values = read_overrides(overrides)
         layers = read_layers(recipe, overlays, RecipeFolder(self.recipes), unsaved)
         return merge_layers(recipe, [*layers, Layer(str(COMMAND_LINE), values)])
 
@@ -179,13 +179,13 @@ class Recipe:
         """Its nodes and edges, with all problems."""
         return self.project.graph(self.project.adapt_to_moved_run_folder(self.merged))
 
-    def check(self, *, elsewhere: bool = False) -> list[Problem]:
+    def check(self, *, skip_machine_checks: bool = False) -> list[Problem]:
         """
         Check the recipe like `drawloom check`, and return the warnings. Raises RecipeError with every error.
 
-        `elsewhere` skips the check for files and devices needed on this machine.
+        `skip_machine_checks` skips the check for files and devices needed on this machine.
         """
-        problems = [*self.graph.problems, *([] if elsewhere else self._check_machine())]
+        problems = [*self.graph.problems, *([] if skip_machine_checks else self._check_machine())]
         if errors := [problem for problem in problems if not problem.warning]:
             raise RecipeError(errors)
         return problems

@@ -17,7 +17,7 @@ from drawloom.graph.problems import Problem
 from drawloom.graph.recipe.merged import FORMAT, NAME
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.types.describe import union_members
+from drawloom.graph.types.describe import union_members_except_none
 from drawloom.graph.types.port_match import implements
 
 Schema = dict[str, Any]
@@ -57,8 +57,8 @@ def make_value_schema(kind: Any) -> Schema:
         return {"enum": list(inner)}
     if isinstance(kind, type) and issubclass(kind, Enum):
         return {"enum": [member.value for member in kind]}
-    if union_members(kind) != [kind]:
-        return {"anyOf": [make_value_schema(member) for member in union_members(kind)]}
+    if union_members_except_none(kind) != [kind]:
+        return {"anyOf": [make_value_schema(member) for member in union_members_except_none(kind)]}
     if (origin or kind) in (list, tuple, Sequence):
         return _make_array_schema(origin, inner)
     if (origin or kind) in (dict, Mapping):
@@ -134,7 +134,7 @@ EDITS: Schema = {
 REFERENCE: Schema = {"type": "string", "pattern": r"^@[A-Za-z]"}
 
 
-def recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] | None = None) -> Schema:
+def make_recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] | None = None) -> Schema:
     """
     Return the schema for a recipe file.
 

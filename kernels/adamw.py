@@ -70,12 +70,12 @@ class ParamState:
         return [self.weight, self.exp_avg, self.exp_avg_sq, *(tensor for tensor in optional if tensor is not None)]
 
     @property
-    def is_contiguous(self) -> bool:
+    def is_one_flat_range(self) -> bool:
         """Return whether the weight is one range of the parameter's elements."""
         return self.width >= self.weight.numel()
 
     @property
-    def has_8bit_means(self) -> bool:
+    def has_8bit_moments(self) -> bool:
         """Return whether the means are codes of 8 bits."""
         return self.exp_avg_scale is not None
 
@@ -148,10 +148,12 @@ class AdamwEager:
             for factor in () if factors is None else factors:
                 flat = (flat * factor.to(accumulation_dtype(flat)).reshape(1)).to(grad.dtype)
             ascent = flat.neg() if self._maximize else flat
-            (_step_8bit_means if param.has_8bit_means else _step_float_means)(param, ascent, row, counter, found_inf)
+            (_step_8bit_moments if param.has_8bit_moments else _step_float_moments)(
+                param, ascent, row, counter, found_inf
+            )
 
 
-def _step_8bit_means(
+def _step_8bit_moments(
     param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None
 ) -> None:
     """Step with means of 8 bits: decode, update, and encode whole rows."""
@@ -169,7 +171,7 @@ def _step_8bit_means(
         new, *means = _compute_updated_values(read, grad[part], param.weight_decay, scalars)
         if counter is not None:
             elements = torch.arange(part.start, part.stop, device=grad.device)
-            new = _round_if_bfloat16(new, next(_draw_noise_bits(param, elements, counter)), read[0])
+            new = _round_stochastically_if_bfloat16(new, next(_draw_noise_bits(param, elements, counter)), read[0])
         results = [*split_into_bfloat16_and_remainder(new)] if remainders else [new]
         (codes, mean_scales), (square_codes, square_scales) = (
             encode_8bit(numbers.view(weight.shape), signed)
@@ -185,7 +187,7 @@ def _step_8bit_means(
             tensor.detach().copy_(rows_of_tensor.view(tensor.shape))
 
 
-def _step_float_means(
+def _step_float_moments(
     param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None
 ) -> None:
     flat = [tensor.detach().reshape(-1) for tensor in param.tensors]
@@ -198,7 +200,7 @@ def _step_float_means(
         results = _compute_updated_values(read, grad[part], param.weight_decay, scalars)
         if counter is not None:
             noise = _draw_noise_bits(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
-            results = [_round_if_bfloat16(*args) for args in zip(results, noise, read, strict=False)]
+            results = [_round_stochastically_if_bfloat16(*args) for args in zip(results, noise, read, strict=False)]
         if param.max_exp_avg_sq is not None:
             # The maximum is one of two values in the stored dtype, so it needs no rounding.
             results.append(torch.maximum(values[3].float(), results[2].float()))
@@ -212,7 +214,7 @@ def _step_float_means(
             tensor.detach().copy_(changed.view(tensor.shape))
 
 
-def _round_if_bfloat16(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
+def _round_stochastically_if_bfloat16(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
     return round_stochastically(result, noise) if target.dtype == torch.bfloat16 else result
 
 
@@ -235,7 +237,7 @@ def _draw_noise_bits(param: ParamState, elements: Tensor, counter: int) -> Itera
 
     `elements`, int64 (n,), are consecutive indices in the weight, beginning with an even one.
     """
-    offset = elements if param.is_contiguous else elements // param.width * param.stride + elements % param.width
+    offset = elements if param.is_one_flat_range else elements // param.width * param.stride + elements % param.width
     index = param.first + offset
     if param.has_adjacent_noise_pairs:
         words = philox(param.key, index[::PER_DRAW] // PER_DRAW, counter)

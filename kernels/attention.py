@@ -39,13 +39,13 @@ class AttentionImplementation(NamedTuple):
     document, and a token attends to the last `window` tokens of its document, itself included. With `queries`, int64
     (tokens,), the queries are every row's tokens at these positions, and all tokens are keys. `attend` takes q
     (rows, tokens, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim), the mask,
-    options, and sinks (heads,) or None, and returns (rows, tokens, heads, v_dim); kv_heads divides heads. `whole_rows`,
-    if it is not None, replaces the mask where every row is one document and there is no window.
+    options, and sinks (heads,) or None, and returns (rows, tokens, heads, v_dim); kv_heads divides heads.
+    `one_document_mask`, if it is not None, replaces the mask where every row is one document and there is no window.
     """
 
     mask: Callable[..., Any]
     attend: Attend
-    whole_rows: Any = None
+    one_document_mask: Any = None
 
 
 def attention_eager(
@@ -104,10 +104,18 @@ def create_causal_document_mask(
     return mask if queries is None else mask.index_select(2, queries)
 
 
-def create_causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the keys, at most `window`, that the last tokens of a text attend to: bool (1, 1, queries, keys)."""
-    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
-    return mask if window is None else mask.triu_(keys - queries + 1 - window)
+def create_causal_mask(
+    queries: int, keys: int, window: int | None, device: torch.device, key_count: Tensor | None = None
+) -> Tensor:
+    """
+    Return the keys, at most `window`, that the last tokens of a text attend to: bool (1, 1, queries, keys).
+
+    The text has `keys` tokens, or the first `key_count` of them, int64 () on `device`.
+    """
+    key = torch.arange(keys, device=device)
+    query = torch.arange(queries, device=device)[:, None] + (keys if key_count is None else key_count) - queries
+    mask = key <= query
+    return (mask if window is None else mask & (key > query - window))[None, None]
 
 
 EAGER = AttentionImplementation(create_causal_document_mask, attention_eager)

@@ -16,12 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drawloom.kernels.attention import AttentionImplementation, attention_eager, create_causal_mask
 from drawloom.kernels.attention_flash import attention_flash, why_not_flash
-from drawloom.kernels.attention_flex import FLEX, block_mask
+from drawloom.kernels.attention_flex import FLEX, create_document_block_mask
 from drawloom.kernels.attention_meta import attention_on_meta
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.attention_sinks import Statistics, attend_with_statistics
+from drawloom.kernels.attention_sinks import SoftmaxStatistics, attend_with_optional_sinks
 
-WHOLE_ROWS = "whole rows"
+ONE_DOCUMENT_PER_ROW = "whole rows"
 """Value for the mask if every row is one document."""
 
 ORDER = [
@@ -32,7 +32,7 @@ ORDER = [
 ]
 """Priority of implementations: cuDNN, and then torch's own order."""
 
-Server = Literal["cudnn", "flash", "torch", "flex", "eager"]
+ImplementationName = Literal["cudnn", "flash", "torch", "flex", "eager"]
 
 
 def attention_cudnn(
@@ -44,32 +44,32 @@ def attention_cudnn(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """
-    Compute attention_eager with WHOLE_ROWS or a mask from `block_mask`.
+    Compute attention_eager with ONE_DOCUMENT_PER_ROW or a mask from `create_document_block_mask`.
 
     q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim); returns
     (rows, length, heads, v_dim), a meta tensor for meta tensors.
     """
-    if mask is not WHOLE_ROWS:
+    if mask is not ONE_DOCUMENT_PER_ROW:
         return FLEX.attend(q, k, v, mask, options, sinks)
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
-    server = choose_whole_rows_implementation(q, k, v, options, sinks)
+    server = choose_one_document_implementation(q, k, v, options, sinks)
     if server == "flash":
         return attention_flash(q, k, v, None, options, sinks)
     if server == "flex":
         documents = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
-        return FLEX.attend(q, k, v, block_mask(documents), options, sinks)
+        return FLEX.attend(q, k, v, create_document_block_mask(documents), options, sinks)
     if server == "eager":
         return attention_eager(q, k, v, create_causal_mask(q.shape[1], q.shape[1], None, q.device), options, sinks)
     if sinks is not None:
-        return attend_with_statistics(CudnnKernel(options.scale), q, k, v, sinks)
+        return attend_with_optional_sinks(CudnnKernel(options.scale), q, k, v, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return _attend_by_cudnn_or_torch(q, k, v, options.scale, server == "cudnn").transpose(1, 2)
 
 
-def choose_whole_rows_implementation(
+def choose_one_document_implementation(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions = PLAIN_ATTENTION, sinks: Tensor | None = None
-) -> Server:
+) -> ImplementationName:
     """
     Return the implementation for rows with one document: "torch" is torch's own choice.
 
@@ -116,17 +116,17 @@ class CudnnKernel:
 
     scale: float | None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
         """Return the result (rows, length, heads, v_dim), and the log-sum-exp (rows, length, heads)."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         results = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, is_causal=True, scale=self.scale
         )
         lse = results[1].view(q.shape[:3])
-        return results[0].transpose(1, 2), Statistics(lse.transpose(1, 2), (results[6], results[7]))
+        return results[0].transpose(1, 2), SoftmaxStatistics(lse.transpose(1, 2), (results[6], results[7]))
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: Statistics
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: SoftmaxStatistics
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, q, k, v, mixed = (x.transpose(1, 2) for x in (grad, q, k, v, mixed))
         lse = statistics.lse.transpose(1, 2).contiguous()[..., None]
@@ -141,4 +141,4 @@ class CudnnKernel:
         return grad_q, grad_k, grad_v
 
 
-CUDNN = AttentionImplementation(FLEX.mask, attention_cudnn, WHOLE_ROWS)
+CUDNN = AttentionImplementation(FLEX.mask, attention_cudnn, ONE_DOCUMENT_PER_ROW)

@@ -14,7 +14,7 @@ from torch import Tensor
 from drawloom.kernels.attention import AttentionImplementation
 from drawloom.kernels.attention_meta import attention_on_meta
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.attention_sinks import Statistics, attend_with_statistics
+from drawloom.kernels.attention_sinks import SoftmaxStatistics, attend_with_optional_sinks
 
 MAX_WIDTH = 256
 """The widest head for torch's kernel."""
@@ -44,28 +44,28 @@ class FlashKernel:
     offsets: Tensor | None = None
     window: int | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
         """Return the result (..., heads, head_dim), and the log-sum-exp (..., heads)."""
         mixed, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
             q,
             k,
             v,
-            *self._list_document_offsets_and_longest_lengths,
+            *self._document_offsets_and_lengths,
             0.0,
             self.window is None,
             False,
             **self._kernel_options,
         )
-        return mixed, Statistics(lse.transpose(-1, -2), (seed, offset))
+        return mixed, SoftmaxStatistics(lse.transpose(-1, -2), (seed, offset))
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: Statistics
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: SoftmaxStatistics
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse = statistics.lse.transpose(-1, -2).contiguous()
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
             *(q, k, v, mixed, lse),
-            *self._list_document_offsets_and_longest_lengths,
+            *self._document_offsets_and_lengths,
             *(0.0, self.window is None),
             *statistics.random_state,
             **self._kernel_options,
@@ -73,7 +73,7 @@ class FlashKernel:
         return grads
 
     @property
-    def _list_document_offsets_and_longest_lengths(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+    def _document_offsets_and_lengths(self) -> tuple[Tensor | None, Tensor | None, int, int]:
         """Arguments for torch's flash attention: query and key offsets, and the longest query and key documents."""
         return self.offsets, self.offsets, self.longest, self.longest
 
@@ -101,28 +101,28 @@ def attention_flash(
         raise ValueError(f"torch's flash attention can't run: {problem}; choose the implementation 'flex'")
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
-    width = _padded_kernel_width(q, v)
+    width = _pad_kernel_width(q, v)
     scale, (rows, length, heads, _) = options.scale_for(q.shape[-1]), q.shape
     v_dim = v.shape[-1]
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
     if documents is None:
-        return attend_with_statistics(FlashKernel(scale, length), q, k, v, sinks)[..., :v_dim]
+        return attend_with_optional_sinks(FlashKernel(scale, length), q, k, v, sinks)[..., :v_dim]
     # No document is longer than a row; the longest one is known only to the device.
     kernel = FlashKernel(scale, length, *documents)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    return attend_with_statistics(kernel, q, k, v, sinks).view(rows, length, heads, width)[..., :v_dim]
+    return attend_with_optional_sinks(kernel, q, k, v, sinks).view(rows, length, heads, width)[..., :v_dim]
 
 
 def why_not_flash(q: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """Return the reason why flash attention can't process q and v (..., width) with these options; empty if it can."""
     if options.softcap is not None:
         return "it has no softcap"
-    if _padded_kernel_width(q, v) > MAX_WIDTH:
+    if _pad_kernel_width(q, v) > MAX_WIDTH:
         return f"heads are {max(q.shape[-1], v.shape[-1])} wide, and it accepts at most {MAX_WIDTH}"
     return ""
 
 
-def _padded_kernel_width(q: Tensor, v: Tensor) -> int:
+def _pad_kernel_width(q: Tensor, v: Tensor) -> int:
     widest = max(q.shape[-1], v.shape[-1])
     return -(-widest // WIDTH_STEP) * WIDTH_STEP
 

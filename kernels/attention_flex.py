@@ -33,7 +33,7 @@ def attention_flex(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """
-    Compute attention_eager with a mask from `block_mask`; the backward pass runs only on GPUs.
+    Compute attention_eager with a mask from `create_document_block_mask`; the backward pass runs only on GPUs.
 
     q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim); returns
     (rows, length, heads, v_dim), a meta tensor for meta tensors. On GPUs, attention_eager computes heads narrower than
@@ -88,7 +88,9 @@ def _convert_to_dense_mask(mask: BlockMask) -> Tensor:
     return create_mask(mask.mask_mod, rows, heads, queries, keys, mask.kv_indices.device)
 
 
-def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> BlockMask:
+def create_document_block_mask(
+    document_ids: Tensor, window: int | None = None, queries: Tensor | None = None
+) -> BlockMask:
     """
     Return the blocks that attend to each other, fully or in part, for document ids int64 (rows, length).
 
@@ -135,8 +137,8 @@ def _count_and_list_key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _create_block_mask_unless_meta(document_ids: Tensor, *options: Any) -> BlockMask | None:
-    """Return `block_mask`, or None on the meta device, where attention takes no mask."""
-    return None if document_ids.is_meta else block_mask(document_ids, *options)
+    """Return `create_document_block_mask`, or None on the meta device, where attention takes no mask."""
+    return None if document_ids.is_meta else create_document_block_mask(document_ids, *options)
 
 
 FLEX = AttentionImplementation(_create_block_mask_unless_meta, attention_flex)

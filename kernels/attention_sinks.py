@@ -16,7 +16,7 @@ from torch.autograd import Function
 from drawloom.kernels.operation import once_differentiable
 
 
-class Statistics(NamedTuple):
+class SoftmaxStatistics(NamedTuple):
     """Log-sum-exp, float32 (..., heads) in the order of the result, and the random numbers' state."""
 
     lse: Tensor
@@ -26,18 +26,18 @@ class Statistics(NamedTuple):
 class StatisticsKernel(Protocol):
     """Attention for (..., heads, dim) whose backward pass takes the result and the statistics."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
         """Return the result (..., heads, v_dim) and its statistics."""
         ...
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: Statistics
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: SoftmaxStatistics
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients for q, k and v, given one for the result `mixed` (..., heads, v_dim)."""
         ...
 
 
-def attend_with_statistics(
+def attend_with_optional_sinks(
     kernel: StatisticsKernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
     """Return attention (..., heads, v_dim) by a kernel, with sinks (heads,) if they are not None."""
@@ -62,7 +62,7 @@ class _AttendWithStatistics(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mixed, lse, seed, offset, sinks = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad, q, k, v, mixed, Statistics(lse, (seed, offset)))
+        grads = ctx.kernel.backward(grad, q, k, v, mixed, SoftmaxStatistics(lse, (seed, offset)))
         grad_sinks = _compute_sinks_gradient(grad, mixed, lse, sinks) if ctx.needs_input_grad[3] else None
         return *grads, grad_sinks, None
 

@@ -157,7 +157,7 @@ def cut_cross_entropy_with_padded_rows(
     return multiply_by_token_weights(losses, token_weights), lse
 
 
-def multiply_experts_by_padded_rows(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+def multiply_groups_with_padded_rows(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """
     Compute `grouped_gemm_eager`, as if every expert had at least `MIN_ROWS` rows.
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-Flops = Callable[..., float]
+FlopsFunction = Callable[..., float]
 """Return the floating-point operations of an operation's matrix products, from some of its arguments by name."""
 
-Scratch = Callable[..., int]
+ScratchFunction = Callable[..., int]
 """Return the most bytes that exist only while an operation runs, from some of its arguments by name."""
 
 
@@ -34,31 +34,31 @@ def return_zero_scratch_bytes() -> int:
 @dataclass(frozen=True)
 class OperationCosts:
     """
-    Matrix product FLOPs, scratch memory in bytes, whether the operation is attention, and `work`: the FLOPs of a large
-    product that takes as long.
+    Matrix product FLOPs, scratch memory in bytes, whether the operation is attention, and `equivalent_flops`: the FLOPs
+    of a large product that takes as long.
     """
 
     flops: float = 0.0
     scratch: int = 0
     is_attention: bool = False
-    work: float = 0.0
+    equivalent_flops: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Registration:
     """An operation's cost functions."""
 
-    flops: Flops
-    scratch: Scratch
+    flops: FlopsFunction
+    scratch: ScratchFunction
     is_attention: bool
-    work: Flops
+    equivalent_flops: FlopsFunction
 
     def costs(self, arguments: Mapping[str, Any]) -> OperationCosts:
         return OperationCosts(
             _call_with_named_arguments(self.flops, arguments),
             _call_with_named_arguments(self.scratch, arguments),
             self.is_attention,
-            _call_with_named_arguments(self.work, arguments),
+            _call_with_named_arguments(self.equivalent_flops, arguments),
         )
 
 
@@ -68,22 +68,22 @@ _REGISTERED: dict[OpOverloadPacket, _Registration] = {}
 def register_costs(
     operation: OpOverloadPacket,
     *,
-    flops: Flops,
-    scratch: Scratch,
+    flops: FlopsFunction,
+    scratch: ScratchFunction,
     is_attention: bool = False,
-    work: Flops | None = None,
+    equivalent_flops: FlopsFunction | None = None,
 ) -> None:
     """
     Register an operation's cost functions, whose parameters name some of the operation's arguments.
 
-    `work` returns the FLOPs of a large product that takes as long, if tiles do more than the operation's own.
+    `equivalent_flops` returns the FLOPs of a large product that takes as long, if tiles do more than the operation's.
     Raises TypeError if a parameter is not an argument in the operation's schema.
     """
     known = {argument.name for argument in operation.default._schema.arguments}
-    for function in (flops, scratch, work or flops):
+    for function in (flops, scratch, equivalent_flops or flops):
         if unknown := sorted(signature(function).parameters.keys() - known):
             raise TypeError(f"{operation} does not have the arguments {unknown} of {function.__qualname__}")
-    _REGISTERED[operation] = _Registration(flops, scratch, is_attention, work or flops)
+    _REGISTERED[operation] = _Registration(flops, scratch, is_attention, equivalent_flops or flops)
 
 
 def has_costs(operation: OpOverloadPacket) -> bool:
@@ -99,7 +99,7 @@ def compute_operation_costs(
     if registration is not None:
         return registration.costs(bind_arguments(operator, args, kwargs))
     flops = _count_flops_by_torch(operator, args, kwargs, result)
-    return OperationCosts(flops, work=flops)
+    return OperationCosts(flops, equivalent_flops=flops)
 
 
 def bind_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from drawloom.kernels.deferred_grads import (
     get_weight_gradient_function,
     supports_deferred_weight_gradient,
 )
-from drawloom.kernels.logsumexp import logsumexp_by_halves
+from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable, upcast
 from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.vocab_parallel import (
@@ -52,7 +52,7 @@ EXACT = LogitCut()
 """Default options, without a filter."""
 
 
-class Needs(NamedTuple):
+class NeededGradients(NamedTuple):
     """Flags for a backward pass's gradients."""
 
     hidden: bool
@@ -70,7 +70,8 @@ class CutCrossEntropyImplementation(NamedTuple):
 
     forward: Callable[[Tensor, Tensor, Tensor, LogitCut], tuple[Tensor, Tensor]]
     backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, LogitCut, Needs], tuple[Tensor | None, Tensor | None]
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, LogitCut, NeededGradients],
+        tuple[Tensor | None, Tensor | None],
     ]
 
 
@@ -161,12 +162,12 @@ class _CutCrossEntropy(Function):
         hidden, weight, targets, lse = ctx.saved_tensors
         grad, grad_lse = compute_logit_grad_factors(grad_losses, grad_lse, targets != ctx.cut.ignore_index, lse.dtype)
         local = find_local_target_rows(targets, len(weight), ctx.cut.ignore_index, ctx.cut.part)
-        needs, inputs = Needs(*ctx.needs_input_grad[:2]), (hidden, weight, local, lse, grad)
+        needs, inputs = NeededGradients(*ctx.needs_input_grad[:2]), (hidden, weight, local, lse, grad)
         # A deferred weight gradient computes the logits a third time, in exchange for keeping none.
         if needs.weight and getattr(ctx.weight_gradient, "active", False):
             optional = () if grad_lse is None else (grad_lse,)
             ctx.weight_gradient(_DeferredWeightGradient(ctx.implementation, ctx.cut), *inputs, *optional)
-            needs = Needs(needs.hidden, False)
+            needs = NeededGradients(needs.hidden, False)
         grad_hidden, grad_weight = ctx.implementation.backward(*inputs, grad_lse, ctx.cut, needs)
         if grad_hidden is not None:
             grad_hidden = all_reduce_gradient(grad_hidden, ctx.cut.part)
@@ -190,7 +191,7 @@ class _DeferredWeightGradient:
         grad_lse: Tensor | None = None,
     ) -> Tensor:
         inputs = hidden, weight, targets, lse, grad, grad_lse
-        _, grad_weight = self.implementation.backward(*inputs, self.cut, Needs(False, True))
+        _, grad_weight = self.implementation.backward(*inputs, self.cut, NeededGradients(False, True))
         return grad_weight  # type: ignore[return-value]
 
 
@@ -220,7 +221,7 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> 
     target_logit = torch.zeros_like(lse)
     for chunk in split_token_chunks(len(hidden), len(weight), cut):
         logits = _compute_logits(hidden[chunk], weight)
-        lse[chunk] = logsumexp_by_halves(logits)
+        lse[chunk] = logsumexp_in_fixed_order(logits)
         is_local = targets[chunk] >= 0
         picked = logits.gather(-1, targets[chunk].where(is_local, 0).unsqueeze(-1)).squeeze(-1)
         target_logit[chunk] = picked.where(is_local, 0)
@@ -236,7 +237,7 @@ def _backward(
     grad: Tensor,
     grad_lse: Tensor | None,
     cut: LogitCut,
-    needs: Needs,
+    needs: NeededGradients,
 ) -> tuple[Tensor | None, Tensor | None]:
     order = sort_vocabulary_by_mean_logit(hidden, weight) if cut.filter_eps and len(hidden) else None
     grad_hidden = torch.empty_like(hidden) if needs.hidden else None
@@ -269,7 +270,9 @@ def _compute_grad_logits(
     is_local = (targets >= 0).to(probs.dtype).unsqueeze(-1)
     indices = targets.clamp(min=0).unsqueeze(-1)
     mask = (
-        None if order is None else _mask_words_in_kept_tiles(probs, indices, is_local, grad_lse is not None, cut, order)
+        None
+        if order is None
+        else _mask_words_in_active_tiles(probs, indices, is_local, grad_lse is not None, cut, order)
     )
     result = probs.scatter_add_(1, indices, -is_local).mul_(grad.unsqueeze(-1))
     if grad_lse is not None:
@@ -279,7 +282,7 @@ def _compute_grad_logits(
     return result.to(hidden.dtype)
 
 
-def _mask_words_in_kept_tiles(
+def _mask_words_in_active_tiles(
     probs: Tensor, indices: Tensor, is_local: Tensor, uses_lse: bool, cut: LogitCut, order: Tensor
 ) -> Tensor:
     """Return 1 for words (tokens, vocabulary) in a tile kept by the filter, else 0."""

@@ -160,7 +160,7 @@ class DeferredGrad:
         """Queue a summand; `tensors` (any shapes) live until it is computed."""
         self._pending.append((compute, record_versions(*tensors)))
 
-    def queue_versioned(self, compute: Compute, tensors: VersionedTensors) -> None:
+    def queue_versioned_summand(self, compute: Compute, tensors: VersionedTensors) -> None:
         """Queue a summand whose tensors other summands may share."""
         self._pending.append((compute, tensors))
 
@@ -200,7 +200,7 @@ class DeferredGrad:
             total = summand if total is None else total + summand
         return total
 
-    def add_to_grad(self) -> bool:
+    def try_to_add_to_grad(self) -> bool:
         """
         Add the queued summands to the weight's `.grad` in place and return True, or return False and do nothing.
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.operation import once_differentiable
-from drawloom.kernels.weight_formats import FORMATS, WeightFormat
+from drawloom.kernels.weight_formats import FORMATS, Dequantize, StorageFormat
 
-Dequantize = Callable[[Tensor, str], Tensor]
-"""Function from storage (..., outputs, units) and a format's name to the weight, bfloat16 (..., outputs, inputs)."""
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Function from rows (..., width), a dequantized weight and a bias to rows."""
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Function from rows (..., width) and a dequantized weight to rows."""
+Gradient = Callable[[Tensor, Tensor], Tensor]
+"""Function from gradients (..., outputs) and a dequantized weight to gradients (..., width)."""
 
 GroupedGemm = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 """`grouped_gemm_eager`, or another implementation of it."""
@@ -34,13 +34,12 @@ def dequantize_eager(stored: Tensor, name: str) -> Tensor:
 
 
 def linear_quantized(
-    dequantize: Dequantize, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+    dequantize: Dequantize, x: Tensor, stored: Tensor, weight_format: StorageFormat, bias: Tensor | None = None
 ) -> Tensor:
     """
-    Return x @ weight.T + bias (..., outputs), bfloat16: x (..., inputs), the weight's storage (outputs, units).
+    Return x @ weight.T + bias (..., outputs), in x's dtype: x (..., inputs), the weight's storage (outputs, units).
     """
-    y = _apply_product(x, stored, weight_format, dequantize, _linear, torch.matmul)
-    return y if bias is None else y + bias
+    return _multiply_by_dequantized_weight(x, stored, weight_format, dequantize, _linear, torch.matmul, bias)
 
 
 def multiply_quantized_experts(
@@ -48,7 +47,7 @@ def multiply_quantized_experts(
     grouped_gemm: GroupedGemm,
     x: Tensor,
     stored: Tensor,
-    weight_format: WeightFormat,
+    weight_format: StorageFormat,
     offsets: Tensor,
 ) -> Tensor:
     """
@@ -57,31 +56,32 @@ def multiply_quantized_experts(
     offsets int32 (experts,) are the ends of the experts' rows. Returns (rows, outputs).
     """
 
-    def multiply(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-        return grouped_gemm(rows, weight, offsets, transposed)
+    def product(rows: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+        return grouped_gemm(rows, weight, offsets, True)
 
-    product, gradient = partial(multiply, transposed=True), partial(multiply, transposed=False)
-    return _apply_product(x, stored, weight_format, dequantize, product, gradient)
+    def gradient(rows: Tensor, weight: Tensor) -> Tensor:
+        return grouped_gemm(rows, weight, offsets, False)
+
+    return _multiply_by_dequantized_weight(x, stored, weight_format, dequantize, product, gradient)
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    y = F.linear(x, weight)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = F.linear(x, weight, bias)
     # Callers may not change a view that a Function returns in place.
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
-def _apply_product(
+def _multiply_by_dequantized_weight(
     x: Tensor,
     stored: Tensor,
-    weight_format: WeightFormat,
+    weight_format: StorageFormat,
     dequantize: Dequantize,
     product: Product,
-    gradient: Product,
+    gradient: Gradient,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    def unpack(storage: Tensor) -> Tensor:
-        return dequantize(weight_format.fetch(storage), weight_format.name)
-
-    result: Tensor = _Product.apply(x, stored, unpack, product, gradient)  # type: ignore[no-untyped-call]
+    unpack = partial(weight_format.load, dequantize=dequantize)
+    result: Tensor = _Product.apply(x, stored, bias, unpack, product, gradient)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -90,16 +90,23 @@ class _Product(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, stored: Tensor, unpack: Callable[[Tensor], Tensor], product: Product, gradient: Product
+        ctx: Any,
+        x: Tensor,
+        stored: Tensor,
+        bias: Tensor | None,
+        unpack: Callable[[Tensor], Tensor],
+        product: Product,
+        gradient: Gradient,
     ) -> Tensor:
-        """Return rows (..., outputs): x (..., inputs), and the weight's storage, any shape."""
+        """Return rows (..., outputs): x (..., inputs), the weight's storage, any shape, and bias (outputs,)."""
         ctx.save_for_backward(stored)
         ctx.unpack, ctx.gradient = unpack, gradient
-        return product(x, unpack(stored))
+        return product(x, unpack(stored), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (stored,) = ctx.saved_tensors
         grad_x = ctx.gradient(grad, ctx.unpack(stored)) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias, None, None, None

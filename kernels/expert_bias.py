@@ -37,7 +37,7 @@ class ExpertBiasImplementation(NamedTuple):
 
 def add_expert_bias_eager(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
     """
-    Return rows (rows, width) plus their expert's bias (experts, width), times scale (rows,) if given.
+    Return rows (rows, width) plus their expert's bias (experts, width); the bias is multiplied by scale (rows,).
 
     offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], and expert 0 begins at row 0. Computed in
     at least float32 and rounded once to the rows' dtype.

@@ -1,7 +1,7 @@
 """
 Experts with matrix products in float8: permutation, gate and up, SwiGLU and down as one operation.
 
-Tokens are rounded before they are copied to their experts' rows, and so are their gradients, so that rows exist in
+Tokens are quantized before they are copied to their experts' rows, and so are their gradients, so that rows exist in
 float8 alone. `linear_float8.py` has the dense recipe. Here a weight has one scale by expert, not by output channel, and
 therefore multiplies products without a change to the gradient. For a weight's gradient both operands have scales by
 row; their product multiplies one of them, relative to the largest in the expert's rows. Scales are powers of two, so
@@ -19,13 +19,13 @@ from drawloom.kernels.deferred_grads import (
     supports_deferred_weight_gradient,
 )
 from drawloom.kernels.float8 import Float8Rows, ScaledRows
-from drawloom.kernels.grouped_float8 import GroupedFloat8Kernels, allocate_rounded_experts
+from drawloom.kernels.grouped_float8 import GroupedFloat8Kernels, allocate_quantized_experts
 from drawloom.kernels.linear_float8 import (
+    CachedFloat8Weights,
     FactorProduct,
     GradientDispatcher,
-    KeptWeights,
     check_float8_operands,
-    get_or_round_input,
+    get_or_quantize_input,
 )
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import once_differentiable
@@ -68,7 +68,7 @@ def _multiply_by_experts(
 ) -> Tensor:
     for weight in (gate_up, down):
         check_float8_operands(x, weight)
-    rows = get_or_round_input(kernels, x, False)
+    rows = get_or_quantize_input(kernels, x, False)
     gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in (gate_up, down)])
     result: Tensor = _ExpertsFloat8.apply(  # type: ignore[no-untyped-call]
         x, probabilities, gate_up, down, gradients, kernels, rows.data, rows.scale, ends, dest_row, source_choice
@@ -76,29 +76,29 @@ def _multiply_by_experts(
     return result
 
 
-class KeptExperts(KeptWeights):
-    """Rounded experts' weight (experts, outputs, inputs), kept in the same memory from one update to the next."""
+class CachedFloat8Experts(CachedFloat8Weights):
+    """Quantized experts' weight (experts, outputs, inputs), kept in the same memory from one update to the next."""
 
     def allocate(self) -> Float8Rows:
-        return allocate_rounded_experts(self.weights[0])
+        return allocate_quantized_experts(self.weights[0])
 
-    def round_into_memory(self, kernels: Any) -> None:
-        kernels.round_experts_into(self.weights[0], self.rows)
+    def quantize_into_memory(self, kernels: Any) -> None:
+        kernels.quantize_experts_into(self.weights[0], self.rows)
 
 
-def _get_kept_or_round_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Round a weight (experts, outputs, inputs), or return the kept elements, scales and transposed copy."""
-    kept: KeptExperts | None = getattr(weight, "float8", None)
+def _get_or_quantize_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantize a weight (experts, outputs, inputs), or return the cached elements, scales and transposed copy."""
+    kept: CachedFloat8Experts | None = getattr(weight, "float8", None)
     if kept is None:
         return *kernels.quantize_experts(weight), None
     if not kept.is_current:
-        kept.start_rounding(kernels)
+        kept.quantize_with(kernels)
     return kept.rows
 
 
 @supports_deferred_weight_gradient
 class _ExpertsFloat8(Function):
-    """Experts; it saves tokens, gate and up's results, and rounded factors."""
+    """Experts; it saves tokens, gate and up's results, and quantized factors."""
 
     @staticmethod
     def forward(
@@ -115,17 +115,17 @@ class _ExpertsFloat8(Function):
         dest_row: Tensor | None,
         source_choice: Tensor | None,
     ) -> Tensor:
-        """Return (tokens, width) for rounded x: data (tokens, width), scale (tokens,); without routes, also rows."""
+        """Return (tokens, width) for quantized x: data (tokens, width), scale (tokens,); without routes, also rows."""
         rows = data, scale, probabilities
         if dest_row is not None and source_choice is not None:
             rows = kernels.copy_tokens_to_expert_rows(
                 ScaledRows(data, scale), probabilities, Routes(dest_row, source_choice, ends)
             )
-        first, first_scale, first_transposed = _get_kept_or_round_weight(kernels, gate_up)
-        gate_and_up = kernels.multiply_rows(rows[0], rows[1], first, first_scale, ends, True)
+        first, first_scale, first_transposed = _get_or_quantize_weight(kernels, gate_up)
+        gate_and_up = kernels.multiply_rows_by_expert(rows[0], rows[1], first, first_scale, ends, True)
         inner = call_recomputable_in_autograd_function(kernels.quantize_expert_swiglu, gate_and_up, rows[2])
-        second, second_scale, second_transposed = _get_kept_or_round_weight(kernels, down)
-        outputs = kernels.multiply_rows(inner[0], inner[1], second, second_scale, ends, True)
+        second, second_scale, second_transposed = _get_or_quantize_weight(kernels, down)
+        outputs = kernels.multiply_rows_by_expert(inner[0], inner[1], second, second_scale, ends, True)
         ctx.transposed = first_transposed, second_transposed
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
         ctx.save_for_backward(
@@ -148,8 +148,8 @@ class _ExpertsFloat8(Function):
             rows = ScaledRows(
                 *kernels.copy_tokens_to_expert_rows(tokens, None, Routes(dest_row, source_choice, ends))[:2]
             )
-        transposed = _get_transposed_rounded_weight(kernels, down, second_scale, ctx.transposed[1])
-        grad_inner = kernels.multiply_rows(*rows, transposed, second_scale, ends, False)
+        transposed = _get_transposed_quantized_weight(kernels, down, second_scale, ctx.transposed[1])
+        grad_inner = kernels.multiply_rows_by_expert(*rows, transposed, second_scale, ends, False)
         grad_down = grad_gate_up = grad_x = grad_probabilities = None
         if needs_second:
             left = ScaledRows(inner, inner_scale)
@@ -157,21 +157,21 @@ class _ExpertsFloat8(Function):
             inner_factor, grad_factor, scale = kernels.prepare_outer_product_factors(
                 left, right, source_choice, top_k, ends
             )
-            product = FactorProduct(kernels.multiply_groups, 1)
+            product = FactorProduct(kernels.sum_outer_products, 1)
             grad_down = ctx.weight_gradient(product, grad_factor, inner_factor, scale, ends.detach())
             del inner_factor, grad_factor
         del rows
-        *rounded, grad_probabilities = kernels.quantize_expert_swiglu_gradient(grad_inner, gate_and_up, probabilities)
-        grad_both = ScaledRows(*rounded)
+        *quantized, grad_probabilities = kernels.quantize_expert_swiglu_gradient(grad_inner, gate_and_up, probabilities)
+        grad_both = ScaledRows(*quantized)
         del grad_inner
         if needs_first:
             right = ScaledRows(data.detach(), x_scale)
             factors = kernels.prepare_outer_product_factors(grad_both, right, source_choice, top_k, ends)
-            grad_gate_up = ctx.weight_gradient(FactorProduct(kernels.multiply_groups, 0), *factors, ends.detach())
+            grad_gate_up = ctx.weight_gradient(FactorProduct(kernels.sum_outer_products, 0), *factors, ends.detach())
             del factors
         if needs_x or (needs_probabilities and dest_row is not None):
-            transposed = _get_transposed_rounded_weight(kernels, gate_up, first_scale, ctx.transposed[0])
-            grad_x = kernels.multiply_rows(*grad_both, transposed, first_scale, ends, False)
+            transposed = _get_transposed_quantized_weight(kernels, gate_up, first_scale, ctx.transposed[0])
+            grad_x = kernels.multiply_rows_by_expert(*grad_both, transposed, first_scale, ends, False)
             if dest_row is not None:
                 grad_x, grad_probabilities = kernels.sum_rows_and_gather_scalars(grad_x, grad_probabilities, dest_row)
             grad_x = grad_x.view(ctx.inputs_shape)
@@ -179,8 +179,8 @@ class _ExpertsFloat8(Function):
         return *results, *(None,) * 7
 
 
-def _get_transposed_rounded_weight(
+def _get_transposed_quantized_weight(
     kernels: GroupedFloat8Kernels, weight: Tensor, scale: Tensor, kept: Tensor | None
 ) -> Tensor:
-    """Return a rounded weight, transposed (experts, inputs, outputs)."""
+    """Return a quantized weight, transposed (experts, inputs, outputs)."""
     return kernels.quantize_transposed_experts(weight, scale) if kept is None else kept

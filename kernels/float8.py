@@ -29,8 +29,13 @@ MIN_SCALE_EXPONENT = 27
 """Smallest biased exponent for a scale, 2^-100: a row with zeros gets it, and its inverse is finite."""
 
 
+def lacks_float8(device: torch.device) -> bool:
+    """Return whether a device is a GPU without float8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY
+
+
 class ScaledRows(NamedTuple):
-    """Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,), or (experts,) for experts' matrices."""
+    """Quantized rows: `data` e4m3 (rows, width) times `scale` float32 (rows,), or (experts,) for experts' matrices."""
 
     data: Tensor
     scale: Tensor
@@ -38,7 +43,7 @@ class ScaledRows(NamedTuple):
 
 class Float8Rows(NamedTuple):
     """
-    Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
+    Quantized rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
 
     `transposed` is data.T, e4m3 (width, padded rows), padded with zeros to a multiple; it is empty if not requested.
     """
@@ -48,9 +53,9 @@ class Float8Rows(NamedTuple):
     transposed: Tensor
 
 
-class Gradient(NamedTuple):
+class QuantizedGradient(NamedTuple):
     """
-    Rounded gradient: by rows, `data` (tokens, outputs) times `scale` (tokens,), and transposed, `columns` (outputs,
+    Quantized gradient: by rows, `data` (tokens, outputs) times `scale` (tokens,), and transposed, `columns` (outputs,
     padded tokens) times `column_scale` (outputs,); the last two are empty if they were not requested.
     """
 
@@ -64,7 +69,7 @@ class Float8Kernels(Protocol):
     """Casts and products in float8; all matrices have contiguous rows, and all scales are float32."""
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
-        """Round x (rows, width) by rows, with or without a transposed copy."""
+        """Quantize x (rows, width) by rows, with or without a transposed copy."""
         ...
 
     def transpose(self, data: Tensor) -> Tensor:
@@ -72,34 +77,34 @@ class Float8Kernels(Protocol):
         ...
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> ScaledRows:
-        """Round weights (outputs, inputs) by rows: data (all outputs, inputs) and scale (all outputs,)."""
+        """Quantize weights (outputs, inputs) by rows: data (all outputs, inputs) and scale (all outputs,)."""
         ...
 
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
-        """Round weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
+        """Quantize weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
         ...
 
-    def round_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+    def quantize_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
         """Fill `rows` with the elements, scales and transposed copy of weights (outputs, inputs)."""
         ...
 
     def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
-        """Round silu(gate) * up by rows, where gate and up are the halves of `gate_and_up` (rows, 2 * width)."""
+        """Quantize silu(gate) * up by rows, where gate and up are the halves of `gate_and_up` (rows, 2 * width)."""
         ...
 
-    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
+    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> QuantizedGradient:
         """
-        Round grad * factor by rows: up to three gradients (tokens, outputs) side by side, factor (all outputs,).
+        Quantize grad * factor by rows: up to three gradients (tokens, outputs) side by side, factor (all outputs,).
 
-        With row_scale (tokens,), also round grad * row_scale[:, None] by columns.
+        With row_scale (tokens,), also quantize grad * row_scale[:, None] by columns.
         """
         ...
 
     def quantize_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
-    ) -> Gradient:
+    ) -> QuantizedGradient:
         """
-        Round `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) *
+        Quantize `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) *
         up, and factor (2 * width,).
         """
         ...
@@ -123,7 +128,7 @@ def compute_power_of_two_scales(largest: Tensor) -> Tensor:
     return scale.masked_fill(~largest.isfinite(), torch.nan)
 
 
-def allocate_rounded_weights(weights: Sequence[Tensor]) -> Float8Rows:
+def allocate_quantized_weights(weights: Sequence[Tensor]) -> Float8Rows:
     """Allocate float8 rows for weights (outputs, inputs), concatenated along outputs, and a transposed copy."""
     outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
     data, transposed = (weights[0].new_empty(shape, dtype=E4M3) for shape in ((outputs, inputs), (inputs, outputs)))
@@ -161,7 +166,7 @@ class EagerFloat8:
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         return _transpose_rows((torch.cat([*weights]).float() / scale[:, None]).to(E4M3))
 
-    def round_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+    def quantize_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
         for target, source in zip(rows, self.quantize_rows(torch.cat([*weights]), True), strict=True):
             target.copy_(source)
 
@@ -170,17 +175,17 @@ class EagerFloat8:
 
     def quantize_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
-    ) -> Gradient:
+    ) -> QuantizedGradient:
         gate, up = gate_and_up.float().chunk(2, -1)
         return self.quantize_gradient(compute_swiglu_gradients(gate, up, grad.float()), factor, row_scale)
 
-    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
+    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> QuantizedGradient:
         data, scale, empty = self.quantize_rows(torch.cat([*grads], 1).float() * factor, False)
         if row_scale is None:
-            return Gradient(data, scale, empty.view(0, 0), scale.new_empty(0))
+            return QuantizedGradient(data, scale, empty.view(0, 0), scale.new_empty(0))
         shifted = data.float() * (scale * row_scale)[:, None]
         column_scale = compute_power_of_two_scales(shifted.abs().amax(0))
-        return Gradient(data, scale, _transpose_rows((shifted / column_scale).to(E4M3)), column_scale / factor)
+        return QuantizedGradient(data, scale, _transpose_rows((shifted / column_scale).to(E4M3)), column_scale / factor)
 
     def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         product = a.float() @ b.float().t() * a_scale[:, None]

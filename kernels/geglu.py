@@ -7,22 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcast
+from drawloom.kernels.operation import as_new_alias, once_differentiable, upcast
 
 
 def geglu_eager(gate: Tensor, up: Tensor) -> Tensor:
     """Return gelu(gate) * up, computed in at least float32 and rounded once: gate and up (..., width) in one dtype."""
-    return _GeGlu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+    return _GeGluSavingInputs.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _GeGlu(Function):
+class _GeGluSavingInputs(Function):
     """GeGLU for autograd: saves only gate and up, and recomputes gelu(gate) in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return a tensor like gate, for gate and up (..., width) in one dtype."""
         ctx.save_for_backward(gate, up)
-        return as_new_tensor(F.gelu(upcast(gate), approximate="tanh").mul_(up).to(gate.dtype))
+        return as_new_alias(F.gelu(upcast(gate), approximate="tanh").mul_(up).to(gate.dtype))
 
     @staticmethod
     @once_differentiable

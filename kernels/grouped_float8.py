@@ -19,7 +19,7 @@ from drawloom.kernels.float8 import (
     ScaledRows,
     compute_power_of_two_scales,
 )
-from drawloom.kernels.moe import Routes, gather_rows
+from drawloom.kernels.moe import Routes, gather_rows_by_choice
 from drawloom.kernels.operation import upcast
 from drawloom.kernels.swiglu import compute_swiglu_gradients, swiglu_eager
 
@@ -32,7 +32,7 @@ MIN_SCALE = 2.0**-100
 
 class ExpertRows(NamedTuple):
     """
-    Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
+    Quantized rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
 
     `probabilities` (rows,) are their choices', or empty if they were not requested.
     """
@@ -42,9 +42,9 @@ class ExpertRows(NamedTuple):
     probabilities: Tensor
 
 
-class SwigluGradient(NamedTuple):
+class QuantizedSwigluGradient(NamedTuple):
     """
-    Rounded gradient of gate and up: `data` e4m3 (rows, 2 * width) times `scale` float32 (rows,), and the gradients of
+    Quantized gradient of gate and up: `data` e4m3 (rows, 2 * width) times `scale` float32 (rows,), and the gradients of
     probabilities (rows,).
     """
 
@@ -73,7 +73,7 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
 
     def copy_tokens_to_expert_rows(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> ExpertRows:
         """
-        Copy rounded tokens (tokens, width) to their choices' rows, and probabilities (tokens, top_k) if any.
+        Copy quantized tokens (tokens, width) to their choices' rows, and probabilities (tokens, top_k) if any.
 
         Unused rows are zeros.
         """
@@ -88,27 +88,26 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         ...
 
     def quantize_experts(self, weight: Tensor) -> ScaledRows:
-        """Round a weight (experts, outputs, inputs) by expert: data with this shape, and scale (experts,)."""
+        """Quantize a weight (experts, outputs, inputs) by expert: data with this shape, and scale (experts,)."""
         ...
 
     def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Round a weight (experts, outputs, inputs) with scales (experts,): e4m3 (experts, inputs, outputs)."""
+        """Quantize a weight (experts, outputs, inputs) with scales (experts,): e4m3 (experts, inputs, outputs)."""
         ...
 
-    def round_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
+    def quantize_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
         """Fill `rows` with a weight's elements, scales by expert and transposed copy."""
         ...
 
     def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
-        """Round silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up."""
+        """Quantize silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up."""
         ...
 
     def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
-    ) -> SwigluGradient:
+    ) -> QuantizedSwigluGradient:
         """
-        Round the gradient of `gate_and_up` (rows, 2 * width) by rows, given the gradient of the product above, (rows,
-        width).
+        Quantize the gradient of `gate_and_up` (rows, 2 * width) by rows, given the product's gradient (rows, width).
         """
         ...
 
@@ -124,14 +123,16 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         """
         ...
 
-    def multiply_rows(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool) -> Tensor:
+    def multiply_rows_by_expert(
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool
+    ) -> Tensor:
         """
         Return rows a (rows, inner) times their expert's matrix in b (experts, columns, inner), transposed: bfloat16
         (rows, columns), times a_scale (rows,) and b_scale (experts,).
         """
         ...
 
-    def multiply_groups(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+    def sum_outer_products(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
         """Return the product of `GroupedFactors`, bfloat16 (experts, outputs, inputs); zeros without rows."""
         ...
 
@@ -141,8 +142,8 @@ def count_padded_columns(rows: int, experts: int) -> int:
     return (rows // GROUP + experts) * GROUP
 
 
-def allocate_rounded_experts(weight: Tensor) -> Float8Rows:
-    """Return memory for a rounded weight (experts, outputs, inputs), scales by expert, and its transposed copy."""
+def allocate_quantized_experts(weight: Tensor) -> Float8Rows:
+    """Return memory for a quantized weight (experts, outputs, inputs), scales by expert, and its transposed copy."""
     experts, outputs, inputs = weight.shape
     data, transposed = (
         weight.new_empty(shape, dtype=E4M3) for shape in ((experts, outputs, inputs), (experts, inputs, outputs))
@@ -167,8 +168,10 @@ class EagerGroupedFloat8(EagerFloat8):
     def sum_rows_and_gather_scalars(
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
     ) -> tuple[Tensor, Tensor]:
-        summed = gather_rows(rows, dest_row).sum(1).to(rows.dtype)
-        by_choice = rows.new_empty(0) if scalars is None else gather_rows(scalars.unsqueeze(1), dest_row).squeeze(2)
+        summed = gather_rows_by_choice(rows, dest_row).sum(1).to(rows.dtype)
+        by_choice = (
+            rows.new_empty(0) if scalars is None else gather_rows_by_choice(scalars.unsqueeze(1), dest_row).squeeze(2)
+        )
         return summed, by_choice
 
     def quantize_experts(self, weight: Tensor) -> ScaledRows:
@@ -179,7 +182,7 @@ class EagerGroupedFloat8(EagerFloat8):
     def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
         return (weight.float() / scale[:, None, None]).to(E4M3).transpose(1, 2).contiguous()
 
-    def round_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
+    def quantize_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
         data, scale = self.quantize_experts(weight)
         for target, source in zip(rows, (data, scale, data.transpose(1, 2)), strict=True):
             target.copy_(source)
@@ -190,12 +193,12 @@ class EagerGroupedFloat8(EagerFloat8):
 
     def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
-    ) -> SwigluGradient:
+    ) -> QuantizedSwigluGradient:
         (gate, up), wide = gate_and_up.float().chunk(2, -1), upcast(grad)
         grad_probabilities = (swiglu_eager(gate, up) * wide).sum(-1).to(probabilities.dtype)
         gradients = compute_swiglu_gradients(gate, up, wide * probabilities.float().unsqueeze(-1))
         data, scale, _ = self.quantize_rows(torch.cat(gradients, 1), False)
-        return SwigluGradient(data, scale, grad_probabilities)
+        return QuantizedSwigluGradient(data, scale, grad_probabilities)
 
     def prepare_outer_product_factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
@@ -215,13 +218,17 @@ class EagerGroupedFloat8(EagerFloat8):
         column = row - begins[expert] + padded.roll(1).index_fill(0, ends.new_zeros(1).long(), 0)[expert]
         columns = count_padded_columns(count, len(ends))
         column = column.where(is_used, columns)
-        return GroupedFactors(_spread_columns(folded, column, columns), _spread_columns(rows, column, columns), scale)
+        return GroupedFactors(
+            _scatter_rows_to_columns(folded, column, columns), _scatter_rows_to_columns(rows, column, columns), scale
+        )
 
-    def multiply_rows(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool) -> Tensor:
+    def multiply_rows_by_expert(
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool
+    ) -> Tensor:
         matrices = b.float().transpose(1, 2) * b_scale[:, None, None]
         return (grouped_gemm.EAGER.rows(a.float(), matrices, ends) * a_scale[:, None]).bfloat16()
 
-    def multiply_groups(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+    def sum_outer_products(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
         product = grouped_gemm.EAGER.matrices(left.t().float(), right.t().float(), _compute_padded_ends(ends))
         return (product * scale[:, None, None]).bfloat16()
 
@@ -237,7 +244,7 @@ def _select_float8_rows(data: Tensor, rows: Tensor) -> Tensor:
     return data.view(torch.uint8)[rows].view(E4M3)
 
 
-def _spread_columns(rows: Tensor, column: Tensor, columns: int) -> Tensor:
+def _scatter_rows_to_columns(rows: Tensor, column: Tensor, columns: int) -> Tensor:
     """Return e4m3 (rows, width) as (width, columns), with row i at column[i]; column `columns` is dropped."""
     result = rows.new_zeros(columns + 1, rows.shape[1]).view(torch.uint8)
     return result.index_copy(0, column, rows.view(torch.uint8))[:columns].t().contiguous().view(E4M3)

@@ -2,12 +2,12 @@
 Linear layers and gated feed-forward networks with matrix products in float8.
 
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, but with row scales. x (tokens, inputs) and
-the weight (outputs, inputs) are rounded once, by rows, for y = x @ weight.T. The backward pass uses the same elements,
-although a product can be scaled only along the dimensions it keeps:
+the weight (outputs, inputs) are quantized once, by rows, for y = x @ weight.T. The backward pass uses the same
+elements, although a product can be scaled only along the dimensions it keeps:
 
-- grad_x = (grad * weight_scale) @ weight_elements: weight scales multiply the gradient before rounding;
-- grad_weight = (grad * x_scale).T @ x_elements: x scales multiply the rounded gradient, and its columns get their own
-  scales. A factor 2^n shifts exponents, so the gradient is rounded once, too; only elements 2^15 times
+- grad_x = (grad * weight_scale) @ weight_elements: weight scales multiply the gradient before quantization;
+- grad_weight = (grad * x_scale).T @ x_elements: x scales multiply the quantized gradient, and its columns get their own
+  scales. A factor 2^n shifts exponents, so the gradient is quantized once, too; only elements 2^15 times
   smaller than their column's largest lose bits.
 
 Tensor cores multiply float8 along contiguous dimensions, so the backward pass needs transposed copies. A row with a
@@ -36,7 +36,7 @@ from drawloom.kernels.deferred_grads import (
     get_weight_gradient_function,
     supports_deferred_weight_gradient,
 )
-from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, Gradient, allocate_rounded_weights
+from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, QuantizedGradient, allocate_quantized_weights
 from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute import (
     call_recomputable,
@@ -48,7 +48,7 @@ from drawloom.kernels.recompute import (
 def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     Return x @ weight.T + bias (..., outputs), multiplied in float8: x (..., inputs), weight (outputs, inputs), bias
-    (outputs,), all bfloat16; layers with the same tensor x round it once.
+    (outputs,), all bfloat16; layers with the same tensor x quantize it once.
     """
     return _multiply_by_weights_in_float8(kernels, x, [weight], bias)[0]
 
@@ -66,7 +66,7 @@ def _multiply_by_weights_in_float8(
 ) -> tuple[Tensor, ...]:
     for weight in weights:
         check_float8_operands(x, weight)
-    rows = get_or_round_input(kernels, x, _need_gradients(weights))
+    rows = get_or_quantize_input(kernels, x, _need_gradients(weights))
     gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
     result: tuple[Tensor, ...] = _LinearFloat8.apply(x, bias, gradients, kernels, *rows, *weights)  # type: ignore[no-untyped-call]
     return result
@@ -84,7 +84,7 @@ def linear_quantized_float8(
 
     `dequantize` maps the weight's storage (outputs, units) to the weight, bfloat16 (outputs, inputs).
     """
-    rows = get_or_round_input(kernels, x, False)
+    rows = get_or_quantize_input(kernels, x, False)
     y: Tensor = _FrozenLinearFloat8.apply(x, stored, dequantize, kernels, *rows[:2])  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
@@ -97,7 +97,7 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
     weights = gate, up, down
     for weight in weights:
         check_float8_operands(x, weight)
-    rows = get_or_round_input(kernels, x, _need_gradients([gate, up]))
+    rows = get_or_quantize_input(kernels, x, _need_gradients([gate, up]))
     gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
     result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
@@ -114,16 +114,16 @@ def check_float8_operands(x: Tensor, weight: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _Rounded:
-    """Rounded rows, and the version their tensor had."""
+class _AttachedRows:
+    """Quantized rows, and the version their tensor had."""
 
     rows: Float8Rows
     version: int
 
 
-# Adapters save x for their own gradients; its rounded rows must not live as long. Operations that share an input follow
-# each other, but experts round an input of their own before a shared expert reads theirs.
-_latest: deque[_Rounded] = deque(maxlen=2)
+# Adapters save x for their own gradients; its quantized rows must not live as long. Operations that share an input
+# follow each other, but experts quantize an input of their own before a shared expert reads theirs.
+_latest: deque[_AttachedRows] = deque(maxlen=2)
 
 
 def _need_gradients(weights: Sequence[Tensor]) -> bool:
@@ -131,41 +131,41 @@ def _need_gradients(weights: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
 
 
-def get_or_round_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
-    """Round x (..., width) by rows, with or without a transposed copy; the latest tensors are rounded only once."""
+def get_or_quantize_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
+    """Return x (..., width) quantized by rows, with or without a transposed copy; attached rows are used again."""
     if x.is_inference():  # without a version
-        return _quantize(kernels, x, transposed)
-    known: _Rounded | None = _find_rounded(x)
+        return _quantize_rows(kernels, x, transposed)
+    known: _AttachedRows | None = _get_attached_rows(x)
     if known is None or known.version != x._version:
-        return keep_rounded_rows(x, Float8Rows(*call_recomputable(_quantize, kernels, x, transposed)))
+        return attach_quantized_rows(x, Float8Rows(*call_recomputable(_quantize_rows, kernels, x, transposed)))
     if not transposed or known.rows.transposed.numel():
         return known.rows
     rows = known.rows._replace(transposed=kernels.transpose(known.rows.data))
-    record_recomputable_call(tuple(rows), _quantize, kernels, x, True)
-    return keep_rounded_rows(x, rows)
+    record_recomputable_call(tuple(rows), _quantize_rows, kernels, x, True)
+    return attach_quantized_rows(x, rows)
 
 
-def _find_rounded(x: Tensor) -> _Rounded | None:
-    reference: ref[_Rounded] | None = getattr(x, "float8", None)
+def _get_attached_rows(x: Tensor) -> _AttachedRows | None:
+    reference: ref[_AttachedRows] | None = getattr(x, "float8", None)
     return reference() if reference is not None else None
 
 
-def keep_rounded_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
-    """Keep rounded rows for x's next operations in float8, x (..., width), and return them."""
+def attach_quantized_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
+    """Attach quantized rows to x (..., width) for its next operations in float8, and return them."""
     if not x.is_inference():  # without a version
-        rounded = _Rounded(rows, x._version)
-        _latest.append(rounded)
-        x.float8 = ref(rounded)  # type: ignore[attr-defined]
+        quantized = _AttachedRows(rows, x._version)
+        _latest.append(quantized)
+        x.float8 = ref(quantized)  # type: ignore[attr-defined]
     return rows
 
 
-def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
+def _quantize_rows(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
     with torch.no_grad():
         return kernels.quantize_rows(x.reshape(-1, x.shape[-1]), transposed)
 
 
-class KeptWeights:
-    """An operation's rounded weights, kept in the same memory from one update to the next."""
+class CachedFloat8Weights:
+    """An operation's quantized weights, kept in the same memory from one update to the next."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         """Allocate memory for an operation's weights (outputs, inputs); the first weight refers to it."""
@@ -176,46 +176,46 @@ class KeptWeights:
         weights[0].float8 = self  # type: ignore[attr-defined]
 
     def allocate(self) -> Float8Rows:
-        """Allocate memory for the rounded weights."""
-        return allocate_rounded_weights(self.weights)
+        """Allocate memory for the quantized weights."""
+        return allocate_quantized_weights(self.weights)
 
-    def round_into_memory(self, kernels: Any) -> None:
-        """Round the weights into their memory."""
-        kernels.round_weights_into(self.weights, self.rows)
+    def quantize_into_memory(self, kernels: Any) -> None:
+        """Quantize the weights into their memory."""
+        kernels.quantize_weights_into(self.weights, self.rows)
 
     @property
     def is_current(self) -> bool:
         """Whether no weight has a new version; torch's fused optimizers and ours give weights none."""
         return self._versions == [weight._version for weight in self.weights]
 
-    def start_rounding(self, kernels: Float8Kernels) -> None:
-        """Round the weights now, and remember the kernels for later calls of `round_again`."""
+    def quantize_with(self, kernels: Float8Kernels) -> None:
+        """Quantize the weights now, and remember the kernels for `requantize`."""
         self._kernels = kernels
-        self.round_again()
+        self.requantize()
 
-    def round_again(self) -> None:
-        """Round the weights after an update; before their first use, do nothing."""
+    def requantize(self) -> None:
+        """Quantize the weights after an update; before their first use, do nothing."""
         if self._kernels is not None:
             with torch.no_grad():
-                self.round_into_memory(self._kernels)
+                self.quantize_into_memory(self._kernels)
             self._versions = [weight._version for weight in self.weights]
 
 
-def _round_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
-    """Return an operation's weights (outputs, inputs) in float8 with a transposed copy: kept ones, or rounded now."""
-    kept: KeptWeights | None = getattr(weights[0], "float8", None)
+def _get_or_quantize_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
+    """Return an operation's weights (outputs, inputs) in float8 with a transposed copy: cached, or quantized now."""
+    kept: CachedFloat8Weights | None = getattr(weights[0], "float8", None)
     if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
         elements, scale = kernels.quantize_weights(weights)
         return Float8Rows(elements, scale, elements.new_empty(0))
     if not kept.is_current:
-        kept.start_rounding(kernels)
+        kept.quantize_with(kernels)
     return kept.rows
 
 
-def _get_transposed_rounded_weights(
+def _get_transposed_quantized_weights(
     kernels: Float8Kernels, weights: Sequence[Tensor], scale: Tensor, kept: Tensor
 ) -> Tensor:
-    """Return rounded weights, transposed (inputs, all outputs)."""
+    """Return quantized weights, transposed (inputs, all outputs)."""
     return kept if kept.numel() else kernels.quantize_transposed_weights(weights, scale)
 
 
@@ -236,7 +236,7 @@ class _LinearFloat8(Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return (..., outputs) by weight: x (..., inputs), its `Float8Rows`, bias (outputs,) for a single weight."""
-        elements, weight_scale, ctx.transposed = _round_weights(kernels, weights)
+        elements, weight_scale, ctx.transposed = _get_or_quantize_weights(kernels, weights)
         ctx.needs_weights = ctx.needs_input_grad[-len(weights) :]
         ctx.save_for_backward(weight_scale, scale, transposed if any(ctx.needs_weights) else None, *weights)
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
@@ -253,20 +253,20 @@ class _LinearFloat8(Function):
         weight_scale, x_scale, x, *weights = ctx.saved_tensors
         kernels: Float8Kernels = ctx.kernels
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        rounded = kernels.quantize_gradient(rows, weight_scale, x_scale if any(ctx.needs_weights) else None)
+        quantized = kernels.quantize_gradient(rows, weight_scale, x_scale if any(ctx.needs_weights) else None)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            elements = _get_transposed_rounded_weights(kernels, weights, weight_scale, ctx.transposed)
-            grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
+            elements = _get_transposed_quantized_weights(kernels, weights, weight_scale, ctx.transposed)
+            grad_x = kernels.multiply_scaled(quantized.data, quantized.scale, elements, None, fast=False).view(
                 ctx.inputs_shape
             )
-        grad_weights = _compute_or_defer_weight_gradients(ctx, rounded, x, weights)
+        grad_weights = _compute_or_defer_weight_gradients(ctx, quantized, x, weights)
         grad_bias = rows[0].sum(0) if ctx.needs_input_grad[1] else None
         return grad_x, grad_bias, None, None, None, None, None, *grad_weights
 
 
 class _FrozenLinearFloat8(Function):
-    """Linear layer with a frozen weight, dequantized and rounded in every pass; it saves the storage."""
+    """Linear layer with a frozen weight, dequantized and quantized in every pass; it saves the storage."""
 
     @staticmethod
     def forward(
@@ -278,7 +278,7 @@ class _FrozenLinearFloat8(Function):
         data: Tensor,
         scale: Tensor,
     ) -> Tensor:
-        """Return (..., outputs) for rounded x: data (tokens, inputs), scale (tokens,)."""
+        """Return (..., outputs) for quantized x: data (tokens, inputs), scale (tokens,)."""
         weight = dequantize(stored)
         check_float8_operands(x, weight)
         elements, weight_scale = kernels.quantize_weights([weight])
@@ -291,14 +291,16 @@ class _FrozenLinearFloat8(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         stored, weight_scale = ctx.saved_tensors
         kernels: Float8Kernels = ctx.kernels
-        rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], weight_scale, None)
+        quantized = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], weight_scale, None)
         elements = kernels.quantize_transposed_weights([ctx.dequantize(stored)], weight_scale)
-        grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+        grad_x = kernels.multiply_scaled(quantized.data, quantized.scale, elements, None, fast=False).view(
+            ctx.inputs_shape
+        )
         return grad_x, None, None, None, None, None
 
 
 def _compute_or_defer_weight_gradients(
-    ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[Tensor]
+    ctx: Any, quantized: QuantizedGradient, x: Tensor, weights: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Return gradients for weights (outputs, inputs) with the transposed input x, or defer them."""
     results: list[Tensor | None] = []
@@ -309,7 +311,7 @@ def _compute_or_defer_weight_gradients(
         if not ctx.needs_weights[number]:
             results.append(None)
             continue
-        factors = rounded.columns[part], rounded.column_scale[part], x.detach()
+        factors = quantized.columns[part], quantized.column_scale[part], x.detach()
         results.append(ctx.weight_gradient(FactorProduct(partial(_multiply_factors, ctx.kernels), number), *factors))
     return results
 
@@ -351,7 +353,7 @@ class GradientDispatcher:
 
 @supports_deferred_weight_gradient
 class _MlpFloat8(Function):
-    """Gated feed-forward network; it saves the outputs from gate and up, and rounded factors."""
+    """Gated feed-forward network; it saves the outputs from gate and up, and quantized factors."""
 
     @staticmethod
     def forward(
@@ -369,10 +371,10 @@ class _MlpFloat8(Function):
         """Return (..., outputs) for x (..., inputs), its `Float8Rows`, and weights (outputs, inputs)."""
         ctx.needs_weights = ctx.needs_input_grad[1:4]
         *needs_first, needs_down = ctx.needs_weights
-        elements, first_scale, first_transposed = _round_weights(kernels, [gate, up])
+        elements, first_scale, first_transposed = _get_or_quantize_weights(kernels, [gate, up])
         gate_and_up = kernels.multiply_scaled(data, scale, elements, first_scale, fast=True)
         inner = Float8Rows(*call_recomputable_in_autograd_function(kernels.quantize_swiglu, gate_and_up, needs_down))
-        elements, second_scale, second_transposed = _round_weights(kernels, [down])
+        elements, second_scale, second_transposed = _get_or_quantize_weights(kernels, [down])
         ctx.transposed = first_transposed, second_transposed
         ctx.save_for_backward(
             *(gate, up, down, first_scale, second_scale, gate_and_up, scale, transposed if any(needs_first) else None),
@@ -390,20 +392,20 @@ class _MlpFloat8(Function):
         kernels: Float8Kernels = ctx.kernels
         grad_inner, grad_down = _compute_down_projection_gradients(ctx, grad)
         needs_x_scale = ctx.needs_weights[0] or ctx.needs_weights[1]
-        rounded = kernels.quantize_swiglu_gradient(
+        quantized = kernels.quantize_swiglu_gradient(
             grad_inner, gate_and_up, first_scale, x_scale if needs_x_scale else None
         )
         del grad_inner  # as large as the products that follow
         grad_x = None
         if ctx.needs_input_grad[0]:
-            elements = _get_transposed_rounded_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
-            grad_x = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False).view(
+            elements = _get_transposed_quantized_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
+            grad_x = kernels.multiply_scaled(quantized.data, quantized.scale, elements, None, fast=False).view(
                 ctx.inputs_shape
             )
             del elements
         return (
             grad_x,
-            *_compute_or_defer_weight_gradients(ctx, rounded, x, [gate, up]),
+            *_compute_or_defer_weight_gradients(ctx, quantized, x, [gate, up]),
             grad_down,
             None,
             None,
@@ -418,10 +420,12 @@ def _compute_down_projection_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, 
     _, _, down, _, scale, _, _, _, inner_scale, inner = ctx.saved_tensors
     kernels: Float8Kernels = ctx.kernels
     needs_down = ctx.needs_weights[2]
-    rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], scale, inner_scale if needs_down else None)
-    elements = _get_transposed_rounded_weights(kernels, [down], scale, ctx.transposed[1])
-    grad_inner = kernels.multiply_scaled(rounded.data, rounded.scale, elements, None, fast=False)
+    quantized = kernels.quantize_gradient(
+        [grad.reshape(-1, grad.shape[-1])], scale, inner_scale if needs_down else None
+    )
+    elements = _get_transposed_quantized_weights(kernels, [down], scale, ctx.transposed[1])
+    grad_inner = kernels.multiply_scaled(quantized.data, quantized.scale, elements, None, fast=False)
     if not needs_down:
         return grad_inner, None
-    factors = rounded.columns, rounded.column_scale, inner.detach()
+    factors = quantized.columns, quantized.column_scale, inner.detach()
     return grad_inner, ctx.weight_gradient(FactorProduct(partial(_multiply_factors, kernels), 2), *factors)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def logsumexp_by_halves(x: Tensor) -> Tensor:
+def logsumexp_in_fixed_order(x: Tensor) -> Tensor:
     """
     Return log(sum(exp(x))) over the last dimension of x (..., width): (...), in x's dtype; differentiable.
 

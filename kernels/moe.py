@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcast
+from drawloom.kernels.operation import as_new_alias, once_differentiable, upcast
 from drawloom.kernels.results import PermutedRows
 
 DROPPED = -1
@@ -84,8 +84,8 @@ class _Permute(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_probabilities: Tensor) -> tuple[Tensor | None, ...]:
         (dest_row,) = ctx.saved_tensors
-        grad_x = gather_rows(grad, dest_row).sum(1).to(grad.dtype)
-        by_choice = gather_rows(grad_probabilities.unsqueeze(1), dest_row).squeeze(2)
+        grad_x = gather_rows_by_choice(grad, dest_row).sum(1).to(grad.dtype)
+        by_choice = gather_rows_by_choice(grad_probabilities.unsqueeze(1), dest_row).squeeze(2)
         return grad_x, by_choice.to(grad_probabilities.dtype), None, None, None
 
 
@@ -96,9 +96,9 @@ class _Unpermute(Function):
     ) -> Tensor:
         """Return (tokens, hidden_size) in the dtype of rows (rows, hidden_size); probabilities are (tokens, top_k)."""
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, probabilities, dest_row, source_choice)
-        gathered = gather_rows(rows, dest_row)
+        gathered = gather_rows_by_choice(rows, dest_row)
         weighted = gathered if probabilities is None else gathered * probabilities.unsqueeze(-1)
-        return as_new_tensor(weighted.sum(1).to(rows.dtype))
+        return as_new_alias(weighted.sum(1).to(rows.dtype))
 
     @staticmethod
     @once_differentiable
@@ -110,11 +110,13 @@ class _Unpermute(Function):
             grad_rows = (upcast(grad_rows) * probabilities.flatten()[choice].unsqueeze(-1)).to(grad.dtype)
         grad_probabilities = None
         if rows is not None:
-            grad_probabilities = (gather_rows(rows, dest_row) * grad.unsqueeze(1)).sum(-1).to(probabilities.dtype)
+            grad_probabilities = (
+                (gather_rows_by_choice(rows, dest_row) * grad.unsqueeze(1)).sum(-1).to(probabilities.dtype)
+            )
         return grad_rows, grad_probabilities, None, None, None
 
 
-def gather_rows(rows: Tensor, dest_row: Tensor) -> Tensor:
+def gather_rows_by_choice(rows: Tensor, dest_row: Tensor) -> Tensor:
     """
     Return a row per choice, (tokens, top_k, hidden_size) in at least float32, and zeros for dropped choices.
 

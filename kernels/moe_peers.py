@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drawloom.kernels.moe import DROPPED, Routes, gather_rows
+from drawloom.kernels.moe import DROPPED, Routes, gather_rows_by_choice
 from drawloom.kernels.operation import accumulation_dtype
 
-Peers = tuple[Sequence[Tensor], Tensor]
+PeerTensors = tuple[Sequence[Tensor], Tensor]
 """Tensors (slots, ...) of the ranks of a group, in their order, and their addresses, int64 (ranks,)."""
 
 
@@ -35,7 +35,7 @@ class EagerPeerExchange:
             choices[len(values[0]) :].fill_(DROPPED)
 
     @staticmethod
-    def localize_choices(chosen: Peers, first: int, experts: int) -> Tensor:
+    def localize_choices(chosen: PeerTensors, first: int, experts: int) -> Tensor:
         """
         Return the local experts that the group's tokens chose, int32 (ranks * slots, top_k); -1 for other choices.
 
@@ -45,21 +45,23 @@ class EagerPeerExchange:
         return local.where((local >= 0) & (local < experts), DROPPED)
 
     @staticmethod
-    def limit_routes_and_flag_overflow(routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
+    def limit_routes_and_flag_overflow(routes: Routes, row_limit: int, peak_rows: Tensor) -> tuple[Routes, Tensor]:
         """
-        Drop choices beyond `room` rows; return the routes and a flag, float32 (1,), which is NaN if any are dropped.
+        Drop choices beyond `row_limit` rows; return the routes and a flag, float32 (1,), NaN if any are dropped.
 
-        most, int32 (1,), is raised to the number of rows before the limit.
+        `peak_rows`, int32 (1,), is raised to the number of rows before the limit.
         """
         dest_row, source_choice, offsets = routes
         rows = offsets[-1:]
-        torch.maximum(max_rows, rows, out=max_rows)
-        flag = torch.zeros(1, device=rows.device).masked_fill(rows > room, math.nan)
-        limited = dest_row.where(dest_row < room, DROPPED), source_choice[:room], offsets.clamp(max=room)
+        torch.maximum(peak_rows, rows, out=peak_rows)
+        flag = torch.zeros(1, device=rows.device).masked_fill(rows > row_limit, math.nan)
+        limited = dest_row.where(dest_row < row_limit, DROPPED), source_choice[:row_limit], offsets.clamp(max=row_limit)
         return Routes(*limited), flag
 
     @staticmethod
-    def read_rows_and_scalars(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
+    def read_rows_and_scalars(
+        tokens: PeerTensors, scalars: PeerTensors | None, routes: Routes
+    ) -> tuple[Tensor, Tensor | None]:
         """
         Copy tokens, (slots, hidden_size) by rank, to their choices' rows; return (rows, hidden_size).
 
@@ -81,13 +83,13 @@ class EagerPeerExchange:
 
         Also writes scalars (rows,) by choice to by_choice (tokens, top_k). dest_row is int32 (tokens, top_k).
         """
-        sums.copy_(gather_rows(rows, dest_row).sum(1))
+        sums.copy_(gather_rows_by_choice(rows, dest_row).sum(1))
         if scalars is not None and by_choice is not None:
-            by_choice.copy_(gather_rows(scalars.unsqueeze(1), dest_row).squeeze(2))
+            by_choice.copy_(gather_rows_by_choice(scalars.unsqueeze(1), dest_row).squeeze(2))
 
     @staticmethod
     def read_token_sums_and_scalars(
-        staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
+        staged: PeerTensors, by_choice: PeerTensors | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """
         Sum by token over the ranks with a chosen expert, in rank order, in at least float32.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable as differentiable_once
 
-from drawloom.kernels.costs import Flops, Scratch, register_costs
+from drawloom.kernels.costs import FlopsFunction, ScratchFunction, register_costs
 
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability, that of Ampere: older GPUs have no bfloat16."""
@@ -75,7 +75,7 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x))
 
 
-def as_new_tensor(result: Tensor) -> Tensor:
+def as_new_alias(result: Tensor) -> Tensor:
     """
     Return an autograd Function's result (any shape and dtype) as a new tensor on the same storage.
 
@@ -86,15 +86,20 @@ def as_new_tensor(result: Tensor) -> Tensor:
 
 
 def register_kernel(
-    schema: str, *, fake: KernelFunction, flops: Flops, scratch: Scratch, work: Flops | None = None
+    schema: str,
+    *,
+    fake: KernelFunction,
+    flops: FlopsFunction,
+    scratch: ScratchFunction,
+    equivalent_flops: FlopsFunction | None = None,
 ) -> Callable[[KernelFunction], KernelFunction]:
     """
     Register a kernel launcher as the operator `drawloom::<name>`, which torch.compile does not trace.
 
     `schema` is torch's, such as "swiglu(Tensor gate, Tensor up) -> Tensor"; `fake` returns empty results for the same
-    arguments. `flops`, `scratch` and `work` return its costs, from the arguments they name (`kernels/costs.py`). Under
-    torch.compile, and for fake and meta tensors, the decorated function calls the operator; otherwise it calls the
-    function directly.
+    arguments. `flops`, `scratch` and `equivalent_flops` return its costs, from the arguments they name
+    (`kernels/costs.py`). Under torch.compile, and for fake and meta tensors, the decorated function calls the operator;
+    otherwise it calls the function directly.
     """
 
     def register(function: KernelFunction) -> KernelFunction:
@@ -103,7 +108,7 @@ def register_kernel(
         torch.library.impl(f"drawloom::{name}", ("CPU", "CUDA"), function)
         torch.library.register_fake(f"drawloom::{name}", fake)
         operation = getattr(torch.ops.drawloom, name)
-        register_costs(operation, flops=flops, scratch=scratch, work=work)
+        register_costs(operation, flops=flops, scratch=scratch, equivalent_flops=equivalent_flops)
         registered: KernelFunction = operation.default
 
         @wraps(function)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcast
+from drawloom.kernels.operation import as_new_alias, once_differentiable, upcast
 
 
 def oss_swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
@@ -28,7 +28,7 @@ class _ClampedSwiGlu(Function):
         """Return (..., width) in the same dtype as gate_and_up (..., 2 * width); scale is (...)."""
         ctx.save_for_backward(gate_and_up, scale)
         ctx.bounds = alpha, limit
-        return as_new_tensor(_compute_oss_swiglu(gate_and_up, scale, alpha, limit))
+        return as_new_alias(_compute_oss_swiglu(gate_and_up, scale, alpha, limit))
 
     @staticmethod
     @once_differentiable

@@ -5,16 +5,16 @@ Activation checkpointing: the backward pass recomputes tensors not kept in the f
 needs its first saved tensor (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174).
 Within `Selective`, results of `call_recomputable` operations, such as norms and gates, are recomputed from the
 operation's arguments, saved anyway; all other tensors are kept (Korthikanti et al. 2022, "Reducing Activation
-Recomputation", arXiv 2205.05198, section 5).
+Recomputation", arXiv 2205.05198, section 5). Within `Quantized`, arguments of norms and gates are also kept in 8 bits.
 
 torch.utils.checkpoint returns a recomputed tensor only once, so weight gradients of torch's matmuls can't be deferred,
-and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `Saved` per tensor,
+and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `SavedTensor` for each,
 readable any number of times.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from typing import Any
 from weakref import ref
@@ -28,29 +28,34 @@ LEAF: type[Node] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defin
 TRANSPOSE: type[Node] = torch._C._functions.TBackward0  # type: ignore[attr-defined]
 
 
-class Saved(ABC):
+class SavedTensor(ABC):
     """Wrapper saved by autograd instead of a tensor."""
 
     __slots__ = ("__weakref__",)
 
     @abstractmethod
-    def value(self) -> Tensor:
+    def get_or_recompute(self) -> Tensor:
         """Return the tensor (any shape), without a graph."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether `get_or_recompute` returns the forward pass's numbers, and not rounded ones."""
+        return True
 
-def unpack(saved: Saved) -> Tensor:
+
+def unpack(saved: SavedTensor) -> Tensor:
     """Return a wrapper's tensor (any shape): autograd's unpack hook."""
-    return saved.value()
+    return saved.get_or_recompute()
 
 
-def get_recompute_wrapper(variable: Any) -> Saved | None:
+def get_recompute_wrapper(variable: Any) -> SavedTensor | None:
     """
     Return our wrapper around a node's `_raw_saved_<name>`, or None if the tensor was saved by other hooks or none.
     """
     return variable.data if variable.unpack_hook is unpack else None
 
 
-class Kept(Saved):
+class KeptTensor(SavedTensor):
     """Wrapper around a kept tensor: it shares memory, which must not change in place until it is read."""
 
     __slots__ = ("_tensor", "_version")
@@ -58,7 +63,7 @@ class Kept(Saved):
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
         self._version = tensor._version
-        if (collected := _collected.get()) is not None and not _is_parameter(tensor):
+        if (collected := _collected.get()) is not None and not _is_parameter_or_view(tensor):
             collected.append(ref(self))
 
     def replace(self, tensor: Tensor) -> None:
@@ -66,7 +71,7 @@ class Kept(Saved):
         self._tensor = tensor
         self._version = tensor._version
 
-    def value(self) -> Tensor:
+    def get_or_recompute(self) -> Tensor:
         """Return the tensor, with any shape and dtype; RuntimeError if it was changed in place."""
         # torch does not check versions of tensors that hooks saved.
         if self._tensor._version != self._version:
@@ -84,11 +89,11 @@ class Collecting:
     __slots__ = ("_hooks", "_token", "kept")
 
     def __init__(self) -> None:
-        self.kept: list[ref[Kept]] = []
-        self._hooks = saved_tensors_hooks(Kept, unpack)
+        self.kept: list[ref[KeptTensor]] = []
+        self._hooks = saved_tensors_hooks(KeptTensor, unpack)
 
     def __enter__(self) -> "Collecting":
-        self._token: Token[list[ref[Kept]] | None] = _collected.set(self.kept)
+        self._token: Token[list[ref[KeptTensor]] | None] = _collected.set(self.kept)
         self._hooks.__enter__()
         return self
 
@@ -97,29 +102,29 @@ class Collecting:
         _collected.reset(self._token)
 
 
-_collected: ContextVar[list[ref[Kept]] | None] = ContextVar("collected", default=None)
+_collected: ContextVar[list[ref[KeptTensor]] | None] = ContextVar("collected", default=None)
 
 
-def _is_parameter(tensor: Tensor) -> bool:
+def _is_parameter_or_view(tensor: Tensor) -> bool:
     """Return whether a tensor (any shape) is a parameter or a view of one."""
-    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter) or _is_weight(tensor)
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter) or _is_trained_leaf_or_transpose(tensor)
 
 
-class _Repeatable(ABC):
+class _Recomputation(ABC):
     """Call that can be repeated to compute its tensors; unreferenced tensors are skipped."""
 
     __slots__ = ("parts",)
 
     def __init__(self) -> None:
-        self.parts: list[ref[_Part] | None] = []
+        self.parts: list[ref[_RecomputedTensor] | None] = []
 
-    def add(self, tensor: Tensor) -> "_Part":
+    def add(self, tensor: Tensor) -> "_RecomputedTensor":
         """Append a wrapper for the call's next tensor (any shape)."""
-        part = _Part(self, tensor)
+        part = _RecomputedTensor(self, tensor)
         self.parts.append(ref(part))
         return part
 
-    def fill_part(self, number: int, tensor: Tensor) -> None:
+    def store_recomputed_tensor(self, number: int, tensor: Tensor) -> None:
         """Store one part's value; RuntimeError if its layout differs from the first run's."""
         weak = self.parts[number]
         part = None if weak is None else weak()
@@ -133,25 +138,34 @@ class _Repeatable(ABC):
             )
         part.tensor = tensor.detach()
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the repeated call has the arguments of the first."""
+        return True
+
     @abstractmethod
-    def repeat(self) -> None:
+    def recompute(self) -> None:
         """Repeat the call and fill the parts."""
 
 
-class _Part(Saved):
+class _RecomputedTensor(SavedTensor):
     """Wrapper around a tensor that a repeated call computes; the tensor lives until autograd releases the wrapper."""
 
     __slots__ = ("call", "layout", "tensor")
 
-    def __init__(self, call: _Repeatable, tensor: Tensor) -> None:
+    def __init__(self, call: _Recomputation, tensor: Tensor) -> None:
         self.call = call
         self.layout = _get_layout(tensor)
         self.tensor: Tensor | None = None
 
-    def value(self) -> Tensor:
+    @property
+    def is_exact(self) -> bool:
+        return self.call.is_exact
+
+    def get_or_recompute(self) -> Tensor:
         """Return the tensor (any shape); the first request for a tensor of a call repeats the call."""
         if self.tensor is None:
-            self.call.repeat()
+            self.call.recompute()
         assert self.tensor is not None
         return self.tensor
 
@@ -175,7 +189,7 @@ def call_with_recomputation(function: Callable[..., Any], *arguments: Any, **nam
     The function runs again in the backward pass, up to its last saved tensor, with the same random numbers and the same
     autocast.
     """
-    call = _Rerun(function, arguments, named)
+    call = _FunctionRecomputation(function, arguments, named)
     with saved_tensors_hooks(call.pack, unpack):
         return function(*arguments, **named)
 
@@ -198,7 +212,7 @@ def mark_as_recomputation() -> Iterator[None]:
         _repeating.reset(token)
 
 
-class _Rerun(_Repeatable):
+class _FunctionRecomputation(_Recomputation):
     """Function call, whose parts are its saved tensors."""
 
     __slots__ = ("_arguments", "_autocast", "_function", "_named", "_random")
@@ -214,20 +228,20 @@ class _Rerun(_Repeatable):
         self._autocast = _Autocast(device.type)
         self._random = _RandomState(device)
 
-    def pack(self, tensor: Tensor) -> Saved:
+    def pack(self, tensor: Tensor) -> SavedTensor:
         """Keep a weight, which takes no memory of its own; for any other tensor (any shape) add a part."""
-        if _is_weight(tensor) or tensor.layout != torch.strided:
+        if _is_trained_leaf_or_transpose(tensor) or tensor.layout != torch.strided:
             self.parts.append(None)
-            return Kept(tensor)
+            return KeptTensor(tensor)
         return self.add(tensor)
 
-    def repeat(self) -> None:
+    def recompute(self) -> None:
         number = -1
 
         def fill_next(tensor: Tensor) -> Tensor:
             nonlocal number
             number += 1
-            self.fill_part(number, tensor)
+            self.store_recomputed_tensor(number, tensor)
             if number == len(self.parts) - 1:
                 raise _AllFilledError
             return tensor.detach()
@@ -268,12 +282,12 @@ class _Argument:
     __slots__ = ("_kept", "_requires_grad")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._kept = Kept(tensor)
+        self._kept = KeptTensor(tensor)
         self._requires_grad = tensor.requires_grad
 
     def restore(self) -> Tensor:
         """Return the tensor (any shape), detached: the repeated call builds its own graph."""
-        return self._kept.value().detach().requires_grad_(self._requires_grad)
+        return self._kept.get_or_recompute().detach().requires_grad_(self._requires_grad)
 
 
 def _wrap_argument(value: Any) -> Any:
@@ -284,7 +298,7 @@ def _unwrap_argument(value: Any) -> Any:
     return value.restore() if isinstance(value, _Argument) else value
 
 
-def _is_weight(tensor: Tensor) -> bool:
+def _is_trained_leaf_or_transpose(tensor: Tensor) -> bool:
     """Return whether a saved tensor (any shape) is a trained leaf, or its transpose."""
     if tensor.is_leaf:
         return tensor.requires_grad
@@ -380,22 +394,31 @@ class Selective:
     def record_recomputable_call(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Remember the call behind these results for the backward pass."""
         tensors = results if isinstance(results, tuple) else (results,)
-        call = _Repeated(function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments])
+        packed = [self._pack_argument(value) if isinstance(value, Tensor) else value for value in arguments]
+        call = _OperationRecomputation(function, packed)
         for result in tensors:
             # The part lives as long as its result, or as long as autograd keeps it.
             result.recomputed = call.add(result)
             if result.is_contiguous() and (address := _address(result)):
                 self._results[address] = ref(result), result._version
 
-    def _pack(self, tensor: Tensor) -> Saved:
+    def _pack_argument(self, tensor: Tensor) -> SavedTensor:
+        """Return the wrapper for a recomputable call's argument (any shape)."""
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> SavedTensor:
         weak, version = self._results.get(_address(tensor), (_return_none, 0))
         result: Any = weak()
         if result is None or result._version != version or tensor.dtype != result.dtype:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         # A tensor at the result's address is a view of it, or of something larger that begins with it.
         if _count_spanned_elements(tensor) > result.numel():
-            return Kept(tensor)
-        return result.recomputed if _get_layout(tensor) == _get_layout(result) else _View(result.recomputed, tensor)
+            return KeptTensor(tensor)
+        return (
+            result.recomputed
+            if _get_layout(tensor) == _get_layout(result)
+            else _RecomputedView(result.recomputed, tensor)
+        )
 
 
 _selective: ContextVar[Selective | None] = ContextVar("selective", default=None)
@@ -403,6 +426,132 @@ _selective: ContextVar[Selective | None] = ContextVar("selective", default=None)
 
 def _return_none() -> None:
     return None
+
+
+QuantizeRows = Callable[[Tensor], Sequence[Tensor]]
+"""Function from rows (rows, width) to float8 elements (rows, width) and their power-of-two scales, float32 (rows,)."""
+
+
+class Quantized(Selective):
+    """
+    `Selective` with the arguments of norms and gates in 8 bits (COAT: Xi et al. 2024, arXiv 2410.19313, section 5).
+
+    Gradients of norms, gates and weights then read rounded numbers. All other operations save exact tensors: attention
+    and cross entropy would combine rounded inputs with an exact log-sum-exp.
+    """
+
+    __slots__ = ("_accepts_rounded", "_operation")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operation: _RoundedArguments | None = None
+        self._accepts_rounded = False
+
+    @contextmanager
+    def round_arguments(self, operation: "_RoundedArguments") -> Iterator[None]:
+        """Keep an operation's arguments in 8 bits within this context."""
+        self._operation = operation
+        try:
+            yield
+        finally:
+            self._operation = None
+
+    @contextmanager
+    def accept_rounded(self) -> Iterator[None]:
+        """Recompute saved tensors within this context from rounded arguments, too."""
+        before, self._accepts_rounded = self._accepts_rounded, True
+        try:
+            yield
+        finally:
+            self._accepts_rounded = before
+
+    def _pack_argument(self, tensor: Tensor) -> SavedTensor:
+        return self._pack(tensor) if self._operation is not None else super()._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> SavedTensor:
+        saved = super()._pack(tensor)
+        if self._operation is not None:
+            return self._operation.pack(tensor) or saved if isinstance(saved, KeptTensor) else saved
+        return saved if saved.is_exact or self._accepts_rounded else KeptTensor(tensor)
+
+
+def keep_arguments_in_8_bits(quantize: QuantizeRows, *arguments: Tensor) -> AbstractContextManager[None]:
+    """
+    Return a context for a norm or gate, and its `record_recomputable_call`: within `Quantized`, its arguments (...,
+    width), and saved results with their shape, are kept in 8 bits.
+    """
+    selective = None if torch.compiler.is_compiling() else _selective.get()
+    if not isinstance(selective, Quantized):
+        return nullcontext()
+    return selective.round_arguments(_RoundedArguments(quantize, arguments))
+
+
+def accept_rounded_inputs() -> AbstractContextManager[None]:
+    """Return a context for products that save inputs only for weight gradients: `Quantized` may round them."""
+    selective = None if torch.compiler.is_compiling() else _selective.get()
+    return selective.accept_rounded() if isinstance(selective, Quantized) else nullcontext()
+
+
+class _RoundedArguments:
+    """An operation's arguments in 8 bits; a tensor that it saves and records is rounded once."""
+
+    __slots__ = ("_arguments", "_quantize", "_rounded")
+
+    def __init__(self, quantize: QuantizeRows, arguments: Sequence[Tensor]) -> None:
+        self._quantize, self._arguments = quantize, arguments
+        self._rounded: list[tuple[Tensor, _RoundedTensor]] = []
+
+    def pack(self, tensor: Tensor) -> SavedTensor | None:
+        """Return a wrapper for an argument (..., width), its view, or a result with its shape; None for others."""
+        for whole, rounded in self._rounded:
+            if _contains(whole, tensor):
+                same = _get_layout(tensor) == _get_layout(whole)
+                return (
+                    rounded
+                    if same
+                    else _RecomputedView(rounded, tensor, int(tensor.storage_offset() - whole.storage_offset()))
+                )
+        whole = next((argument for argument in self._arguments if _contains(argument, tensor)), tensor)
+        if not whole.is_contiguous() or whole.shape not in [argument.shape for argument in self._arguments]:
+            return None
+        self._rounded.append((whole, _RoundedTensor(whole, self._quantize)))
+        return self.pack(tensor)
+
+
+def _contains(whole: Tensor, tensor: Tensor) -> bool:
+    """Return whether a contiguous tensor's memory includes another tensor (any shapes)."""
+    begin = tensor.storage_offset() - whole.storage_offset()
+    return (
+        tensor.dtype == whole.dtype
+        and whole.is_contiguous()
+        and tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        and 0 <= begin <= whole.numel() - _count_spanned_elements(tensor)
+    )
+
+
+class _RoundedTensor(SavedTensor):
+    """Wrapper around float8 elements and scales; the tensor lives from its first use until the wrapper is released."""
+
+    __slots__ = ("_data", "_dtype", "_scale", "_shape", "_value")
+
+    def __init__(self, tensor: Tensor, quantize: QuantizeRows) -> None:
+        with torch.no_grad():
+            data, scale = quantize(tensor.detach().reshape(-1, tensor.shape[-1]))
+        self._data, self._scale = KeptTensor(data), KeptTensor(scale)
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._value: Tensor | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    def get_or_recompute(self) -> Tensor:
+        """Return the rounded tensor (..., width), which is exact in bfloat16 and wider dtypes."""
+        if self._value is None:
+            with torch.no_grad():
+                rows = self._data.get_or_recompute().to(self._dtype).mul_(self._scale.get_or_recompute()[:, None])
+            self._value = rows.view(self._shape)
+        return self._value
 
 
 def _address(tensor: Tensor) -> int:
@@ -417,7 +566,7 @@ def _count_spanned_elements(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-class _Repeated(_Repeatable):
+class _OperationRecomputation(_Recomputation):
     """Cheap operation's call, whose parts are its results."""
 
     __slots__ = ("_arguments", "_function")
@@ -427,24 +576,37 @@ class _Repeated(_Repeatable):
         self._function = function
         self._arguments = arguments
 
-    def repeat(self) -> None:
+    @property
+    def is_exact(self) -> bool:
+        return all(value.is_exact for value in self._arguments if isinstance(value, SavedTensor))
+
+    def recompute(self) -> None:
         with torch.no_grad():
-            arguments = [value.value() if isinstance(value, Saved) else value for value in self._arguments]
+            arguments = [
+                value.get_or_recompute() if isinstance(value, SavedTensor) else value for value in self._arguments
+            ]
             results = self._function(*arguments)
         for number, result in enumerate(results if isinstance(results, tuple) else (results,)):
-            self.fill_part(number, result)
+            self.store_recomputed_tensor(number, result)
 
 
-class _View(Saved):
-    """Wrapper saved in place of a view: it has the view's shape and strides, and the recomputed result under it."""
+class _RecomputedView(SavedTensor):
+    """
+    Wrapper saved in place of a view: it has the view's shape and strides, and the recomputed or rounded tensor, in
+    which it begins at an offset.
+    """
 
-    __slots__ = ("_part", "_shape", "_strides")
+    __slots__ = ("_offset", "_part", "_shape", "_strides")
 
-    def __init__(self, part: _Part, view: Tensor) -> None:
+    def __init__(self, part: SavedTensor, view: Tensor, offset: int = 0) -> None:
         self._part = part
-        self._shape, self._strides = view.shape, view.stride()
+        self._shape, self._strides, self._offset = view.shape, view.stride(), offset
 
-    def value(self) -> Tensor:
+    @property
+    def is_exact(self) -> bool:
+        return self._part.is_exact
+
+    def get_or_recompute(self) -> Tensor:
         """Return the view (any shape)."""
-        whole = self._part.value()
-        return whole.as_strided(self._shape, self._strides, whole.storage_offset())
+        whole = self._part.get_or_recompute()
+        return whole.as_strided(self._shape, self._strides, whole.storage_offset() + self._offset)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawloom.kernels.recompute import Selective, call_with_recomputation
+from drawloom.kernels.recompute import Quantized, Selective, call_with_recomputation
 
 _every: ContextVar[int] = ContextVar("every", default=0)
 """Recompute one block of every so many in this thread's forward pass; 0 recomputes none."""
@@ -31,11 +31,14 @@ def _forward_block(number: int, forward: Callable[..., Any], *arguments: Any, **
 
 def apply_recompute_policy(policy: int | str) -> AbstractContextManager[Any]:
     """
-    Return a context manager for a stage's forward pass: 'none', 'selective', 'blocks', or n for one of n blocks.
+    Return a context manager for a stage's forward pass: 'none', 'selective', 'quantized', 'blocks', or n for one of n
+    blocks.
     """
     if policy == "none":
         return nullcontext()
-    return Selective() if policy == "selective" else _Blocks(policy if isinstance(policy, int) else 1)
+    if policy in ("selective", "quantized"):
+        return Selective() if policy == "selective" else Quantized()
+    return _Blocks(policy if isinstance(policy, int) else 1)
 
 
 class _Blocks:

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.float8 import EAGER
-from drawloom.kernels.linear_float8 import keep_rounded_rows
-from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_differentiable
+from drawloom.kernels.linear_float8 import attach_quantized_rows
+from drawloom.kernels.operation import accumulation_dtype, as_new_alias, once_differentiable
 from drawloom.kernels.results import NormAndSum
 
 
@@ -17,11 +17,11 @@ def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = 
     Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., hidden_size), in x's dtype.
 
     weight (hidden_size,) in any float dtype; if `zero_centered`, the factor is 1 + weight. Computed in at least
-    float32 and rounded once. With `float8`, layers that multiply the result in float8 find its rounded rows.
+    float32 and rounded once. With `float8`, layers that multiply the result in float8 find its quantized rows.
     """
     normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     if float8:
-        keep_rounded_rows(normed, EAGER.quantize_rows(normed.detach().flatten(0, -2), False))
+        attach_quantized_rows(normed, EAGER.quantize_rows(normed.detach().flatten(0, -2), False))
     return normed
 
 
@@ -46,7 +46,7 @@ class _RmsNorm(Function):
         rstd = _compute_reciprocal_rms(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
-        return as_new_tensor((x * rstd).mul_(_widen_weight(weight, rstd.dtype, zero_centered)).to(x.dtype))
+        return as_new_alias((x * rstd).mul_(_widen_weight(weight, rstd.dtype, zero_centered)).to(x.dtype))
 
     @staticmethod
     @once_differentiable

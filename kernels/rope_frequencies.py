@@ -147,9 +147,9 @@ def compute_rope_cos_and_sin(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin by position and pair, float32 (..., rotary_dim // 2), for integer positions (...)."""
     if isinstance(scaling, DynamicScaling):
-        frequencies = _compute_dynamic_frequencies(positions, rotary_dim, base, scaling)
+        frequencies = _compute_dynamic_frequencies_by_row(positions, rotary_dim, base, scaling)
     elif isinstance(scaling, LongRopeScaling):
-        frequencies = _compute_longrope_frequencies(positions, rotary_dim, base, scaling)
+        frequencies = _compute_longrope_frequencies_by_token(positions, rotary_dim, base, scaling)
     else:
         frequencies = rope_frequencies(rotary_dim, base, scaling, positions.device)
     angles = positions.unsqueeze(-1).to(torch.float32) * frequencies
@@ -162,7 +162,9 @@ def _frequency_exponents(rotary_dim: int, device: torch.device | str | None) -> 
     return torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
 
 
-def _compute_dynamic_frequencies(positions: Tensor, rotary_dim: int, base: float, dynamic: DynamicScaling) -> Tensor:
+def _compute_dynamic_frequencies_by_row(
+    positions: Tensor, rotary_dim: int, base: float, dynamic: DynamicScaling
+) -> Tensor:
     """Return frequencies by row, (..., 1, rotary_dim // 2), which depend on the row's length."""
     # The code computes with tensors: only the device knows the positions, and reading them would synchronize.
     original_length = dynamic.original_max_position_embeddings
@@ -172,7 +174,9 @@ def _compute_dynamic_frequencies(positions: Tensor, rotary_dim: int, base: float
     return 1.0 / bases.unsqueeze(-1) ** _frequency_exponents(rotary_dim, positions.device)
 
 
-def _compute_longrope_frequencies(positions: Tensor, rotary_dim: int, base: float, scaling: LongRopeScaling) -> Tensor:
+def _compute_longrope_frequencies_by_token(
+    positions: Tensor, rotary_dim: int, base: float, scaling: LongRopeScaling
+) -> Tensor:
     """Return frequencies by token, (..., length, rotary_dim // 2), which depend on the length of its document."""
     plain = rope_frequencies(rotary_dim, base, device=positions.device)
     short, long = (plain / torch.tensor(factors, device=positions.device) for factors in (scaling.short, scaling.long))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcast
+from drawloom.kernels.operation import as_new_alias, once_differentiable, upcast
 
 
 def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ class _SwiGlu(Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return a tensor like gate, for gate and up (..., width) in one dtype."""
         ctx.save_for_backward(gate, up)
-        return as_new_tensor(F.silu(upcast(gate)).mul_(up).to(gate.dtype))
+        return as_new_alias(F.silu(upcast(gate)).mul_(up).to(gate.dtype))
 
     @staticmethod
     @once_differentiable
@@ -53,7 +53,7 @@ class _ScaledSwiGlu(Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
         """Return a tensor like gate, for gate and up (..., width) in one dtype and scale (...)."""
         ctx.save_for_backward(gate, up, scale)
-        return as_new_tensor(F.silu(upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
+        return as_new_alias(F.silu(upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
 
     @staticmethod
     @once_differentiable

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drawloom.kernels.logsumexp import logsumexp_by_halves
+from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
 
 NOT_HERE = -1
 """Local target of a token whose target is a row of another rank, or is ignored."""
@@ -61,7 +61,7 @@ def combine_lse_and_target_logit_over_ranks(
         return lse, target_logit
     gathered = part.group.gather(torch.stack((lse, target_logit)))
     # Exactly one part has the target, and the others contribute 0.
-    return logsumexp_by_halves(gathered[:, 0].T), gathered[:, 1].sum(0)
+    return logsumexp_in_fixed_order(gathered[:, 0].T), gathered[:, 1].sum(0)
 
 
 def all_reduce_gradient(gradient: Tensor, part: SplitVocabulary | None) -> Tensor:

@@ -60,6 +60,10 @@ FP4_MAX_EXPONENT = 2
 """Exponent of the largest MXFP4 value, 1.5 * 2^2."""
 
 
+Dequantize = Callable[[Tensor, str], Tensor]
+"""Function from storage (..., outputs, units) and a format's name to the weight, bfloat16 (..., outputs, inputs)."""
+
+
 class ScaledCodes(NamedTuple):
     """Codes uint8 (..., blocks, bytes), and their blocks' scales (..., blocks)."""
 
@@ -69,6 +73,17 @@ class ScaledCodes(NamedTuple):
 
 def _return_storage(stored: Tensor) -> Tensor:
     return stored
+
+
+@dataclass(frozen=True)
+class ComputeFormat:
+    """Storage as the weight itself, in the compute dtype; `fetch` returns it on the device, if it is elsewhere."""
+
+    fetch: Callable[[Tensor], Tensor] = _return_storage
+
+    def load(self, stored: Tensor, dequantize: Dequantize) -> Tensor:
+        """Return the weight on the device."""
+        return self.fetch(stored)
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,14 @@ class WeightFormat:
     def dequantize(self, stored: Tensor) -> Tensor:
         """Return the weight (..., outputs, inputs), bfloat16, from its storage (..., outputs, units)."""
         return self.decode(*self.unpack_storage(stored)).to(STORAGE).flatten(-2)
+
+    def load(self, stored: Tensor, dequantize: Dequantize) -> Tensor:
+        """Return the weight on the device from its storage, which may be elsewhere."""
+        return dequantize(self.fetch(stored), self.name)
+
+
+StorageFormat = ComputeFormat | WeightFormat
+"""Format of a frozen weight's storage."""
 
 
 def split_into_blocks(rows: Tensor, size: int) -> Tensor:
@@ -203,7 +226,7 @@ FETCH = torch.ops.drawloom.fetch_weight
 
 
 @torch.library.register_fake("drawloom::fetch_weight")  # type: ignore[untyped-decorator]
-def _(stored: Tensor) -> Tensor:
+def _fake_fetch(stored: Tensor) -> Tensor:
     """Return an empty meta tensor like the storage (any shape)."""
     return torch.empty_like(stored)
 

@@ -27,7 +27,7 @@ class FullTuning:
         ),
     )
 
-    def inject(self, module: nn.Module) -> Collection[str]:
+    def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
         """
         Thaw the parameters matching a pattern; return the patterns that matched.
 
@@ -41,7 +41,7 @@ class FullTuning:
         for name, parameter in module.named_parameters():
             targets = {
                 target
-                for prefix in _list_enclosing_names(name)
+                for prefix in _list_name_and_enclosing_modules(name)
                 for target in list_matching_patterns(prefix, self.targets)
             }
             if targets and name.startswith(adapted):
@@ -53,7 +53,7 @@ class FullTuning:
         return matched
 
 
-def _list_enclosing_names(name: str) -> Iterator[str]:
+def _list_name_and_enclosing_modules(name: str) -> Iterator[str]:
     """Yield a parameter's name and the names of all modules around it."""
     while name:
         yield name

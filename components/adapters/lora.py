@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraForm, LoraLinear
+from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraLinear, LoraOptions
 from drawloom.components.adapters.targets import find_pattern_fault, list_matching_patterns
 from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.model.decoder.experts import Experts
@@ -55,12 +55,12 @@ class Lora:
     dropout: float = setting(default=0.0, check=_find_dropout_fault, doc="dropout probability for A's inputs")
 
     @property
-    def form(self) -> LoraForm:
+    def options(self) -> LoraOptions:
         """The adapted layers' options."""
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-        return LoraForm(self.rank, scale, self.dropout, self.dora)
+        return LoraOptions(self.rank, scale, self.dropout, self.dora)
 
-    def inject(self, module: nn.Module) -> Collection[str]:
+    def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
         """Replace the layers matching a pattern. Raises UserError if a layer is trained already."""
         matched: set[str] = set()
         for name, layer in list(module.named_modules()):
@@ -93,23 +93,23 @@ class Lora:
             raise UserError(
                 "adapters: DoRA does not support lm_head tied to embed_tokens; set dora = false for it", exit_code=2
             )
-        return LoraTiedHead(table, self.form)
+        return LoraTiedHead(table, self.options)
 
-    def _adapt_layer(self, name: str, layer: nn.Module, adapted: list[str]) -> nn.Module:
-        """Return the layer with an adapter; `adapted` are the matching names of the layer or its parameters."""
+    def _adapt_layer(self, name: str, layer: nn.Module, matching_names: list[str]) -> nn.Module:
+        """Return the layer with an adapter; `matching_names` are the matching names of the layer or its parameters."""
         if any(parameter.requires_grad for parameter in layer.parameters()):
             raise UserError(f"adapters: {name} is named by two adapters; name it in one of them", exit_code=2)
         if isinstance(layer, Linear):
-            return LoraLinear(layer, self.form)
+            return LoraLinear(layer, self.options)
         if self.dora:
             raise UserError(f"adapters: {name}: PEFT supports DoRA for linear layers only; set dora = false for it", 2)
         if isinstance(layer, Embedding):
-            return LoraEmbedding(layer, self.form)
+            return LoraEmbedding(layer, self.options)
         if self.dropout:
             raise UserError(f"adapters: {name}: PEFT does not support dropout for experts; set dropout = 0 for them", 2)
         assert isinstance(layer, Experts)
-        leaves = {adapted_name.rpartition(".")[2] for adapted_name in adapted}
-        return LoraExperts(layer, self.form, FUSED if name in adapted else sorted(leaves))
+        leaves = {matching_name.rpartition(".")[2] for matching_name in matching_names}
+        return LoraExperts(layer, self.options, FUSED if name in matching_names else sorted(leaves))
 
 
 def _list_matchable_names(name: str, layer: nn.Module) -> list[str]:

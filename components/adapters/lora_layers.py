@@ -30,7 +30,7 @@ PEFT = "base_model.model."
 
 
 @attrs.frozen
-class LoraForm:
+class LoraOptions:
     """Options for a layer's factors: rank, the product's scale, the inputs' dropout, and DoRA."""
 
     rank: int
@@ -65,7 +65,7 @@ class LoraLinear(Linear, AdaptedLayer):
     directions (Liu et al. 2024, "DoRA", arXiv 2402.09353, section 4).
     """
 
-    def __init__(self, base: Linear, form: LoraForm) -> None:
+    def __init__(self, base: Linear, options: LoraOptions) -> None:
         outputs, inputs = base.weight.shape
         super().__init__(
             inputs,
@@ -78,10 +78,10 @@ class LoraLinear(Linear, AdaptedLayer):
         )
         self.weight, self.bias = base.weight, base.bias
         self.joined_name = base.joined_name
-        self.form = form
-        self.lora_A = create_factor(form.rank, inputs, like=base.weight)
-        self.lora_B = create_factor(outputs, form.rank, like=base.weight)
-        if form.dora:
+        self.options = options
+        self.lora_A = create_factor(options.rank, inputs, like=base.weight)
+        self.lora_B = create_factor(outputs, options.rank, like=base.weight)
+        if options.dora:
             self.lora_magnitude = create_factor(outputs, like=base.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,13 +90,18 @@ class LoraLinear(Linear, AdaptedLayer):
         y = super().forward(x)
         if not self.active:
             return y
-        dropped = self.form.apply_dropout(x)
+        dropped = self.options.apply_dropout(x)
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
-        change = self.kernels.linear(low * self.form.scale, self.lora_B)  # scaling `low` moves the fewest bytes
-        if self.form.dora:
+        change = self.kernels.linear(low * self.options.scale, self.lora_B)  # scaling `low` moves the fewest bytes
+        if self.options.dora:
             weight = self.dequantize_if_quantized(self.weight)
             scale = compute_dora_scale(
-                weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._ranks_sharing_weight_rows
+                weight,
+                self.lora_A,
+                self.lora_B,
+                self.options.scale,
+                self.lora_magnitude,
+                self._ranks_splitting_each_weight_row,
             )
             plain = self.multiply_by_weight(dropped) if dropped is not x or self.bias is not None else y
             change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
@@ -107,7 +112,7 @@ class LoraLinear(Linear, AdaptedLayer):
         return ChunkedHead(self, self.out_features, self.ranks)
 
     @property
-    def _ranks_sharing_weight_rows(self) -> TensorRanks:
+    def _ranks_splitting_each_weight_row(self) -> TensorRanks:
         """Ranks that partition every weight row, an output's weights; only this rank unless the layer is rowwise."""
         return self.ranks if self.style == "rowwise" else ALONE
 
@@ -122,39 +127,41 @@ class LoraLinear(Linear, AdaptedLayer):
 
     @property
     def adapter_parameter_names(self) -> list[str]:
-        return ["lora_A", "lora_B", *(["lora_magnitude"] if self.form.dora else [])]
+        return ["lora_A", "lora_B", *(["lora_magnitude"] if self.options.dora else [])]
 
     def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros, so the layer begins like the frozen layer."""
         with torch.no_grad():
             fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.in_features))
             self.lora_B.zero_()
-            if self.form.dora:
+            if self.options.dora:
                 weight = self.dequantize_if_quantized(ModelParameter(self.weight).gather_whole())
                 # In float64, so that the sum over ranks rounds to the same number as the sum on one rank.
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
-                self.lora_magnitude.copy_(self._ranks_sharing_weight_rows.all_reduce(squares).sqrt())
+                self.lora_magnitude.copy_(self._ranks_splitting_each_weight_row.all_reduce(squares).sqrt())
 
-    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """Map to W + scale * B A, with DoRA scaled to the rows' magnitudes."""
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             w, a, b, *magnitude = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
-            merged = w + self.form.scale * (b @ a)
+            merged = w + self.options.scale * (b @ a)
             if magnitude:
                 merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
-            return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
+            return [merged.to(tensors[0].dtype), *([tensors[0]] if unmerged_weight_name else [])]
 
         inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_parameter_names))
-        return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
+        return Mapper(
+            (TensorGroup(inputs, (weight, *([unmerged_weight_name] if unmerged_weight_name else [])), merge),)
+        )
 
     def make_peft_mapper(self, name: str) -> Mapper:
         peft_names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{peft_names[leaf]}" for leaf in self.adapter_parameter_names})
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.form.describe_low_rank(name)]
+        return [self.options.describe_low_rank(name)]
 
 
 class LoraEmbedding(Embedding, AdaptedLayer):
@@ -164,20 +171,20 @@ class LoraEmbedding(Embedding, AdaptedLayer):
     A head tied to the embedding uses the frozen table.
     """
 
-    def __init__(self, base: Embedding, form: LoraForm) -> None:
+    def __init__(self, base: Embedding, options: LoraOptions) -> None:
         vocab_size, hidden_size = base.weight.shape
         super().__init__(vocab_size, hidden_size, base.kernels)
         self.weight = base.weight
-        self.form = form
-        self.lora_A = create_factor(vocab_size, form.rank, like=base.weight)
-        self.lora_B = create_factor(hidden_size, form.rank, like=base.weight)
+        self.options = options
+        self.lora_A = create_factor(vocab_size, options.rank, like=base.weight)
+        self.lora_B = create_factor(hidden_size, options.rank, like=base.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
         vectors = super().forward(tokens)
         if not self.active:
             return vectors
-        change = self.kernels.linear(self.look_up_rows(tokens, self.lora_A) * self.form.scale, self.lora_B)
+        change = self.kernels.linear(self.look_up_rows(tokens, self.lora_A) * self.options.scale, self.lora_B)
         return vectors + change.to(vectors.dtype)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
@@ -194,17 +201,19 @@ class LoraEmbedding(Embedding, AdaptedLayer):
             self.lora_A.zero_()
             fill(f"{name}.lora_B", self.lora_B, 1.0)
 
-    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """Map to the table + scale * A Bᵀ."""
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
-            merged = w + self.form.scale * (a @ b.T)
-            return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
+            merged = w + self.options.scale * (a @ b.T)
+            return [merged.to(tensors[0].dtype), *([tensors[0]] if unmerged_weight_name else [])]
 
         inputs = (weight, f"{name}.lora_A", f"{name}.lora_B")
-        return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
+        return Mapper(
+            (TensorGroup(inputs, (weight, *([unmerged_weight_name] if unmerged_weight_name else [])), merge),)
+        )
 
     def make_peft_mapper(self, name: str) -> Mapper:
         """Transpose A, because it is (rank, vocab_size) in PEFT."""
@@ -217,7 +226,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         return parallel(Mapper((first,)), rename({f"{name}.lora_B": f"{start}B"}))
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.form.describe_low_rank(name)]
+        return [self.options.describe_low_rank(name)]
 
 
 EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -236,20 +245,20 @@ class LoraExperts(Experts, AdaptedLayer):
 
     supports_float8 = False
 
-    def __init__(self, base: Experts, form: LoraForm, adapted: Sequence[str]) -> None:
+    def __init__(self, base: Experts, options: LoraOptions, adapted: Sequence[str]) -> None:
         nn.Module.__init__(self)
         self.num_experts, self.kernels, self.spec = base.num_experts, base.kernels, base.spec
         for name in EXPERT_BIASES if base.spec.biases else ():
             self.register_parameter(name, getattr(base, name))
-        self.form = form
+        self.options = options
         self.adapted = [name for name in FUSED if name in adapted]
         for name in FUSED:
             weight = getattr(base, name)
             self.register_parameter(name, weight)
             if name in adapted:
                 experts, outputs, inputs = weight.shape
-                self.register_parameter(f"{name}_lora_A", create_factor(experts, form.rank, inputs, like=weight))
-                self.register_parameter(f"{name}_lora_B", create_factor(experts, outputs, form.rank, like=weight))
+                self.register_parameter(f"{name}_lora_A", create_factor(experts, options.rank, inputs, like=weight))
+                self.register_parameter(f"{name}_lora_B", create_factor(experts, outputs, options.rank, like=weight))
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by one of the parameters: (rows, outputs)."""
@@ -258,7 +267,7 @@ class LoraExperts(Experts, AdaptedLayer):
             return y
         first, second = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
         low = self.kernels.grouped_gemm(rows.to(first.dtype), first, ends, transposed=True)
-        change = self.kernels.grouped_gemm(low * self.form.scale, second, ends, transposed=True)
+        change = self.kernels.grouped_gemm(low * self.options.scale, second, ends, transposed=True)
         return y + change.to(y.dtype)
 
     @property
@@ -273,12 +282,12 @@ class LoraExperts(Experts, AdaptedLayer):
                 fill(f"{name}.{leaf}_lora_A", first, compute_initial_std(first.shape[2]))
                 getattr(self, f"{leaf}_lora_B").zero_()
 
-    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """Map to W + scale * B A for every expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
-            return [torch.baddbmm(w, b, a, alpha=self.form.scale).to(tensors[0].dtype)]
+            return [torch.baddbmm(w, b, a, alpha=self.options.scale).to(tensors[0].dtype)]
 
         groups = []
         for leaf in self.adapted:
@@ -307,7 +316,7 @@ class LoraExperts(Experts, AdaptedLayer):
         return Mapper(tuple(groups))
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.form.describe_low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
+        return [self.options.describe_low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
 
 
 def choose_merge_dtype(tensor: Tensor) -> torch.dtype:
@@ -316,20 +325,20 @@ def choose_merge_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def compute_dora_scale(
-    weight: Tensor, first: Tensor, second: Tensor, scale: float, magnitude: Tensor, ranks: TensorRanks = ALONE
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, magnitude: Tensor, ranks: TensorRanks = ALONE
 ) -> Tensor:
     """
     Return magnitude / |row of W + scale * B A| for every row, at least float32 (outputs,).
 
-    weight (outputs, inputs), first = A (rank, inputs), second = B (outputs, rank); several `ranks` split the inputs.
+    weight (outputs, inputs), lora_a (rank, inputs), lora_b (outputs, rank); several `ranks` split the inputs.
     Only the magnitude has a gradient: the norm counts as a constant, as in the paper's section 4.3.
     """
     with torch.no_grad():
         # |w|² + 2 scale w·(bA) + scale² |bA|² needs no second matrix of the weight's size.
         dtype = torch.promote_types(weight.dtype, torch.float32)
         square = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
-        a, b = first.to(dtype), second.to(dtype)
-        cross = ((weight @ first.to(weight.dtype).T).to(dtype) * b).sum(1)
+        a, b = lora_a.to(dtype), lora_b.to(dtype)
+        cross = ((weight @ lora_a.to(weight.dtype).T).to(dtype) * b).sum(1)
         square = square + 2 * scale * cross + scale**2 * ((b @ (a @ a.T)) * b).sum(1)
         norm = ranks.all_reduce(square).clamp_min(0).sqrt()
     factor: Tensor = magnitude.to(dtype) / norm

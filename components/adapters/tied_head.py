@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drawloom.components.adapters.lora_layers import (
     PEFT,
-    LoraForm,
+    LoraOptions,
     choose_merge_dtype,
     compute_initial_std,
     create_factor,
@@ -30,14 +30,14 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
     contains a separate head.
     """
 
-    def __init__(self, embedding: Embedding, form: LoraForm) -> None:
+    def __init__(self, embedding: Embedding, options: LoraOptions) -> None:
         super().__init__()
         self._embedding = (embedding,)  # a tuple, because the weight of a submodule would have a second name
         vocab_size, hidden_size = embedding.weight.shape
-        self.form = form
+        self.options = options
         self.vocab_size = vocab_size
-        self.lora_A = create_factor(form.rank, hidden_size, like=embedding.weight)
-        self.lora_B = create_factor(vocab_size, form.rank, like=embedding.weight)
+        self.lora_A = create_factor(options.rank, hidden_size, like=embedding.weight)
+        self.lora_B = create_factor(vocab_size, options.rank, like=embedding.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size), in any floating dtype, to (..., vocab_size), in the table's dtype."""
@@ -47,8 +47,8 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         y = kernels.linear(x, table)
         if not self.active:
             return y
-        low = kernels.linear(self.form.apply_dropout(x).to(self.lora_A.dtype), self.lora_A)
-        return y + (kernels.linear(low, self.lora_B) * self.form.scale).to(y.dtype)
+        low = kernels.linear(self.options.apply_dropout(x).to(self.lora_A.dtype), self.lora_A)
+        return y + (kernels.linear(low, self.lora_B) * self.options.scale).to(y.dtype)
 
     def head(self) -> Head:
         """Return the layer as a model's head."""
@@ -68,12 +68,12 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
             fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.lora_A.shape[1]))
             self.lora_B.zero_()
 
-    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """Map to a separate head, table + scale * B A, and the unchanged table."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
-            return [(w + self.form.scale * (b @ a)).to(tensors[0].dtype), tensors[0]]
+            return [(w + self.options.scale * (b @ a)).to(tensors[0].dtype), tensors[0]]
 
         table = f"{EMBEDDING}.weight"
         return Mapper((TensorGroup((table, f"{name}.lora_A", f"{name}.lora_B"), (HEAD, table), merge),))
@@ -82,4 +82,4 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_parameter_names})
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.form.describe_low_rank(name)]
+        return [self.options.describe_low_rank(name)]

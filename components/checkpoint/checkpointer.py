@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.io_errors import check_space_on_all_ranks, describe_io_error
+from drawloom.components.checkpoint.io_errors import check_space_on_all_ranks, describe_io_error_on_all_ranks
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, read_manifest_if_sizes_match
 from drawloom.components.checkpoint.memory import StateMemory
 from drawloom.components.checkpoint.peer_memory import PeerMemory
@@ -116,7 +116,9 @@ class Checkpointer:
         if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_rank_losses:
             self._joins_others = self.processes.generation > 0
             memory = self._memory or StateMemory()
-            self._peers = PeerMemory.open(memory, self.mesh, self.processes, self.states, self.neighbour_every)
+            self._peers = PeerMemory.choose_neighbours_and_create(
+                memory, self.mesh, self.processes, self.states, self.neighbour_every
+            )
         run_on_rank0(self._world, lambda: commit.create_checkpoints_folder_and_clean_up(self._checkpoints_folder))
 
     def hand_over(self) -> StateMemory | None:
@@ -166,13 +168,13 @@ class Checkpointer:
         if self._peers is not None:
             self._peers.wait_until_copied()
 
-    def keep_in_memory(self, step: Step) -> None:
+    def keep_in_memory_and_reopen_for_joiners(self, step: Step) -> None:
         if self._peers is None:
             return
         if not step.goes_back:
-            self._peers.keep(step)
+            self._peers.reference_and_send_to_neighbour(step)
         assert isinstance(self.processes, SurvivingProcesses)
-        joining = torch.tensor(0 if step.is_last else int(self.processes.has_spares()))
+        joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares()))
         self._world.max(joining)
         self._peers.memory.drop_older_copies()
         if joining:
@@ -192,7 +194,7 @@ class Checkpointer:
             if joins_others and (done := self._peers.restore(newest)):
                 self._saved = done if done == newest else 0
                 return done
-            self._peers.forget()  # a run that goes back repeats no later step
+            self._peers.drop_all_states()  # a run that goes back repeats no later step
         loaded = read_newest_valid(self._world, self._checkpoints_folder, self.states, self._retention)
         if loaded is not None:
             load_checkpoint(self._world, loaded, self.states, self.recipe)
@@ -204,7 +206,7 @@ class Checkpointer:
                 "no newer step is complete in the remaining ranks' memory; the run continues from %s", start
             )
         self._saved = loaded.manifest.step if loaded else 0
-        self._check_free_disk_space(loaded.manifest.total_file_bytes if loaded else 0)
+        self._check_free_disk_space_on_all_ranks(loaded.manifest.total_file_bytes if loaded else 0)
         return self._saved
 
     def recorded_step_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
@@ -226,7 +228,7 @@ class Checkpointer:
         return Retention(RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is))
 
     @cached_property
-    def _make_commit_protocol(self) -> commit.CommitProtocol:
+    def _commit_protocol(self) -> commit.CommitProtocol:
         return commit.CommitProtocol(self._group, ShardPlan.compare_across_ranks(self.states, self._world), self.recipe)
 
     def _stage_and_start_write(self, step: Step) -> None:
@@ -234,7 +236,7 @@ class Checkpointer:
         if step.index == self._saved:
             return
         self._wait_for_pending_save()  # the pending save first: two copies of the state may not fit into memory
-        plan, checkpoint = self._make_commit_protocol.plan, self._checkpoints_folder / f"step-{step.index}"
+        plan, checkpoint = self._commit_protocol.plan, self._checkpoints_folder / f"step-{step.index}"
         snapshot, sizes = run_and_gather_on_all_ranks(
             self._world,
             lambda: plan.take_snapshot(self.states, step, self.staging),
@@ -248,7 +250,7 @@ class Checkpointer:
     def _write_and_commit(self, checkpoint: Path, snapshot: Snapshot) -> None:
         """Write and commit a snapshot, and remove expired checkpoints."""
         self._flush_logs()
-        self._make_commit_protocol.save(checkpoint, snapshot)
+        self._commit_protocol.save(checkpoint, snapshot)
         if self._group.rank == 0:
             run_log.info("checkpoint saved: %s", checkpoint)
             self._retention.mark_valid(checkpoint, snapshot.values)
@@ -297,7 +299,7 @@ class Checkpointer:
                 text = f"the checkpoint after step {pending.step} failed: {error}"
                 raise UserError(text, error.exit_code) from error
             self._saved, self._failed = 0, self._failed + 1
-            why = describe_io_error(error, self._checkpoints_folder, pending.bytes, self._world)
+            why = describe_io_error_on_all_ranks(error, self._checkpoints_folder, pending.bytes, self._world)
             if self._failed >= self.failures:
                 raise UserError(
                     f"{self._failed} checkpoints in a row failed, at last the one after step {pending.step}: {why}; "
@@ -307,7 +309,7 @@ class Checkpointer:
                 raise UserError(f"the checkpoint after step {pending.step} failed: {why}") from error
             log.warning("checkpoint %d skipped: %s", pending.step, why)
 
-    def _check_free_disk_space(self, last: int) -> None:
-        """Check the free disk space; `last` is the newest checkpoint's size in bytes, or 0."""
-        own_bytes = self._make_commit_protocol.plan.forecast_bytes(self.states, self.growing)
-        check_space_on_all_ranks(self._world, self._checkpoints_folder, own_bytes, last)
+    def _check_free_disk_space_on_all_ranks(self, last_checkpoint_bytes: int) -> None:
+        """Check the free disk space; `last_checkpoint_bytes` is 0 without a checkpoint."""
+        own_bytes = self._commit_protocol.plan.forecast_bytes(self.states, self.growing)
+        check_space_on_all_ranks(self._world, self._checkpoints_folder, own_bytes, last_checkpoint_bytes)

@@ -25,7 +25,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
-from drawloom.components.storage.sha256_stream import Content
+from drawloom.components.storage.sha256_stream import FileDigest
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK
 
@@ -59,7 +59,7 @@ class CommitProtocol:
         temp = checkpoint.with_name(TEMP + checkpoint.name)
         rank = self.group.rank
         try:
-            run_on_rank0(self.group, lambda: create_empty_temporary_folder(temp))
+            run_on_rank0(self.group, lambda: remove_leftovers_and_create_folder(temp))
             _, written = run_and_gather_on_all_ranks(
                 self.group,
                 lambda: write_files_of_rank(temp, rank, snapshot.tree, snapshot.wait_for_tensors()),
@@ -69,13 +69,13 @@ class CommitProtocol:
         except UserError:
             if rank == 0:
                 with suppress(OSError):  # the next save or start removes the rest
-                    durable_files.remove_folder(temp)
+                    durable_files.remove_file_or_folder(temp)
             raise
 
     def _merge_and_commit(
         self, temp: Path, checkpoint: Path, snapshot: Snapshot, written: list[dict[str, Any]]
     ) -> None:
-        files = {name: Content(**content) for by_name in written for name, content in by_name.items()}
+        files = {name: FileDigest(**content) for by_name in written for name, content in by_name.items()}
         files[LOCK] = durable_files.create_file_with_content(temp / LOCK, self.recipe.text.encode())
         manifest = Manifest(
             step=step_of_checkpoint(checkpoint),
@@ -97,7 +97,7 @@ def create_checkpoints_folder_and_clean_up(checkpoints: Path) -> None:
     _remove_leftovers(checkpoints)
 
 
-def create_empty_temporary_folder(temp: Path) -> None:
+def remove_leftovers_and_create_folder(temp: Path) -> None:
     """Create an empty folder for a checkpoint, and remove leftovers from failed saves and removals."""
     _remove_leftovers(temp.parent)
     temp.mkdir(exist_ok=True)
@@ -158,17 +158,17 @@ def remove_checkpoints(checkpoints: Iterable[Path]) -> None:
     """Remove checkpoints. After a crash every checkpoint is complete, or has no valid name."""
     for checkpoint in checkpoints:
         trash = checkpoint.with_name(TRASH + checkpoint.name)
-        durable_files.remove_folder(trash)
+        durable_files.remove_file_or_folder(trash)
         # renamed first, because a half-removed folder would look like a corrupt checkpoint
         durable_files.rename_durably(checkpoint, trash)
-        durable_files.remove_folder(trash)
+        durable_files.remove_file_or_folder(trash)
 
 
 def _remove_leftovers(checkpoints: Path) -> None:
     """Remove temporary folders from killed saves and interrupted removals."""
     for name in durable_files.list_folder(checkpoints):
         if name.startswith((TEMP, TRASH)):
-            durable_files.remove_folder(checkpoints / name)
+            durable_files.remove_file_or_folder(checkpoints / name)
 
 
 def _choose_path_for_corrupt(checkpoint: Path) -> Path:

@@ -15,7 +15,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 log = logging.getLogger("drawloom.checkpoint")
 
 
-def describe_io_error(error: RankError, checkpoints: Path, needed_bytes: int, world: Group) -> str:
+def describe_io_error_on_all_ranks(error: RankError, checkpoints: Path, needed_bytes: int, world: Group) -> str:
     """
     Describe an I/O error in one line, equal on all ranks; for a full disk with the bytes needed and free.
 

@@ -17,9 +17,9 @@ import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.durable_files import list_folder
-from drawloom.components.storage.regular_file import ContentMismatchError, open_verified, read_file
-from drawloom.components.storage.sha256_stream import Content, count_blocks
-from drawloom.components.storage.strict_json import hash_canonical, parse_strictly
+from drawloom.components.storage.regular_file import ContentMismatchError, open_verified_file, read_file
+from drawloom.components.storage.sha256_stream import FileDigest, count_blocks
+from drawloom.components.storage.strict_json import hash_canonical, parse_strict_json
 from drawloom.graph import UserError
 
 FOLDER = "checkpoints"
@@ -52,7 +52,7 @@ class Manifest:
     world_size: int
     replicated: list[str]
     local: list[str]
-    files: dict[str, Content]
+    files: dict[str, FileDigest]
     sharded: list[str] = attrs.field(factory=list)
     values: dict[str, float | None] = attrs.field(factory=dict)
 
@@ -126,9 +126,9 @@ def describe_differing_blocks(
 ) -> Iterator[str]:
     """Describe how these blocks differ from the committed blocks; READERS files are read in parallel."""
 
-    def fault(name: str) -> str:
+    def find_fault_of_file(name: str) -> str:
         try:
-            with open_verified(checkpoint / name, manifest.files[name]) as file:
+            with open_verified_file(checkpoint / name, manifest.files[name]) as file:
                 file.verify(blocks[name])
         except FileNotFoundError:
             return ""  # describe_missing_and_unknown_files reports it
@@ -138,7 +138,7 @@ def describe_differing_blocks(
             return f"{name} {error}"
         return ""
 
-    yield from filter(None, map_parallel("verifier", [partial(fault, name) for name in blocks], READERS))
+    yield from filter(None, map_parallel("verifier", [partial(find_fault_of_file, name) for name in blocks], READERS))
 
 
 def read_manifest_if_sizes_match(checkpoint: Path) -> Manifest | None:
@@ -157,7 +157,7 @@ def _read_verified_content(checkpoint: Path) -> dict[str, Any]:
         raise CorruptCheckpointError("it is a symbolic link, or not a folder")
     try:
         text = read_file(checkpoint / MANIFEST, MAX_SIZE)
-        content: dict[str, Any] = parse_strictly(text, most=len(text))
+        content: dict[str, Any] = parse_strict_json(text, max_values=len(text))
         digest = content.pop("digest")
         version = content["format"]
     except FileNotFoundError:
@@ -176,7 +176,7 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
         raise CorruptCheckpointError(f"{MANIFEST} has missing or unknown entries: {', '.join(sorted(other))!r:.99}")
     if invalid := [name for name, fits in ENTRIES.items() if not fits(content[name])]:
         raise CorruptCheckpointError(f"{MANIFEST} has an invalid value of {invalid[0]!r}")
-    files = {name: Content(**fields) for name, fields in content.pop("files").items()}
+    files = {name: FileDigest(**fields) for name, fields in content.pop("files").items()}
     if unsafe := [name for name in files if not NAME.fullmatch(name) or name in (".", "..", MANIFEST)]:
         raise CorruptCheckpointError(f"{MANIFEST} lists {unsafe[0]!r:.99}, which is not a plain file name")
     return Manifest(files=files, **content)

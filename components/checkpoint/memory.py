@@ -35,8 +35,8 @@ class StateMemory:
     _copies: tuple[NeighbourCopy, ...] = attrs.field(init=False, default=())  # the newest one last
 
     def reference_states(self, key: PartKey, nodes: Mapping[str, Stateful]) -> HeldState:
-        """Reference the state after a step, and return it. Tensors must not change before `copy`."""
-        states = {name: map_leaves(_detach_leaf, node.state_dict()) for name, node in nodes.items()}
+        """Reference the state after a step, and return it. Tensors must not change before `copy_referenced_states`."""
+        states = {name: map_leaves(_detach_if_tensor, node.state_dict()) for name, node in nodes.items()}
         self._current = HeldState.of(key, nodes, states)
         return self._current
 
@@ -61,19 +61,19 @@ class StateMemory:
         """Drop neighbours' older states. All ranks have added newer ones."""
         self._copies = self._copies[-1:]
 
-    def parts(self) -> dict[PartKey, HeldState | NeighbourCopy]:
+    def list_intact_parts(self) -> dict[PartKey, HeldState | NeighbourCopy]:
         """Return the states in memory, without damaged copies; this rank's own ones come last."""
         parts: dict[PartKey, HeldState | NeighbourCopy] = {copy.key: copy for copy in self._copies if copy.is_intact()}
         return parts | {state.key: state for state in (self._shared, self._copy, self._current) if state is not None}
 
-    def replace_states_by(self, state: HeldState) -> None:
+    def replace_newest_states(self, state: HeldState) -> None:
         """Replace this rank's newest states by this one."""
         self._copy, self._current = state, None
 
-    def replace_states_by_kept(self, copy: NeighbourCopy | None) -> None:
+    def drop_older_states_and_keep_copy(self, copy: NeighbourCopy | None) -> None:
         """Replace all older states by the kept one and by a neighbour's after the same step, if it has one."""
         self._shared, self._copies = (self._copy, (copy,)) if copy else (None, ())
 
 
-def _detach_leaf(leaf: object) -> object:
+def _detach_if_tensor(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

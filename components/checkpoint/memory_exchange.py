@@ -26,7 +26,7 @@ from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.run import Stateful
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.state_tree import (
-    Packed,
+    PackedState,
     Tree,
     iterate_tensor_leaves,
     list_dict_entries,
@@ -78,7 +78,7 @@ class HeldState:
         slices = {name: slices_by_sharded_entry(node) for name, node in nodes.items()}
         return cls(key, states, slices, frozenset(name for name, node in nodes.items() if is_rank_local(node)))
 
-    def pack(self) -> Packed:
+    def pack(self) -> PackedState:
         """Return the states that do not differ by rank, with slices marked; tensors are not copied."""
         marked: dict[str, Any] = {}
         for name, state in self.states.items():
@@ -95,10 +95,10 @@ class NeighbourCopy:
     """Copy of another rank's part of the state, with the digest that this rank has computed."""
 
     key: PartKey
-    packed: Packed
+    packed: PackedState
     digest: str
 
-    def pack(self) -> Packed:
+    def pack(self) -> PackedState:
         """Return the part."""
         return self.packed
 
@@ -163,7 +163,7 @@ def exchange_tensors(
         sent = [0] * group.size
         for receiver in range(group.size):
             for index in _get_round_or_empty(by_pair[receiver, group.rank], number):
-                data = _view_as_bytes(_select_requested_rows(tensors, requests[receiver][index]))
+                data = _view_as_cpu_bytes(_select_requested_rows(tensors, requests[receiver][index]))
                 outgoing.append(data)
                 sent[receiver] += data.numel()
         incoming = [_get_round_or_empty(by_pair[group.rank, source], number) for source in range(group.size)]
@@ -171,7 +171,7 @@ def exchange_tensors(
         data = group.all_to_all(torch.cat([torch.empty(0, dtype=torch.uint8), *outgoing]), sent, sizes)
         order = [index for indices in incoming for index in indices]
         for index, part in zip(order, torch.split(data, [received[index].nbytes for index in order]), strict=True):
-            _view_as_bytes(received[index]).copy_(part)
+            _view_as_cpu_bytes(received[index]).copy_(part)
     return received
 
 
@@ -191,7 +191,7 @@ def exchange_copies_with_neighbours(group: Group, sources: Sequence[int], state:
     key, tree, specs, digest = parts[sources[group.rank]]
     tensors = exchange_tensors(group, packed.tensors, requests)
     names = [name for name, _, _ in _parse_specs(specs)]
-    return NeighbourCopy(PartKey.from_json(key), Packed(tree, dict(zip(names, tensors, strict=True))), digest)
+    return NeighbourCopy(PartKey.from_json(key), PackedState(tree, dict(zip(names, tensors, strict=True))), digest)
 
 
 def find_newest_complete(offers: Sequence[Sequence[PartKey]]) -> dict[PartKey, int]:
@@ -212,8 +212,8 @@ def find_newest_complete(offers: Sequence[Sequence[PartKey]]) -> dict[PartKey, i
     return {}
 
 
-def assemble_from_memory(
-    group: Group, nodes: Mapping[str, Stateful], sources: Mapping[PartKey, int], own: Mapping[PartKey, Packed]
+def exchange_and_assemble_states(
+    group: Group, nodes: Mapping[str, Stateful], sources: Mapping[PartKey, int], own: Mapping[PartKey, PackedState]
 ) -> dict[str, Any]:
     """
     Return the nodes' states for this rank from all parts of a step, without states that differ by rank.
@@ -246,7 +246,7 @@ def assemble_from_memory(
         if number not in reader.tensors
         for name, part in reader.list_needed_tensors_with_rows(number, reader.pick_trees_and_find_uses(number, pick)[1])
     ]
-    requests = [reader.request(number, name, part, sources[keys[number]]) for number, name, part in wanted]
+    requests = [reader.make_request(number, name, part, sources[keys[number]]) for number, name, part in wanted]
     gathered = group.gather_json([request.to_json() for request in requests])
     offered = {
         f"{number} {name}": tensor
@@ -286,7 +286,7 @@ class MemoryReader(PieceReader):
         """Return a part's used tensors with their necessary rows."""
         return [(name, rows_to_read(tuple(self.specs[number][name][1]), pairs)) for name, pairs in uses.items()]
 
-    def request(self, number: int, name: str, part: TensorSlice | None, source: int) -> TensorRequest:
+    def make_request(self, number: int, name: str, part: TensorSlice | None, source: int) -> TensorRequest:
         """Return the request for rows of a tensor; None for all rows."""
         dtype, shape = self.specs[number][name]
         if part is None:
@@ -320,7 +320,7 @@ def _remove_duplicates(trees: Mapping[int, Tree], slices: Mapping[str, Slices | 
     return kept
 
 
-def _list_specs_as_json(packed: Packed) -> list[list[Any]]:
+def _list_specs_as_json(packed: PackedState) -> list[list[Any]]:
     """Return packed tensors' names, dtypes and shapes as JSON."""
     return [
         [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in packed.tensors.items()
@@ -366,6 +366,6 @@ def _select_requested_rows(tensors: Mapping[str, Tensor], request: TensorRequest
     return tensor if tensor.shape == request.shape else tensor[request.first : request.first + request.shape[0]]
 
 
-def _view_as_bytes(tensor: Tensor) -> Tensor:
+def _view_as_cpu_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes in CPU memory, uint8 (bytes,); copies only if necessary."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

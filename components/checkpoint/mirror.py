@@ -48,27 +48,27 @@ class Mirror:
 
     def open(self) -> None:
         """Read the newest checkpoint of the mirror into a folder without one. Raises UserError for another recipe."""
-        run_on_rank0(self.mesh.world, self._connect_and_fetch_newest)
+        run_on_rank0(self.mesh.world, self._connect_and_fetch_newest_if_none)
 
     def on_event(self, event: Event) -> None:
         """Start a copy if there is something new; at the end of the run, wait until all is copied."""
         if self._copy is None:
             return
         if event.kind == "run_ended":
-            self._wait_for_copy()
-            self._start_copy()
-            self._wait_for_copy()
+            self._wait_for_upload()
+            self._start_upload()
+            self._wait_for_upload()
         elif self._pending is None or self._pending.done():
-            self._log_first_failure()
+            self._log_failure_unless_repeated()
             if self.clock() - self._last >= self.every or self._copy.is_behind(self.folder.folder):
-                self._start_copy()
+                self._start_upload()
 
     def close(self) -> None:
         """Wait up to `timeout` for the current copy, if there is one."""
-        self._wait_for_copy()
+        self._wait_for_upload()
         self._copy = None
 
-    def _connect_and_fetch_newest(self) -> None:
+    def _connect_and_fetch_newest_if_none(self) -> None:
         """Connect to the store, and fetch its newest checkpoint if the run folder has none."""
         self._copy = RemoteCopy(ObjectStore.open(self.url))
         run = self.folder.folder
@@ -89,22 +89,22 @@ class Mirror:
             hint = "use another url, or add --accept-changes"
             raise UserError(f"url: {self.url} holds a run of another recipe; {hint}; the differences are:\n{lines}", 2)
 
-    def _start_copy(self) -> None:
+    def _start_upload(self) -> None:
         """Copy new files of the run folder to the store in a background thread."""
         copy, run = self._copy, self.folder.folder
         self._last = self.clock()
         if copy is not None:
             self._pending = submit_in_new_thread("mirror", lambda: copy.upload_changes_and_prune(run))
 
-    def _wait_for_copy(self) -> None:
+    def _wait_for_upload(self) -> None:
         """Wait up to `timeout` for the current copy, if any, and warn if it is not complete."""
         if self._pending is not None:
             wait([self._pending], self.timeout)
             if not self._pending.done():
                 log.warning("%s: the copy is not complete after %g s; the next start goes on", self.url, self.timeout)
-            self._log_first_failure()
+            self._log_failure_unless_repeated()
 
-    def _log_first_failure(self) -> None:
+    def _log_failure_unless_repeated(self) -> None:
         """Log why an ended copy failed, unless the copy before failed, too."""
         if self._pending is None or not self._pending.done():
             return

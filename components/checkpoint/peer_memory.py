@@ -19,7 +19,7 @@ from drawloom.components.checkpoint.memory_exchange import (
     HeldState,
     NeighbourCopy,
     PartKey,
-    assemble_from_memory,
+    exchange_and_assemble_states,
     exchange_copies_with_neighbours,
     find_newest_complete,
 )
@@ -51,7 +51,7 @@ class PeerMemory:
     _has_logged_copies: bool = attrs.field(init=False, default=False)
 
     @classmethod
-    def open(
+    def choose_neighbours_and_create(
         cls,
         memory: StateMemory,
         mesh: Mesh,
@@ -60,8 +60,8 @@ class PeerMemory:
         neighbour_every: Cadence,
     ) -> "PeerMemory":
         """Choose neighbours if there are copies. All ranks call this."""
-        sources = [] if neighbour_every == "never" else _choose_sources(mesh, processes.node_rank)
-        memory.copies_each_step = not sources or mesh.replicas.size > 1
+        sources = [] if neighbour_every == "never" else _choose_neighbours_on_all_ranks(mesh, processes.node_rank)
+        memory.copies_each_step = not sources or mesh.replica_group.size > 1
         copies = processes.make_control_group("neighbours") if sources else mesh.world
         return cls(memory, mesh, states, neighbour_every, copies, sources)
 
@@ -71,16 +71,16 @@ class PeerMemory:
             wait([self._copy], timeout)
             self._copy = None
 
-    def keep(self, step: Step) -> None:
+    def reference_and_send_to_neighbour(self, step: Step) -> None:
         """Reference the state after a step, and start to send a copy to the neighbour, if it is due."""
-        self._end_copy()  # a skipped update has not waited for it
+        self._wait_for_copy_and_keep_it()  # a skipped update has not waited for it
         state = self.memory.reference_states(PartKey.of_this_rank(step.index, self.mesh), self.states)
         if self.sources and not step.is_last and is_due(self.neighbour_every, step):
             self._copy = submit_in_new_thread("neighbour", partial(self._exchange_copies_with_neighbours, state))
 
     def wait_until_copied(self) -> None:
         """Wait until the state after the last step is copied, here and at the neighbour; it may change from then on."""
-        self._end_copy()
+        self._wait_for_copy_and_keep_it()
         self.memory.copy_referenced_states()
 
     def restore(self, newest_on_disk: int) -> int:
@@ -91,7 +91,7 @@ class PeerMemory:
         checkpoint on disk, after the step `newest_on_disk`, is newer.
         """
         world = self.mesh.world
-        parts = self.memory.parts()
+        parts = self.memory.list_intact_parts()
         own_keys = {key for key, part in parts.items() if isinstance(part, HeldState)}
         own_key = PartKey.of_this_rank(0, self.mesh)
         gathered = world.gather_json([own_key.to_json(), [[key.to_json(), key in own_keys] for key in parts]])
@@ -107,25 +107,25 @@ class PeerMemory:
             states = {**_get_own_states(own)}
         else:
             packed = {key: part.pack() for key, part in own.items()}
-            states = assemble_from_memory(world, self.states, sources, packed)
+            states = exchange_and_assemble_states(world, self.states, sources, packed)
             local = {name: state for name, state in _get_own_states(own).items() if is_rank_local(self.states[name])}
             states |= local
             log.info("%s the state after step %d", "sent" if own_key in own_keys else "received", step)
         run_and_gather_on_all_ranks(world, lambda: self._load(states))
         kept = HeldState.of(own_key, self.states, states)
-        self.memory.replace_states_by(kept)  # for another loss in the next step
+        self.memory.replace_newest_states(kept)  # for another loss in the next step
         copy = self._exchange_copies_with_neighbours(kept) if self.sources else None
         run_and_gather_on_all_ranks(world, lambda: None)  # all ranks have their copies before older ones are dropped
-        self.memory.replace_states_by_kept(copy)
+        self.memory.drop_older_states_and_keep_copy(copy)
         log.info("restored the state after step %d from memory", step)
         return step
 
-    def forget(self) -> None:
-        """Forget all states, because the run goes back to an older one."""
-        self._end_copy()
+    def drop_all_states(self) -> None:
+        """Drop all states, because the run goes back to an older one."""
+        self._wait_for_copy_and_keep_it()
         self.memory = StateMemory(self.memory.copies_each_step)
 
-    def _end_copy(self) -> None:
+    def _wait_for_copy_and_keep_it(self) -> None:
         """Wait for the copy in progress, if there is one, and keep the other neighbour's state."""
         if self._copy is None:
             return
@@ -157,13 +157,13 @@ class PeerMemory:
             self.states[name].load_state_dict(state)
 
 
-def _choose_sources(mesh: Mesh, machine: int) -> list[int]:
+def _choose_neighbours_on_all_ranks(mesh: Mesh, machine: int) -> list[int]:
     """
     Return the rank whose copy a rank keeps, by rank; empty if replicas have one rank.
 
     Both are in the same replica, and on two machines if the replica has several. All ranks call this.
     """
-    replica = mesh.model_group
+    replica = mesh.model_copy_group
     members = replica.gather_json([machine, mesh.world.rank])
     machines = [node_rank for node_rank, _ in members]
     on_first = machines.count(machines[0])

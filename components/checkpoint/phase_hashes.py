@@ -14,7 +14,7 @@ from drawloom.components.state.trees import list_labelled_children
 from drawloom.components.storage.appended_file import AppendedFile
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.step_log import encode_row
-from drawloom.components.storage.tensor_source import hash_tensor
+from drawloom.components.storage.tensor_source import hash_tensor_bytes
 from drawloom.graph import Every, component
 
 INITIAL = "the start of the step"
@@ -56,7 +56,7 @@ class PhaseHashes:
         digests = dict(self._iterate_digests_with_paths(event.step))
         line = encode_row({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})
         while line:
-            line = line[self._file.append(line) :]
+            line = line[self._file.append_what_fits(line) :]
 
     def close(self) -> None:
         """Close the file."""
@@ -70,11 +70,12 @@ class PhaseHashes:
             if name == METRIC_TOTALS:  # with measured times
                 continue
             yield from (
-                (path, hash_tensor(tensor)) for path, tensor in _iterate_tensors_with_paths(step.state[name], name)
+                (path, hash_tensor_bytes(tensor))
+                for path, tensor in _iterate_tensors_with_paths(step.state[name], name)
             )
         for name, parameter in self.parameters.named_parameters():
             if parameter.grad is not None:
-                yield f"gradient of {name}", hash_tensor(parameter.grad)
+                yield f"gradient of {name}", hash_tensor_bytes(parameter.grad)
         # a tracker keeps a series per run
         states = {name: node.state_dict() for name, node in self.states.items() if name not in self.trackers}
         yield from hash_states(states).items()

@@ -25,7 +25,7 @@ from drawloom.components.checkpoint.manifest import (
 from drawloom.components.checkpoint.snapshot import assemble_pieces, is_piece_needed, rows_to_read
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_verified
+from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_verified_file
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_tensor_offset_and_entries
 from drawloom.components.storage.state_tree import (
@@ -35,7 +35,7 @@ from drawloom.components.storage.state_tree import (
     narrow_tensors_to_slices,
     unpack_state,
 )
-from drawloom.components.storage.strict_json import parse_strictly
+from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.graph import UserError
 
 MAX_TREE_SIZE = 2**28  # bytes
@@ -91,7 +91,7 @@ def load_node_state(checkpoint: Path, node: str) -> dict[str, Any]:
     """
     try:
         manifest = read_manifest(checkpoint)
-        reader = Reader(checkpoint, manifest)
+        reader = CheckpointReader(checkpoint, manifest)
         ranks = range(manifest.world_size if node in manifest.sharded else 1)
         state = reader.read_and_join_states(ranks, lambda _rank, name: name == node).get(node, {})
     except CorruptCheckpointError as error:
@@ -166,7 +166,7 @@ class PieceReader:
 
 
 @attrs.define
-class Reader(PieceReader):
+class CheckpointReader(PieceReader):
     """Reader for a checkpoint's files. `verified` has the verified blocks by file."""
 
     checkpoint: Path
@@ -183,13 +183,13 @@ class Reader(PieceReader):
                     raise OSError(0, f"it has {file.size} bytes, and more than {MAX_TREE_SIZE} are not read")
                 text = file.read(0, file.size)
             try:
-                content = parse_strictly(text, most=len(text))
+                content = parse_strict_json(text, max_values=len(text))
                 self._files[rank] = _parse_names_by_file(content["tensors"])
                 self._trees[rank] = list_dict_entries(content["state"])
                 for part in self._trees[rank].values():
                     list_dict_entries(part)  # the state of each node is a dict
             except (ValueError, KeyError, TypeError) as error:
-                raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
+                raise CorruptCheckpointError(f"{name} has an invalid safetensors header: {error}") from error
         return self._trees[rank]
 
     def read_tensors(self, rank: int, uses: Uses) -> Parts:
@@ -216,7 +216,7 @@ class Reader(PieceReader):
         if name not in self.manifest.files:
             raise CorruptCheckpointError(f"{MANIFEST} does not list {name}")
         try:
-            with open_verified(self.checkpoint / name, self.manifest.files[name]) as file:
+            with open_verified_file(self.checkpoint / name, self.manifest.files[name]) as file:
                 yield file
                 self.verified.setdefault(name, set()).update(file.verified)
         except OSError as error:
@@ -224,7 +224,7 @@ class Reader(PieceReader):
         except ContentMismatchError as error:
             raise CorruptCheckpointError(f"{name} {error}") from error
         except HeaderError as error:
-            raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
+            raise CorruptCheckpointError(f"{name} has an invalid safetensors header: {error}") from error
 
 
 def _parse_names_by_file(content: Any) -> dict[str, list[str]]:

@@ -75,7 +75,7 @@ class RemoteCopy:
         faults: Mapping[str, str] = {}
         for name in reversed(names):
             if step in (None, step_of_checkpoint(Path(name))) and MANIFEST in self.store.list_names(f"{FOLDER}/{name}"):
-                if not (fault := self._download_and_verify_checkpoint(run, name)):
+                if not (fault := self._download_checkpoint_and_find_fault(run, name)):
                     for file in NEEDED_FILES:
                         if file in self.store.list_names():
                             self.store.download(file, run / file)
@@ -108,8 +108,8 @@ class RemoteCopy:
         except FileNotFoundError:
             return
 
-    def _download_and_verify_checkpoint(self, run: Path, name: str) -> str:
-        """Copy and verify a checkpoint, and return its fault; a damaged copy is removed."""
+    def _download_checkpoint_and_find_fault(self, run: Path, name: str) -> str:
+        """Download and verify a checkpoint, and return its fault; a damaged copy is removed."""
         temporary = run / FOLDER / f".tmp-{name}" / name  # the run removes leftovers of this name
         for file in self.store.list_names(f"{FOLDER}/{name}"):
             self.store.download(f"{FOLDER}/{name}/{file}", temporary / file)

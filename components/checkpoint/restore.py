@@ -16,7 +16,7 @@ from drawloom.components.checkpoint.manifest import (
     describe_missing_and_unknown_files,
     read_manifest,
 )
-from drawloom.components.checkpoint.reader import Reader, Slices
+from drawloom.components.checkpoint.reader import CheckpointReader, Slices
 from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
 from drawloom.components.ports.run import Stateful
 from drawloom.components.storage.state_tree import list_dict_entries
@@ -45,7 +45,7 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> 
     manifest = read_manifest(checkpoint)
     if faults := list(describe_missing_and_unknown_files(checkpoint, manifest)):
         raise CorruptCheckpointError("; ".join(faults))
-    reader = Reader(checkpoint, manifest)
+    reader = CheckpointReader(checkpoint, manifest)
     wanted = {name: slices_by_sharded_entry(node) for name, node in states.items()}
 
     def pick(file: int, name: str) -> Slices | bool:
@@ -120,7 +120,7 @@ def _ranks_to_read(manifest: Manifest, rank: int) -> Iterable[int]:
     return range(manifest.world_size) if manifest.sharded else sorted({0, rank} & {*range(manifest.world_size)})
 
 
-def _list_saved_entries_by_node(reader: Reader) -> dict[str, set[str]]:
+def _list_saved_entries_by_node(reader: CheckpointReader) -> dict[str, set[str]]:
     """Return all ranks' saved entry names by sharded node."""
     names: dict[str, set[str]] = {name: set() for name in reader.manifest.sharded}
     for file in range(reader.manifest.world_size) if names else ():

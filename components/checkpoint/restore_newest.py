@@ -51,7 +51,7 @@ def read_newest_valid(
             retention.mark_valid(checkpoint, loaded.manifest.values)
             return loaded
         corrupt[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
-        retention.mark_invalid(checkpoint)
+        retention.mark_corrupt(checkpoint)
         log.warning("%s is corrupt and skipped: %s", checkpoint, corrupt[checkpoint])
     if corrupt:
         raise no_valid_checkpoint_error(folder, corrupt)

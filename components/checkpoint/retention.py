@@ -73,7 +73,7 @@ class Retention:
         self._valid[checkpoint] = values
         self._corrupt.discard(checkpoint)
 
-    def mark_invalid(self, checkpoint: Path) -> None:
+    def mark_corrupt(self, checkpoint: Path) -> None:
         """Record a corrupt checkpoint."""
         self._corrupt.add(checkpoint)
         self._valid.pop(checkpoint, None)
@@ -109,4 +109,4 @@ class Retention:
             self.mark_valid(path, verify_checkpoint(path).values)
         except CorruptCheckpointError as error:
             log.warning("%s is corrupt, and not counted among those that are kept: %s", path, error)
-            self.mark_invalid(path)
+            self.mark_corrupt(path)

@@ -19,7 +19,7 @@ from drawloom.components.ports.run import GrowingState, LocalState, SlicedState,
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.components.state.trees import map_leaves, map_leaves_with_path
-from drawloom.components.storage.state_tree import Packed, Tree, pack_state
+from drawloom.components.storage.state_tree import PackedState, Tree, pack_state
 
 
 def is_rank_local(node: Stateful) -> bool:
@@ -94,12 +94,12 @@ class ShardPlan:
         """Estimate this rank's checkpoint bytes once all state exists."""
         sources = {name: node.state_dict for name, node in states.items()}
         tree, tensors = self._pack_states_of_rank(
-            sources | {name: node.forecast_state for name, node in growing.items()}
+            sources | {name: node.forecast_state_after_first_step for name, node in growing.items()}
         )
         # twice the tree: it is a file, and headers of tensor files repeat its names, with shapes, dtypes and offsets
         return sum(tensor.nbytes for tensor in tensors.values()) + 2 * len(json.dumps(tree))
 
-    def _pack_states_of_rank(self, sources: Mapping[str, Callable[[], dict[str, Any]]]) -> Packed:
+    def _pack_states_of_rank(self, sources: Mapping[str, Callable[[], dict[str, Any]]]) -> PackedState:
         """Pack this rank's part of the functions' states."""
         own_part: dict[str, dict[str, Any]] = {}
         for name, source in sources.items():
@@ -135,7 +135,9 @@ def mark_slices(state: Any, tensor_slice: TensorSlice | None) -> Any:
     """
     if tensor_slice is None:
         return state
-    return map_leaves(lambda leaf: SlicedTensor(leaf, tensor_slice) if _is_sliced(leaf, tensor_slice) else leaf, state)
+    return map_leaves(
+        lambda leaf: SlicedTensor(leaf, tensor_slice) if _has_ndim_of_whole_tensor(leaf, tensor_slice) else leaf, state
+    )
 
 
 def assemble_pieces(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
@@ -151,7 +153,11 @@ def assemble_pieces(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> 
         if isinstance(leaf, SlicedTensor):
             parts = [part for piece in leaves if isinstance(part := piece.get(path), SlicedTensor)]
             return _join_slices(parts, tensor_slice)
-        if tensor_slice is not None and _is_sliced(leaf, tensor_slice) and tuple(leaf.shape) == tensor_slice.shape:
+        if (
+            tensor_slice is not None
+            and _has_ndim_of_whole_tensor(leaf, tensor_slice)
+            and tuple(leaf.shape) == tensor_slice.shape
+        ):
             return leaf[tensor_slice.index()].clone()
         return leaf
 
@@ -191,7 +197,7 @@ def rows_to_read(
     return TensorSlice(shape, (start, *[0] * (len(shape) - 1)), (end - start, *shape[1:]))
 
 
-def _is_sliced(leaf: Any, tensor_slice: TensorSlice) -> bool:
+def _has_ndim_of_whole_tensor(leaf: Any, tensor_slice: TensorSlice) -> bool:
     """Return whether a leaf has the dimensions of the slice's whole tensor."""
     # other tensors, such as a step counter without dimensions, are not sliced
     return isinstance(leaf, Tensor) and leaf.ndim == len(tensor_slice.shape) > 0

@@ -8,8 +8,8 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.state_tree import list_dict_entries, pack_state
-from drawloom.components.storage.step_log import RestartedLog, StepLog
-from drawloom.components.storage.tensor_source import hash_bytes, hash_tensor
+from drawloom.components.storage.step_log import RewindingLog, StepLog
+from drawloom.components.storage.tensor_source import hash_bytes, hash_tensor_bytes
 from drawloom.graph import Every, component
 
 FOLDER = "digests"
@@ -28,8 +28,8 @@ class StateHashes:
     mesh: Mesh
     states: Every[Stateful]
 
-    _log: RestartedLog = attrs.field(
-        init=False, default=attrs.Factory(lambda self: RestartedLog(self._open_truncated_log), takes_self=True)
+    _log: RewindingLog = attrs.field(
+        init=False, default=attrs.Factory(lambda self: RewindingLog(self._open_truncated_log), takes_self=True)
     )
 
     def run_phase(self, step: Step) -> None:
@@ -57,7 +57,7 @@ class StateHashes:
 def hash_states(states: dict[str, dict[str, object]]) -> dict[str, str]:
     """Return tensor digests by path, and digests for the nodes' other values by node name."""
     tree, tensors = pack_state(states)
-    tensor_hashes = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
+    tensor_hashes = {name: hash_tensor_bytes(tensor) for name, tensor in tensors.items()}
     return tensor_hashes | {
         node: hash_bytes(json.dumps(part).encode()) for node, part in list_dict_entries(tree).items()
     }

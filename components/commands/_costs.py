@@ -9,7 +9,7 @@ from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.calibrate import load_local_device_model
-from drawloom.components.planning.cost_sources import CostSource, Planned, Traced, Units
+from drawloom.components.planning.cost_sources import CostSource, PlannedCosts, TracedCosts, UnitCosts
 from drawloom.components.planning.traces import TracedStep, read_traced_step
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
@@ -51,15 +51,15 @@ def parse_costs(text: str) -> ParsedCosts:
 def make_cost_source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
     """Return the cost source selected by `--costs`. Raises UserError if it is `plan` and there is no recipe."""
     if isinstance(options.costs, dict):
-        return Units(Costs(**options.costs))
+        return UnitCosts(Costs(**options.costs))
     if isinstance(options.costs, Path):
-        return Traced(read_run_trace(options.costs, project))
+        return TracedCosts(read_last_traced_step(options.costs, project))
     if recipe is None:
         raise UserError("--costs plan needs a recipe to plan; write a recipe, or costs such as F=1,I=1,W=1", 2)
-    return Planned(recipe, find_device_model(options.device) if options.device else load_local_device_model())
+    return PlannedCosts(recipe, find_device_model(options.device) if options.device else load_local_device_model())
 
 
-def read_run_trace(folder: Path, project: Project) -> TracedStep:
+def read_last_traced_step(folder: Path, project: Project) -> TracedStep:
     """Read the last traced step of a run folder, matched with the program of the run's recipe."""
     pipeline = Pipeline.of(Recipe.load(folder, project=project))
     return read_traced_step(
@@ -67,7 +67,7 @@ def read_run_trace(folder: Path, project: Project) -> TracedStep:
     )
 
 
-def schedule_cost_settings(setting_names: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
+def choose_cost_settings_of_schedule(setting_names: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
     """Return a schedule's cost settings: `slices` for `auto`, otherwise `comm`, a message's cost in forward passes."""
     if "slices" in setting_names:
         return source.auto_schedule_settings(ranks)

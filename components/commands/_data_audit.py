@@ -13,7 +13,7 @@ from drawloom.components.data.order.stream import list_row_sources
 from drawloom.components.data.record import FOLDER, compute_row_digests
 from drawloom.components.ports.data import PackedDataset, RowSource, TrainingData
 from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.storage.step_log import read_steps
+from drawloom.components.storage.step_log import read_step_log
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import fake
@@ -81,7 +81,7 @@ def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: L
     """Compare recorded digests with the loader's rows."""
     expected, seen, faults = _DigestCache(rows, loader), Counter[int](), []
     for step in range(loader.last_resized_step + 1, max(recorded) + 1):
-        indices = loader.rows_of(step)
+        indices = loader.list_rows_on_all_ranks(step)
         seen.update(indices)
         digests = Counter(expected.compute_row_digest(row, step) for row in indices)
         if step not in recorded:
@@ -142,7 +142,7 @@ def _read_intact_records_and_faults(folder: Path) -> tuple[list[dict[str, Any]],
     rows, faults = [], []
     for path in sorted(folder.glob("rank-*.jsonl")):
         try:
-            lines, damage = read_steps(path)
+            lines, damage = read_step_log(path)
         except OSError as error:
             raise UserError(f"{path} can't be read ({error.strerror}); remove it") from error
         rows += [line.row for line in lines if not line.has_changed and _is_record(line.row)]

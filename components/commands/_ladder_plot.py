@@ -24,14 +24,14 @@ class Panel:
     dashed: frozenset[str] = frozenset()
 
 
-def draw_panels(title: str, panels: Sequence[Panel]) -> str:
+def draw_svg_panels(title: str, panels: Sequence[Panel]) -> str:
     """Return an SVG document with the panels below each other, on white."""
     width, height = LEFT + WIDTH + RIGHT, TOP + len(panels) * (HEIGHT + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _format_text(LEFT, 24, title, 15),
+        _format_svg_text(LEFT, 24, title, 15),
     ]
     for number, panel in enumerate(panels):
         parts += _draw_panel(panel, TOP + number * (HEIGHT + GAP))
@@ -52,15 +52,15 @@ def _draw_panel(panel: Panel, top: float) -> Iterator[str]:
     def place_y(y: float) -> float:
         return bottom - HEIGHT * ((math.log(y) - middle) / rise + 0.5)
 
-    yield _format_text(LEFT, top + 10, panel.title, 13)
+    yield _format_svg_text(LEFT, top + 10, panel.title, 13)
     for share in (0.0, 0.5, 1.0):
         y, value = bottom - HEIGHT * share, math.exp(middle + rise * (share - 0.5))
         yield f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>'
-        yield _format_text(LEFT - 8, y + 4, f"{value:.3g}", 12, PALE, "end")
+        yield _format_svg_text(LEFT - 8, y + 4, f"{value:.3g}", 12, PALE, "end")
     measured = [curve for name, curve in panel.curves.items() if name not in panel.dashed]
     for x in sorted({x for curve in measured for x, _ in curve}):
-        yield _format_text(place_x(x), bottom + 18, f"{x:.3g}", 12, PALE, "middle")
-    yield _format_text(LEFT + WIDTH / 2, bottom + 36, panel.x_label, 12, PALE, "middle")
+        yield _format_svg_text(place_x(x), bottom + 18, f"{x:.3g}", 12, PALE, "middle")
+    yield _format_svg_text(LEFT + WIDTH / 2, bottom + 36, panel.x_label, 12, PALE, "middle")
     label_y = -math.inf
     for (name, curve), colour in sorted(
         zip(panel.curves.items(), (COLOURS[n % len(COLOURS)] for n in range(len(panel.curves))), strict=True),
@@ -73,10 +73,10 @@ def _draw_panel(panel: Panel, top: float) -> Iterator[str]:
             yield f'<circle cx="{place_x(x):.1f}" cy="{place_y(y):.1f}" r="3" fill="{colour}"/>'
         # labels at the right, moved down where curves end at the same height
         label_y = max(place_y(curve[-1][1]) + 4, label_y + 13)
-        yield _format_text(LEFT + WIDTH + 10, label_y, name, 12, colour)
+        yield _format_svg_text(LEFT + WIDTH + 10, label_y, name, 12, colour)
 
 
-def _format_text(x: float, y: float, text: str, size: int, colour: str = INK, anchor: str = "start") -> str:
+def _format_svg_text(x: float, y: float, text: str, size: int, colour: str = INK, anchor: str = "start") -> str:
     """Return an SVG text element."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from drawloom.components.ports.parametrization import Parametrization
 from drawloom.graph import UserError
-from drawloom.graph.toml.emit import dumps
+from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.wiring.graph import Graph
 
 Values = dict[str, dict[str, Any]]
@@ -24,7 +24,7 @@ def make_scaled_model_overlay(graph: Graph, multiple: int, dimension: Dimension,
     Width grows by heads. `parametrization` is "mup", "completep" or "standard". Raises UserError for sizes from a file,
     for another model, and for a recipe with a parametrization.
     """
-    model = _find_model_node(graph)
+    model = _find_parametrizable_model_node(graph)
     settings = graph.nodes[model].settings
     if missing := [name for name in (*WIDTHS, "head_dim", DEPTH) if not settings[name]]:
         raise UserError(f"[{model}] has no {missing[0]}; write all sizes of the smallest model in the recipe", 2)
@@ -43,11 +43,11 @@ def format_overlay(values: Mapping[str, Mapping[str, Any]], comment: str) -> str
     """Return values as a TOML overlay, below a comment with the text `comment`."""
     lines = [f"# {comment}"]
     for node, settings in values.items():
-        lines += ["", f"[{node}]", *(f"{key} = {dumps(value)}" for key, value in settings.items())]
+        lines += ["", f"[{node}]", *(f"{key} = {dump_toml(value)}" for key, value in settings.items())]
     return "\n".join(lines) + "\n"
 
 
-def _find_model_node(graph: Graph) -> str:
+def _find_parametrizable_model_node(graph: Graph) -> str:
     """Return the name of the only model node that accepts a parametrization. Raises UserError."""
     names = [
         name

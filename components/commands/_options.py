@@ -10,7 +10,7 @@ from pathlib import Path
 from drawloom.graph import UserError
 
 
-def integer_parser(minimum: int = 1) -> Callable[[str], int]:
+def make_integer_parser(minimum: int = 1) -> Callable[[str], int]:
     """Return an integer parser that raises ArgumentTypeError for values below `minimum`."""
 
     def parse(text: str) -> int:
@@ -24,7 +24,7 @@ def integer_parser(minimum: int = 1) -> Callable[[str], int]:
 
 def parse_positive_integers(text: str) -> list[int]:
     """Parse positive integers separated by commas. Raises ArgumentTypeError."""
-    return [integer_parser()(part) for part in text.split(",")]
+    return [make_integer_parser()(part) for part in text.split(",")]
 
 
 def parse_positive_number(text: str) -> float:
@@ -49,7 +49,7 @@ def parse_temperature(text: str) -> float:
     return number
 
 
-def parse_output_path(text: str) -> Path:
+def parse_writable_path(text: str) -> Path:
     """Parse a file path, and check that the file is writable. Raises ArgumentTypeError."""
     path = Path(text)
     if path.is_dir():

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.planning.checkpoint_interval import Interval
+from drawloom.components.planning.checkpoint_interval import CheckpointInterval
 from drawloom.components.planning.plan import Plan
 from drawloom.components.planning.remedies import Remedy, describe_remedy_for_json, format_remedies
 from drawloom.components.planning.search import PlanChoice, format_search_table
@@ -108,20 +108,24 @@ class PlanResult(PlanData, Result):
     text: str = internal()
 
     @classmethod
-    def of(cls, plan: Plan, remedies: Sequence[Remedy], saves: Interval | None) -> "PlanResult":
+    def of(cls, plan: Plan, remedies: Sequence[Remedy], checkpoint_interval: CheckpointInterval | None) -> "PlanResult":
         """Make the result for a plan, its remedies, and the proposed checkpoint interval."""
         parts = [
             format_plan(plan),
             *([] if plan.fits else [format_remedies(remedies)]),
-            *([] if saves is None else [str(saves)]),
+            *([] if checkpoint_interval is None else [str(checkpoint_interval)]),
         ]
         checkpoint = (
             None
-            if saves is None
-            else SavesData(**attrs.asdict(saves), toml=saves.toml_line, lost=saves.lost_time_fraction)
+            if checkpoint_interval is None
+            else SavesData(
+                **attrs.asdict(checkpoint_interval),
+                toml=checkpoint_interval.toml_line,
+                lost=checkpoint_interval.lost_time_fraction,
+            )
         )
         return cls(
-            **_plan_data_fields(plan),
+            **_convert_plan_to_data_fields(plan),
             remedies=[RemedyData(**describe_remedy_for_json(remedy)) for remedy in remedies],
             checkpoint=checkpoint,
             text="\n\n".join(parts),
@@ -156,7 +160,7 @@ class SearchResult(Result):
     def of(cls, choices: Sequence[PlanChoice], overlay: Path | None) -> "SearchResult":
         """Make the result for the plans of a search, and the written overlay file."""
         plans = [
-            SearchedPlan(**_plan_data_fields(choice.plan), toml=choice.format_overlay.splitlines())
+            SearchedPlan(**_convert_plan_to_data_fields(choice.plan), toml=choice.overlay_toml.splitlines())
             for choice in choices
         ]
         written = [] if overlay is None else [f"the first one is an overlay in {overlay}"]
@@ -184,7 +188,7 @@ class CalibrationResult(Result):
         return f"{self.toml}\nkept in {self.path}"
 
 
-def _plan_data_fields(plan: Plan) -> dict[str, Any]:
+def _convert_plan_to_data_fields(plan: Plan) -> dict[str, Any]:
     """Return a plan's fields for `PlanData`."""
     data = as_data(plan)
     memory = [RankData(**rank) for rank in data.pop("memory")]

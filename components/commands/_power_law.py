@@ -36,35 +36,37 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     if len(set(xs)) < MIN_POINTS:
         return None
     line = statistics.linear_regression(xs, ys)
-    freedom = len(points) - 2
+    degrees_of_freedom = len(points) - 2
     residuals = [y - line.intercept - line.slope * x for x, y in zip(xs, ys, strict=True)]
-    spread = math.sqrt(sum(r * r for r in residuals) / freedom / (statistics.pvariance(xs) * len(xs)))
-    half = compute_t_quantile(CONFIDENCE, freedom) * spread
+    spread = math.sqrt(sum(r * r for r in residuals) / degrees_of_freedom / (statistics.pvariance(xs) * len(xs)))
+    half = compute_central_t_quantile(CONFIDENCE, degrees_of_freedom) * spread
     return PowerLaw(math.exp(line.intercept), line.slope, line.slope - half, line.slope + half)
 
 
-def compute_t_quantile(probability: float, freedom: int) -> float:
-    """Return t: a Student variable with `freedom` degrees is in [-t, t] with `probability`."""
+def compute_central_t_quantile(probability: float, degrees_of_freedom: int) -> float:
+    """Return t such that a variable of Student's distribution is in [-t, t] with `probability`."""
     low, high = 0.0, 1.0
-    while compute_t_probability(high, freedom) < probability:
+    while compute_central_t_probability(high, degrees_of_freedom) < probability:
         high *= 2
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if compute_t_probability(middle, freedom) < probability else (low, middle)
+        low, high = (
+            (middle, high) if compute_central_t_probability(middle, degrees_of_freedom) < probability else (low, middle)
+        )
     return high
 
 
-def compute_t_probability(t: float, freedom: int) -> float:
+def compute_central_t_probability(t: float, degrees_of_freedom: int) -> float:
     """
     Return the probability of [-t, t] for a Student variable.
 
     Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
     """
-    angle = math.atan(t / math.sqrt(freedom))
-    is_odd = freedom % 2
+    angle = math.atan(t / math.sqrt(degrees_of_freedom))
+    is_odd = degrees_of_freedom % 2
     term = math.cos(angle) if is_odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for number in range(3 if is_odd else 2, freedom - 1, 2):
+    total = term if degrees_of_freedom > 1 else 0.0
+    for number in range(3 if is_odd else 2, degrees_of_freedom - 1, 2):
         term *= math.cos(angle) ** 2 * (number - 1) / number
         total += term
     total *= math.sin(angle)

@@ -65,7 +65,7 @@ class ProcessPool:
 
 
 @contextmanager
-def pool_with_signal_forwarding(size: int) -> Iterator[ProcessPool]:
+def open_pool_with_signal_forwarding(size: int) -> Iterator[ProcessPool]:
     """Yield a pool. Until the context ends, SIGINT and SIGTERM go to its processes instead of ending this one."""
     pool = ProcessPool(size)
     before = {number: signal.signal(number, pool.forward_signal) for number in FORWARDED}

@@ -28,7 +28,7 @@ class Pipeline:
         name = find_only_node(graph, Schedule)
         ranks = read_mesh_sizes(graph).pipeline
         with recipe.open(name) as opened:
-            return cls(graph.nodes[name].spec.use, opened.get(Schedule), ranks, count_microbatches(graph))
+            return cls(graph.nodes[name].spec.use, opened.get(Schedule), ranks, count_microbatches_per_replica(graph))
 
 
 def add_overlay_option(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def read_mesh_sizes(graph: Graph) -> PerDimension:
     return PerDimension.from_settings(graph.nodes[find_only_node(graph, Mesh)].settings)
 
 
-def count_microbatches(graph: Graph) -> int | None:
+def count_microbatches_per_replica(graph: Graph) -> int | None:
     """Return the gradient accumulation count (microbatches per step and replica), with 1 for "auto" mesh sizes."""
     sizes = read_mesh_sizes(graph)
     replicas = sizes.data_replicate * sizes.data_shard

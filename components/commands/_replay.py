@@ -176,7 +176,7 @@ class Replayer:
         recipe.check()
         if ranks == 1:
             with redirect_stdout(io.StringIO()):
-                replay_steps(recipe, last_step)
+                train_until_step(recipe, last_step)
         else:
             self._replay_in_processes(recipe, last_step, ranks)
         if not read_recorded_hashes(target):
@@ -212,8 +212,8 @@ class Replayer:
             raise UserError(f"the replay on {ranks} ranks failed: {lines[-1].removeprefix(ERROR)}")
 
 
-def replay_steps(recipe: Recipe, last_step: int) -> None:
-    """Train in this process to a step."""
+def train_until_step(recipe: Recipe, last_step: int) -> None:
+    """Train a recipe in this process to a step, from its run folder's checkpoint or the start."""
     with recipe.open(accept_changes=True) as run:
         for step in run.steps():
             if step.index >= last_step:

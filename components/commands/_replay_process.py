@@ -3,17 +3,17 @@
 import sys
 from pathlib import Path
 
-from drawloom.components.commands._replay import ERROR, replay_steps
-from drawloom.graph.cli.terminal import print_text
+from drawloom.components.commands._replay import ERROR, train_until_step
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Recipe
 
 
 def main(path: str, last_step: str, *imports: str) -> int:
     """Replay the recipe in a file to a step, with imported packages, folders or files; return the exit code."""
     try:
-        replay_steps(Recipe.load(Path(path), imports=imports), int(last_step))
+        train_until_step(Recipe.load(Path(path), imports=imports), int(last_step))
     except Exception as error:  # the parent process reports it
-        print_text(f"{ERROR}{type(error).__name__}: {' '.join(str(error).split())}", "stderr")
+        print_escaped_text(f"{ERROR}{type(error).__name__}: {' '.join(str(error).split())}", "stderr")
         return 1
     return 0
 

@@ -17,7 +17,7 @@ import tomli
 
 from drawloom.graph import UserError
 from drawloom.graph.recipe.overrides import read_overrides
-from drawloom.graph.toml.emit import dump_key, dumps
+from drawloom.graph.toml.emit import dump_key, dump_toml
 
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -86,7 +86,7 @@ def make_sweep_points(
     if listed := table.get("points"):
         points = _read_listed_points(listed, str(file), axes, common_words)
     elif count is not None:
-        return draw_points(_require_axes(axes), common_words, count, seed)
+        return sample_random_points(_require_axes(axes), common_words, count, seed)
     else:
         keys = [axis.key for axis in _require_axes(axes)]
         points = [make_point(keys, values, common_words) for values in _combine_values(axes)]
@@ -145,7 +145,7 @@ def _check_point_count(count: int) -> None:
         )
 
 
-def draw_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
+def sample_random_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
     """Draw `count` different points; `common` are words for all points. Raises UserError if the axes have too few."""
     _check_point_count(count)
     generator, points = random.Random(seed), dict[str, Point]()
@@ -168,7 +168,7 @@ def _read_listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Se
     if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
         raise UserError(f"{file}: points is not a list of tables; write [[points]] before every point", 2)
     _check_point_count(len(listed))
-    rows = [{key: dumps(value) for key, value in _flatten_table(table)} for table in listed]
+    rows = [{key: dump_toml(value) for key, value in _flatten_table(table)} for table in listed]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     differing = [key for key in keys if len({row.get(key) for row in rows}) > 1]
     return [
@@ -199,13 +199,13 @@ def _read_axes(table: Mapping[str, Any], file: str) -> Iterator[Axis]:
     for key, value in _flatten_table(table):
         match value:
             case list():
-                yield Axis(key, [dumps(item) for item in value])
+                yield Axis(key, [dump_toml(item) for item in value])
             case {"low": int() | float() as low, "high": int() | float() as high, "scale": str(scale)}:
                 yield Axis(key, [], _parse_interval(f"{file}: {key}", low, high, scale))
             case str() if RANGE.fullmatch(value) or INTERVAL.fullmatch(value):
                 yield _parse_axis(f"{key}={value}")
             case _:
-                yield Axis(key, [dumps(value)])
+                yield Axis(key, [dump_toml(value)])
 
 
 def _flatten_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -274,7 +274,7 @@ def make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]
     short = [key.rpartition(".")[2] for key in keys]
     labels = [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
     words = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-    name = ",".join(f"{label}={_shorten_for_file_name(word)}" for label, word in zip(labels, words, strict=True))
+    name = ",".join(f"{label}={_format_value_for_file_name(word)}" for label, word in zip(labels, words, strict=True))
     if len(name) > MAX_NAME_LENGTH:
         raise UserError(
             f"the name of the point {name[:40]}... is too long for a folder; write overlays with --overlay", 2
@@ -282,10 +282,10 @@ def make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]
     return Point(name, [*common, *words])
 
 
-def _shorten_for_file_name(word: str) -> str:
+def _format_value_for_file_name(word: str) -> str:
     """Return the value in `key=value` for a file name; equal values, like 1e-3 and 0.001, give the same text."""
     value = read_overrides([word])
     while isinstance(value, dict) and len(value) == 1:
         [value] = value.values()
-    text = value if isinstance(value, str) else dumps(value)
+    text = value if isinstance(value, str) else dump_toml(value)
     return re.sub(r"[^\w.+-]+", "_", text)

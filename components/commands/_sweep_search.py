@@ -13,8 +13,15 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.commands._sweep_points import Axis, AxisInterval, Point, draw_points, format_number, make_point
-from drawloom.components.data.sources.files import import_package
+from drawloom.components.commands._sweep_points import (
+    Axis,
+    AxisInterval,
+    Point,
+    format_number,
+    make_point,
+    sample_random_points,
+)
+from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.report.events import read_log
 from drawloom.components.report.metrics import read_metrics
 from drawloom.components.report.run_table import determine_run_state
@@ -46,15 +53,15 @@ class SweepSearch:
 
     def read_points(self) -> list[Point]:
         """Return the points chosen so far. Raises UserError for a search over other axes, or for an invalid file."""
-        return [self._make_point(values) for values in self._read_values()]
+        return [self._make_point(values) for values in self._read_chosen_values()]
 
-    def choose_point(self) -> Point:
+    def choose_and_record_point(self) -> Point:
         """Choose a point that differs from all others, and add it to the file. Raises UserError if there is none."""
-        known = self._read_values()
+        known = self._read_chosen_values()
         names = {self._make_point(values).name for values in known}
         point = self._make_point(values := self._suggest_values(known))
         if point.name in names:  # lists of values repeat themselves
-            drawn = draw_points(self.axes, self.common, len(names) + 1, self.seed)
+            drawn = sample_random_points(self.axes, self.common, len(names) + 1, self.seed)
             point = next(point for point in drawn if point.name not in names)
             values = [word.partition("=")[2] for word in point.words[len(self.common) :]]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +71,7 @@ class SweepSearch:
 
     def _suggest_values(self, known: Sequence[Sequence[str]]) -> list[str]:
         """Return the values that TPE suggests after the known points; a point without a result counts as bad."""
-        optuna = import_package("optuna", "pip install 'drawloom[search]'")
+        optuna = import_optional_package("optuna", "pip install 'drawloom[search]'")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         distributions = {axis.key: _make_distribution(optuna, axis) for axis in self.axes}
         with warnings.catch_warnings():
@@ -75,8 +82,10 @@ class SweepSearch:
         for values in known:
             if any(not _contains_value(axis, value) for axis, value in zip(self.axes, values, strict=True)):
                 continue  # of an axis that had other values
-            params = {axis.key: _read_value(axis, value) for axis, value in zip(self.axes, values, strict=True)}
-            loss = self._read_loss(self._make_point(values))
+            params = {
+                axis.key: _parse_value_for_optuna(axis, value) for axis, value in zip(self.axes, values, strict=True)
+            }
+            loss = self._read_smallest_metric_if_finished(self._make_point(values))
             state = states.RUNNING if loss is None else states.COMPLETE
             study.add_trial(
                 optuna.trial.create_trial(state=state, params=params, distributions=distributions, value=loss)
@@ -84,7 +93,7 @@ class SweepSearch:
         suggested = study.ask(distributions).params
         return [format_number(suggested[axis.key]) if axis.interval else suggested[axis.key] for axis in self.axes]
 
-    def _read_loss(self, point: Point) -> float | None:
+    def _read_smallest_metric_if_finished(self, point: Point) -> float | None:
         """Return a finished run's smallest value of the metric, else None. Raises UserError if it has no value."""
         run = self.folder / point.name
         if not run.is_dir() or determine_run_state(run, read_log(run)) != "finished":
@@ -95,7 +104,7 @@ class SweepSearch:
             raise UserError(f"--metric {self.metric}: {run} does not have it; write one of {names}", 2)
         return smallest[0]
 
-    def _read_values(self) -> list[list[str]]:
+    def _read_chosen_values(self) -> list[list[str]]:
         """Return the points' values in the file, in the axes' order."""
         path, keys = self.folder / FILE, [axis.key for axis in self.axes]
         try:
@@ -130,7 +139,7 @@ def _contains_value(axis: Axis, text: str) -> bool:
     return abs(_clamp(axis.interval, float(text)) - float(text)) <= 1e-3 * abs(float(text))
 
 
-def _read_value(axis: Axis, text: str) -> str | float:
+def _parse_value_for_optuna(axis: Axis, text: str) -> str | float:
     """Return a value as Optuna's distribution has it."""
     return text if axis.interval is None else _clamp(axis.interval, float(text))
 

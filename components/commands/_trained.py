@@ -34,14 +34,14 @@ RUN_HELP = "such as runs/first_run, or the URL of its mirror, such as s3://bucke
 
 def add_run_arguments(parser: argparse.ArgumentParser, help: str = RUN_HELP) -> None:
     """Add arguments for the run folder and its checkpoint."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=parse_run_location, help=help)
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=parse_run_folder_or_mirror_url, help=help)
     parser.add_argument("--average", action="store_true", help="use the averaged weights of phases.ema")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="use the checkpoint after this step (default: newest)")
     which.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
 
 
-def parse_run_location(text: str) -> Path | str:
+def parse_run_folder_or_mirror_url(text: str) -> Path | str:
     """Return the path of a run folder, or the URL of a mirror."""
     return text if "://" in text else Path(text)
 
@@ -128,7 +128,7 @@ def _load_checkpoint_and_recipe(
 ) -> _LoadedRun:
     """Load the chosen checkpoint's recipe, and the state of the first port's node."""
     folder = options.run_folder
-    while (checkpoint := _choose_checkpoint(options)) is not None:
+    while (checkpoint := _choose_checkpoint_if_any(options)) is not None:
         try:
             recipe = _load_recipe_for_one_process(project, checkpoint / LOCK, folder / FILES)
             recipe = change(recipe) if change else recipe
@@ -165,7 +165,7 @@ def _load_averaged_weights(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
     return {name: parts["average"] for name, parts in state.items()}
 
 
-def _choose_checkpoint(options: argparse.Namespace) -> Path | None:
+def _choose_checkpoint_if_any(options: argparse.Namespace) -> Path | None:
     """Return the requested checkpoint, or None if the run has none. Raises UserError if no checkpoint matches."""
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if options.step is not None and checkpoints:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from drawloom.components.commands._curve_text import draw_curves
-from drawloom.components.commands._options import convert_write_errors, parse_output_path
+from drawloom.components.commands._options import convert_write_errors, parse_writable_path
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import Drawings, RunRecord, read_run_record, unique_run_names
+from drawloom.components.report.run_record import Drawings, RunRecord, make_unique_run_names, read_run_record
 from drawloom.components.report.run_table import find_run_folders
-from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, group_runs_by_settings, last_common_step
+from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, find_last_common_step, group_runs_by_settings
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, internal, output, output_class
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help=help)
     help = "metric to compare; may be repeated (default: loss and validation_loss)"
     parser.add_argument("--metric", action="append", metavar="NAME", help=help)
-    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help="also write an HTML page with all curves")
+    parser.add_argument(
+        "--to", type=parse_writable_path, metavar="FILE", help="also write an HTML page with all curves"
+    )
 
 
 @output_class
@@ -97,7 +99,7 @@ def main(options: argparse.Namespace, project: Project) -> CompareResult:
     runs = _read_runs(options.folders)
     groups = group_runs_by_settings(runs)
     asked = options.metric or METRICS
-    ends = {name: step for name in asked if (step := last_common_step(groups, name)) is not None}
+    ends = {name: step for name in asked if (step := find_last_common_step(groups, name)) is not None}
     if unknown := [name for name in options.metric or () if name not in ends]:
         known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
         raise UserError(f"--metric {unknown[0]}: no step has this metric in all runs; they have {', '.join(known)}", 2)
@@ -120,7 +122,9 @@ def _read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     paths = list(dict.fromkeys(path for folder in folders for path in find_run_folders(folder)))
     if len(paths) < 2:
         raise UserError(f"{' '.join(map(str, folders))}: {len(paths)} runs; give two runs or more to compare", 2)
-    return [read_run_record(path, name, Drawings()) for path, name in zip(paths, unique_run_names(paths), strict=True)]
+    return [
+        read_run_record(path, name, Drawings()) for path, name in zip(paths, make_unique_run_names(paths), strict=True)
+    ]
 
 
 def _compare_at_last_steps(group: SeedGroup, last_common_steps: Mapping[str, int]) -> ComparedGroup:

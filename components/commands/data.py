@@ -13,7 +13,7 @@ from drawloom.components.commands._data_show import (
     read_row,
     summarize_splits,
 )
-from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._options import make_integer_parser
 from drawloom.components.commands._recipes import add_overlay_option, find_only_node
 from drawloom.components.data.store.store import Store
 from drawloom.components.ports.corpus import Tokenizer
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overlay_option(parser)
     parser.add_argument(
         "--row",
-        type=integer_parser(0),
+        type=make_integer_parser(0),
         action="append",
         default=[],
         metavar="N",

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
+from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
 from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import split_files_into_parts
@@ -18,7 +18,7 @@ from drawloom.components.ports.model import HiddenStates, Model, TokenContext
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project
 
 POOLS: dict[str, Callable[[int], slice]] = {
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: text, JSON lines, Parquet, Arrow")
     parser.add_argument(
         "--to",
-        type=parse_output_path,
+        type=parse_writable_path,
         metavar="FILE",
         required=True,
         help="safetensors file to write; it must not exist",
@@ -56,10 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
     parser.add_argument(
-        "--context", type=integer_parser(), default=1024, metavar="N", help="first tokens of a document (default: 1024)"
+        "--context",
+        type=make_integer_parser(),
+        default=1024,
+        metavar="N",
+        help="first tokens of a document (default: 1024)",
     )
     parser.add_argument(
-        "--rows", type=integer_parser(), default=8, metavar="N", help="documents per batch (default: 8)"
+        "--rows", type=make_integer_parser(), default=8, metavar="N", help="documents per batch (default: 8)"
     )
 
 
@@ -97,7 +101,7 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
     if not pooled:
         raise UserError(f"{' '.join(options.paths)}: the files contain no document; name other files", 2)
     if empty:
-        print_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
+        print_escaped_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
     states = torch.cat(pooled)
     with convert_write_errors(options.to):
         write_safetensors_file(options.to, {"hidden_states": states})

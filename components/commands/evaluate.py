@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._options import make_integer_parser
 from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
@@ -23,7 +23,7 @@ from drawloom.components.ports.data import (
     require_token_batch,
     uses_document_pairs,
 )
-from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, make_state_of_batches, sum_losses
+from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, create_step_state, sum_losses_and_weights
 from drawloom.components.ports.rollouts import Reward, RewardEvaluation, Rollouts
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
@@ -42,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "measure the documents in these text, JSON-lines, Parquet or Arrow files (default: the validation rows)"
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
     help = "with --corpus: tokens by which the window moves over documents longer than a row (default: half a row)"
-    parser.add_argument("--stride", type=integer_parser(), metavar="N", help=help)
+    parser.add_argument("--stride", type=make_integer_parser(), metavar="N", help=help)
     help = "complete the validation prompts, and measure the rewards of the completions"
     parser.add_argument("--generate", action="store_true", help=help)
     help = "with --generate: completions of each prompt (default: the recipe's)"
-    parser.add_argument("--samples", type=integer_parser(), metavar="N", help=help)
+    parser.add_argument("--samples", type=make_integer_parser(), metavar="N", help=help)
 
 
 @output_class
@@ -115,7 +115,7 @@ def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateR
     """Complete all validation prompts, and return the mean rewards."""
     if options.corpus:
         raise UserError("--generate completes the prompts of the run; leave --corpus out", 2)
-    change = partial(_set_completion_count, samples=options.samples)
+    change = partial(_sample_from_stages_and_set_count, samples=options.samples)
     ports = (RewardEvaluation, PackedDataset, Batching)
     with open_trained_run(project, options, *ports, every=Reward, change=change) as (run, step):
         rows, size = run.get(PackedDataset), run.get(Batching).micro_size
@@ -128,7 +128,7 @@ def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateR
     return EvaluateRewardsResult(options.run_folder, step, **attrs.asdict(means))
 
 
-def _set_completion_count(recipe: Recipe, samples: int | None) -> Recipe:
+def _sample_from_stages_and_set_count(recipe: Recipe, samples: int | None) -> Recipe:
     """
     Sample from the stages instead of a server, and set the completion count per prompt.
 
@@ -151,9 +151,9 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
     rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_byte_counts()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
     for batches in _load_microbatch_lists(rows, split, run.get(Batching).micro_size):
-        state = make_state_of_batches(batches)
+        state = create_step_state(batches)
         run.get(Executor).evaluate(state)
-        sums = [float(number) for number in sum_losses(state)]
+        sums = [float(number) for number in sum_losses_and_weights(state)]
         total, weight = total + sums[0], weight + sums[1]
         named = state[LOSSES]["sums"]
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan

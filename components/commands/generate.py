@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.commands._options import integer_parser, parse_temperature
+from drawloom.components.commands._options import make_integer_parser, parse_temperature
 from drawloom.components.commands._trained import add_run_arguments, open_trained_run_or_model_folder
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
@@ -18,10 +18,10 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.pipeline import Predictor
-from drawloom.components.sampling.generate import Sampler, stream_text
+from drawloom.components.sampling.generate import Sampler, stream_decoded_text
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project
 from drawloom.graph.runtime.container import Container
 
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system prompt")
     parser.add_argument("--template", type=Path, metavar="FILE", help="with --chat: a template (default: the folder's)")
     help = f"most tokens to sample (default: {TEXT_TOKENS}; with --chat, {CHAT_TOKENS} for an answer)"
-    parser.add_argument("--tokens", type=integer_parser(), metavar="N", help=help)
+    parser.add_argument("--tokens", type=make_integer_parser(), metavar="N", help=help)
     help = f"most tokens the model sees (default: {TEXT_CONTEXT}; with --chat the model's, up to {CHAT_CONTEXT})"
-    parser.add_argument("--context", type=integer_parser(), metavar="N", help=help)
+    parser.add_argument("--context", type=make_integer_parser(), metavar="N", help=help)
     parser.add_argument(
         "--temperature",
         type=parse_temperature,
@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sampling temperature; 0 is greedy (default: 0.8)",
     )
     parser.add_argument(
-        "--top-k", type=integer_parser(), metavar="K", help="sample only from the K most likely tokens (default: all)"
+        "--top-k",
+        type=make_integer_parser(),
+        metavar="K",
+        help="sample only from the K most likely tokens (default: all)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for sampling (default: 0)")
 
@@ -96,7 +99,7 @@ def main(options: argparse.Namespace, project: Project) -> GenerateResult | Chat
         raise UserError("--system and --template are for conversations; add --chat", 2)
     with open_trained_run_or_model_folder(project, options, Predictor, Tokenizer, Mesh, LanguageModel) as (run, step):
         if options.chat:
-            return ChatResult(step, _print_answers(run, options))
+            return ChatResult(step, _run_chat(run, options))
         return GenerateResult(step, options.prompt, _print_continuation(run, options))
 
 
@@ -106,13 +109,13 @@ def _print_continuation(run: Container, options: argparse.Namespace) -> str:
     sampler = _make_sampler(run, options, context=context, ends=frozenset({tokenizer.eos_id}))
     # An empty prompt starts like a document: after the end of the previous one.
     prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.eos_id]
-    pieces = stream_text(tokenizer, sampler.sample_continuation(prompt, options.tokens or TEXT_TOKENS))
+    pieces = stream_decoded_text(tokenizer, sampler.sample_continuation(prompt, options.tokens or TEXT_TOKENS))
     first = next(pieces, "")  # an error is raised before anything is printed
-    print_text(options.prompt, end="")
+    print_escaped_text(options.prompt, end="")
     return _print_pieces(chain([first], pieces))
 
 
-def _print_answers(run: Container, options: argparse.Namespace) -> list[ChatMessage]:
+def _run_chat(run: Container, options: argparse.Namespace) -> list[ChatMessage]:
     """Answer the user's messages, and return the conversation."""
     tokenizer = run.get(Tokenizer)
     today = date.today().isoformat()
@@ -124,7 +127,7 @@ def _print_answers(run: Container, options: argparse.Namespace) -> list[ChatMess
         messages: list[ChatMessage] = []
         for text in _read_messages(options.prompt):
             messages.append(ChatMessage("user", text))
-            prompt = prompts.encode_messages(
+            prompt = prompts.encode_messages_as_prompt(
                 [{"role": message.role, "content": message.content} for message in messages]
             ).tolist()
             messages.append(ChatMessage("assistant", _print_answer(tokenizer, sampler, prompt, options.tokens)))
@@ -146,9 +149,9 @@ def _print_answer(tokenizer: Tokenizer, sampler: Sampler, prompt: Sequence[int],
             ids.append(token)
             yield token
 
-    answer = _print_pieces(stream_text(tokenizer, iterate_sampled_ids()))
+    answer = _print_pieces(stream_decoded_text(tokenizer, iterate_sampled_ids()))
     if len(ids) == tokens:
-        print_text(f"(the answer is cut after {tokens} tokens)", "stderr")
+        print_escaped_text(f"(the answer is cut after {tokens} tokens)", "stderr")
     return answer
 
 
@@ -159,7 +162,7 @@ def _read_messages(prompt: str | None) -> Iterator[str]:
         return
     while True:
         if sys.stdin.isatty():
-            print_text("> ", "stderr", end="")
+            print_escaped_text("> ", "stderr", end="")
         if not (line := sys.stdin.readline()):
             return
         if text := line.strip():
@@ -170,9 +173,9 @@ def _print_pieces(pieces: Iterable[str]) -> str:
     """Print a text's pieces as they come, and a line end; return the text."""
     text = ""
     for piece in pieces:
-        print_text(piece, end="")
+        print_escaped_text(piece, end="")
         text += piece
-    print_text("")
+    print_escaped_text("")
     return text
 
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drawloom.components.commands._ladder_plot import Panel, draw_panels
+from drawloom.components.commands._ladder_plot import Panel, draw_svg_panels
 from drawloom.components.commands._ladder_sizes import Dimension, Values, format_overlay, make_scaled_model_overlay
 from drawloom.components.commands._options import (
     convert_write_errors,
-    integer_parser,
+    make_integer_parser,
     parse_positive_integers,
     parse_positive_number,
 )
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parametrization", choices=("mup", "completep", "standard"), default="mup", help="default: mup"
     )
     parser.add_argument(
-        "--steps", type=integer_parser(), default=8, metavar="N", help="steps of every size (default 8)"
+        "--steps", type=make_integer_parser(), default=8, metavar="N", help="steps of every size (default 8)"
     )
     parser.add_argument("--lr", type=_parse_rates, default=[], metavar="X,X", help="also compare these learning rates")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="write an overlay per size, such as x4.toml")
@@ -96,7 +96,7 @@ class LadderResult(Result):
 
     def render(self, format: str) -> str:
         """Return tables of outputs, losses and learning rates by size, or a picture."""
-        return self._draw() if format == "svg" else "\n".join(self._format_tables())
+        return self._draw_svg() if format == "svg" else "\n".join(self._format_tables())
 
     def _format_tables(self) -> Iterator[str]:
         """Yield the tables with their titles."""
@@ -126,7 +126,7 @@ class LadderResult(Result):
             interval = f"95% interval {fit.exponent_low:+.4f} to {fit.exponent_high:+.4f}"
             yield f"loss = {fit.coefficient:.4g} * flops ** {fit.exponent:+.4f}, {interval}"
 
-    def _draw(self) -> str:
+    def _draw_svg(self) -> str:
         """Draw the coordinate check and the losses by compute as SVG."""
         outputs = {layer: [(rung.multiple, rung.rms[layer]) for rung in self.rungs] for layer in self.slopes}
         panels = [Panel("root mean square of outputs, by layer", f"{self.dimension}, multiple", outputs)]
@@ -139,7 +139,7 @@ class LadderResult(Result):
             interval = f"{self.fit.exponent_low:+.3f} to {self.fit.exponent_high:+.3f}"
             title = f"loss, exponent {self.fit.exponent:+.3f} (95%: {interval})"
             panels.append(Panel(title, "flops", losses, frozenset({"fit"})))
-        return draw_panels(self._title, panels)
+        return draw_svg_panels(self._title, panels)
 
     @property
     def _title(self) -> str:
@@ -193,7 +193,7 @@ def _train_and_measure_rung(
         rms = {LAST_LAYER: rms[max(rms, key=int)]}
     losses = {rate: _train_and_measure_final_loss(recipe, steps, rate) for rate in rates}
     best = min(losses, key=lambda rate: losses[rate]) if losses else None
-    loss = _average_last_quarter(columns) if best is None else losses[best]
+    loss = _average_loss_of_last_quarter(columns) if best is None else losses[best]
     return LadderRung(
         multiple=multiple,
         rms=rms,
@@ -231,10 +231,10 @@ def _train_and_measure_final_loss(recipe: Recipe, steps: int, rate: float) -> fl
     names = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1:
         raise UserError(f"--lr: the recipe has {len(names)} optimizers like optim.adamw; write one", 2)
-    return _average_last_quarter(_train_and_read_metrics_and_flops(recipe, steps, {names[0]: {"lr": rate}})[0])
+    return _average_loss_of_last_quarter(_train_and_read_metrics_and_flops(recipe, steps, {names[0]: {"lr": rate}})[0])
 
 
-def _average_last_quarter(columns: Mapping[str, Column]) -> float:
+def _average_loss_of_last_quarter(columns: Mapping[str, Column]) -> float:
     """Return the mean loss over the last quarter."""
     losses = columns["loss"].values
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])

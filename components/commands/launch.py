@@ -27,19 +27,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._options import make_integer_parser
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.distributed.generations import CURRENT, Generation
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
     connect_to_launch_store,
-    shorten_name_lookups,
+    shorten_dns_retry_timeout,
 )
 from drawloom.components.distributed.torchrun import CONTINUES, SPARES
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project
 
 # These loggers print several lines per failure and signal, and report a rendezvous that another machine has ended.
@@ -56,20 +56,20 @@ SHUTDOWN_SECONDS = 30 * 24 * 3600
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument(
-        "--nproc-per-node", type=integer_parser(), required=True, metavar="N", help="processes per machine"
+        "--nproc-per-node", type=make_integer_parser(), required=True, metavar="N", help="processes per machine"
     )
-    parser.add_argument("--nnodes", type=integer_parser(), default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument("--nnodes", type=make_integer_parser(), default=1, metavar="N", help="machines (default: 1)")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address for all machines to meet, on one of them")
     parser.add_argument(
         "--max-restarts",
-        type=integer_parser(0),
+        type=make_integer_parser(0),
         default=0,
         metavar="N",
         help="restarts after failures, of all processes, or of lost ones if the run survives losses (default: 0)",
     )
     parser.add_argument(
         "--spares",
-        type=integer_parser(0),
+        type=make_integer_parser(0),
         default=0,
         metavar="N",
         help="hot spares per machine: processes waiting to replace lost ones (processes.on_failure; default: 0)",
@@ -161,7 +161,7 @@ class Agent(LocalElasticAgent):
         workers: Any = self._pcontext
         for slot, handler in workers.subprocess_handlers.items():
             allowed = self._replaced < worker_group.spec.max_restarts
-            if handler.proc.poll() and allowed and not self._has_failed(worker_group):
+            if handler.proc.poll() and allowed and not self._has_failed_or_lost_store(worker_group):
                 self._replaced += 1
                 self._start_process(worker_group, slot)
 
@@ -173,7 +173,7 @@ class Agent(LocalElasticAgent):
         handler.proc = subprocess.Popen(handler.proc.args, env=environment, start_new_session=True)
         worker_group.workers[slot].id = handler.proc.pid
 
-    def _has_failed(self, worker_group: WorkerGroup) -> bool:
+    def _has_failed_or_lost_store(self, worker_group: WorkerGroup) -> bool:
         """Return whether the run ends because of a failure, or its store does not answer."""
 
         def query_store() -> bool:
@@ -209,7 +209,7 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
         raise UserError("--nnodes: several machines need --rdzv-endpoint HOST:PORT, the same on each of them", 2)
     if options.spares and options.nnodes * options.nproc_per_node == 1:
         raise UserError("--spares: a run needs two processes or more to survive a loss; write --nproc-per-node 2", 2)
-    shorten_name_lookups()
+    shorten_dns_retry_timeout()
     os.environ.setdefault(THREADS, str(count_threads_per_process(options.nproc_per_node)))
     os.environ[SPARES] = str(options.spares)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
@@ -253,7 +253,9 @@ def print_failure_and_get_exit_code(error: ChildFailedError) -> int:
     failures = error.failures.values()
     if not any(_has_written_error_file(failure) or failure.exitcode in STOPPED_CODES for failure in failures):
         signalled = f"was ended by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else ""
-        print_text(f"rank {rank} (process {first.pid}) {signalled or f'ended with code {first.exitcode}'}", "stderr")
+        print_escaped_text(
+            f"rank {rank} (process {first.pid}) {signalled or f'ended with code {first.exitcode}'}", "stderr"
+        )
     return STOPPED - first.exitcode if first.exitcode < 0 else first.exitcode
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
+from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
 from drawloom.components.commands._trained import add_run_arguments, open_trained_run
-from drawloom.components.data.sources.files import import_package
+from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
@@ -30,16 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also use the tasks in this folder, in YAML; may be repeated",
     )
     parser.add_argument(
-        "--fewshot", type=integer_parser(0), metavar="N", help="examples before each question (default: the task's)"
+        "--fewshot",
+        type=make_integer_parser(0),
+        metavar="N",
+        help="examples before each question (default: the task's)",
     )
     parser.add_argument(
-        "--limit", type=integer_parser(), metavar="N", help="ask only the first N questions of each task"
+        "--limit", type=make_integer_parser(), metavar="N", help="ask only the first N questions of each task"
     )
     parser.add_argument(
-        "--context", type=integer_parser(), default=1024, metavar="N", help="most tokens the model sees (default: 1024)"
+        "--context",
+        type=make_integer_parser(),
+        default=1024,
+        metavar="N",
+        help="most tokens the model sees (default: 1024)",
     )
-    parser.add_argument("--rows", type=integer_parser(), default=8, metavar="N", help="texts per batch (default: 8)")
-    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help="write all results to this file, as JSON")
+    parser.add_argument(
+        "--rows", type=make_integer_parser(), default=8, metavar="N", help="texts per batch (default: 8)"
+    )
+    parser.add_argument(
+        "--to", type=parse_writable_path, metavar="FILE", help="write all results to this file, as JSON"
+    )
 
 
 @output_class
@@ -59,7 +70,7 @@ class LmEvalResult(Result):
 
 def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
     """Evaluate the run on every task."""
-    harness = import_package("lm_eval", "pip install 'drawloom[lm-eval]'")
+    harness = import_optional_package("lm_eval", "pip install 'drawloom[lm-eval]'")
     from lm_eval.tasks import TaskManager
 
     from drawloom.components.commands._lm_eval_model import RunModel

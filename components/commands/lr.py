@@ -141,10 +141,10 @@ class LrResult(Result):
 def main(options: argparse.Namespace, project: Project) -> LrResult:
     """Return the curves."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    return LrResult(options.recipe, {curve.name: curve.points for curve in _compute_schedule_curves(recipe)})
+    return LrResult(options.recipe, {curve.name: curve.points for curve in _compute_lr_and_batch_size_curves(recipe)})
 
 
-def _compute_schedule_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
+def _compute_lr_and_batch_size_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
     """Yield one learning-rate curve per optimizer, and the batch size in rows if it changes."""
     graph, root = recipe.graph, recipe.project.root
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:
@@ -170,7 +170,8 @@ def _compute_schedule_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
         )
     for name in sizes:
         rows = [
-            (step, float(built[name].first_position(step + 1) - built[name].first_position(step))) for step in steps
+            (step, float(built[name].first_row_position(step + 1) - built[name].first_row_position(step)))
+            for step in steps
         ]
         if len({size for _, size in rows}) > 1:
             yield ScheduleCurve(f"rows in a step of [{name}]", rows)

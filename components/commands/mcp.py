@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from drawloom.components.data.sources.files import import_package
+from drawloom.components.data.sources.files import import_optional_package
 from drawloom.graph.cli.main import format_command_help, read_result_schema
 from drawloom.graph.project import Project
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, project: Project) -> None:
     """Serve until stdin is closed."""
-    import_package("mcp", "pip install 'drawloom[mcp]'")
+    import_optional_package("mcp", "pip install 'drawloom[mcp]'")
     asyncio.run(_serve(project, options.imports))
 
 

@@ -10,7 +10,7 @@ from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.layers import Leaf
-from drawloom.graph.toml.emit import dump_key, dumps
+from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
 
@@ -57,10 +57,12 @@ def main(options: argparse.Namespace, project: Project) -> NewResult:
     path = Path(f"{options.name.removesuffix('.toml')}.toml")
     recipe = Recipe.load(options.base, project=project)
     # The check also refuses invalid names of runs.
-    recipe.with_values({"run": {"name": path.stem}}).check(elsewhere=True)
+    recipe.with_values({"run": {"name": path.stem}}).check(skip_machine_checks=True)
     is_file = options.base.endswith(".toml")
     extends = os.path.relpath(options.base, path.parent) if is_file else options.base
-    head = HEAD.format(path=path, base=options.base, name=path.stem, extends=dumps(extends), quoted=dumps(path.stem))
+    head = HEAD.format(
+        path=path, base=options.base, name=path.stem, extends=dump_toml(extends), quoted=dump_toml(path.stem)
+    )
     text = "\n".join([head, *_format_nodes_as_comments(recipe.graph)])
     try:
         file = path.open("x", encoding="utf-8")
@@ -73,7 +75,9 @@ def main(options: argparse.Namespace, project: Project) -> NewResult:
             file.write(text)
     except OSError as error:
         path.unlink()  # so that the user can repeat the command
-        raise UserError(f"{path}: {error.strerror}") from error
+        raise UserError(
+            f"{path}: {error.strerror}; free space or write another folder, and repeat the command"
+        ) from error
     return NewResult(path, options.base)
 
 
@@ -81,14 +85,14 @@ def _format_nodes_as_comments(graph: Graph) -> Iterator[str]:
     """Yield the variables, and every node with the settings that the recipe or its bases set, as comments."""
     if graph.recipe.vars:
         yield "# [vars]"
-        yield from (f"# {dump_key(key)} = {dumps(leaf.value)}" for key, leaf in graph.recipe.vars.items())
+        yield from (f"# {dump_key(key)} = {dump_toml(leaf.value)}" for key, leaf in graph.recipe.vars.items())
         yield ""
     # The recipe's own tables come first, then the tables of its bases.
     for node in sorted(graph.nodes.values(), key=lambda node: -graph.recipe.layers.index(node.table.layer)):
         lines = [] if node.owner or node.name == "run" else list(_comment_out_settings(node))
         if lines or node.name in CHOSEN:
             yield f"# [{'.'.join(map(dump_key, node.name.split('.')))}]"
-            yield from [f"# use = {dumps(node.spec.use)}", *lines, ""]
+            yield from [f"# use = {dump_toml(node.spec.use)}", *lines, ""]
 
 
 def _comment_out_settings(node: Node) -> Iterator[str]:
@@ -98,4 +102,4 @@ def _comment_out_settings(node: Node) -> Iterator[str]:
         if field is not None and field.kind == "setting":
             value = item.value if isinstance(item, Leaf) else serialize_value(node.settings[key])
             doc = f"  # {field.doc}" if field.doc else ""
-            yield f"# {dump_key(key)} = {dumps(value)}{doc}"
+            yield f"# {dump_key(key)} = {dump_toml(value)}{doc}"

@@ -1,10 +1,9 @@
 """plan a run without a GPU or data: memory per rank, time per step, tokens per second"""
 
 import argparse
-import math
 import re
 
-from drawloom.components.commands._options import convert_write_errors, parse_output_path
+from drawloom.components.commands._options import convert_write_errors, parse_positive_number, parse_writable_path
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
@@ -13,14 +12,14 @@ from drawloom.components.planning.calibrate import (
     load_local_device_model,
     measure_and_save_calibration,
 )
-from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
+from drawloom.components.planning.checkpoint_interval import CheckpointInterval, propose_checkpoint_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import find_remedies
 from drawloom.components.planning.search import format_search_table, search_fastest_plans
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project, Recipe
 
 
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_overlay_option(parser)
     parser.add_argument(
-        "--ranks", type=_parse_count, metavar="N", help="processes (default: the fewest the mesh allows)"
+        "--ranks", type=_parse_positive_count, metavar="N", help="processes (default: the fewest the mesh allows)"
     )
     devices = "h100, h200, a100, b200, mi300x, cpu, or a TOML file (default: this machine's device)"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
@@ -40,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "with --ranks: list the ten fastest meshes with microbatches, schedule and recomputation"
     parser.add_argument("--search", action="store_true", help=help)
     help = "mean time between failures of one node, in hours; recommends how often to save"
-    parser.add_argument("--mtbf", type=_parse_positive_number, metavar="HOURS", help=help)
+    parser.add_argument("--mtbf", type=parse_positive_number, metavar="HOURS", help=help)
     help = "with --mtbf: seconds by which a save delays the run (default: estimated from its bytes)"
-    parser.add_argument("--save-seconds", type=_parse_positive_number, metavar="SECONDS", help=help)
+    parser.add_argument("--save-seconds", type=parse_positive_number, metavar="SECONDS", help=help)
     help = "with --search: write the fastest as an overlay to this file"
-    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help=help)
+    parser.add_argument("--to", type=parse_writable_path, metavar="FILE", help=help)
 
 
 def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchResult | CalibrationResult:
@@ -55,9 +54,9 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
             return calibration
         raise UserError("plan takes a recipe, or --calibrate", 2)
     if calibration:
-        print_text(calibration.render("text"))
+        print_escaped_text(calibration.render("text"))
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    recipe.check(elsewhere=True)
+    recipe.check(skip_machine_checks=True)
     device = find_device_model(options.device) if options.device else load_local_device_model()
     if options.search:
         return _search_plans(options, recipe, device)
@@ -74,13 +73,15 @@ def _calibrate_device() -> CalibrationResult:
     return CalibrationResult(path, path.read_text("utf-8"))
 
 
-def _propose_checkpoint_interval(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
+def _propose_checkpoint_interval(
+    options: argparse.Namespace, recipe: Recipe, planned: Plan
+) -> CheckpointInterval | None:
     """Return the checkpoint interval, or None without --mtbf."""
     if options.mtbf is None:
         if options.save_seconds is not None:
             raise UserError("--save-seconds needs the time between failures; write --mtbf HOURS", 2)
         return None
-    return propose_interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
+    return propose_checkpoint_interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
 
 
 def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> SearchResult:
@@ -93,25 +94,14 @@ def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceMod
         head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
         try:
             with convert_write_errors(overlay):
-                replace_file(overlay, f"{head}\n{choices[0].format_overlay}\n".encode())
+                replace_file(overlay, f"{head}\n{choices[0].overlay_toml}\n".encode())
         except UserError:
-            print_text(format_search_table(choices))
+            print_escaped_text(format_search_table(choices))
             raise
     return SearchResult.of(choices, overlay)
 
 
-def _parse_positive_number(text: str) -> float:
-    """Parse a finite number above 0. Raises ArgumentTypeError."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _parse_count(text: str) -> int:
+def _parse_positive_count(text: str) -> int:
     """Parse a positive integer below ten million. Raises ArgumentTypeError."""
     if not re.fullmatch(r"[0-9]{1,7}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer of at most seven digits")

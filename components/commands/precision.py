@@ -13,15 +13,15 @@ from torch import Tensor
 
 from drawloom.components.commands._options import (
     convert_write_errors,
-    integer_parser,
-    parse_output_path,
+    make_integer_parser,
     parse_positive_number,
+    parse_writable_path,
 )
 from drawloom.components.commands._recipes import add_overlay_option, find_only_node
 from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import Float8Layer
-from drawloom.components.ports.pipeline import Executor, make_state_of_batches, sum_losses
+from drawloom.components.ports.pipeline import Executor, create_step_state, sum_losses_and_weights
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
@@ -39,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe for one device: a path, or a shipped name")
     add_overlay_option(parser)
     parser.add_argument(
-        "--steps", type=integer_parser(0), default=20, metavar="N", help="training steps before measuring (default: 20)"
+        "--steps",
+        type=make_integer_parser(0),
+        default=20,
+        metavar="N",
+        help="training steps before measuring (default: 20)",
     )
     parser.add_argument(
         "--tolerance",
@@ -48,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="exclude layers whose error exceeds X times the median (default: 3)",
     )
-    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help="overlay to write (default: print it)")
+    parser.add_argument("--to", type=parse_writable_path, metavar="FILE", help="overlay to write (default: print it)")
 
 
 @output_class
@@ -70,8 +74,8 @@ def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     node = find_only_node(recipe.graph, Precision)
     float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
-    evidence = _measure_float8_effects(recipe.with_values({node: float8}), options.steps)
-    text = format_evidence_overlay(evidence, node, options.recipe, options.steps, options.tolerance)
+    effects = _measure_float8_effects(recipe.with_values({node: float8}), options.steps)
+    text = format_float8_overlay(effects, node, options.recipe, options.steps, options.tolerance)
     if options.to is not None:
         with convert_write_errors(options.to):
             replace_file(options.to, text.encode())
@@ -92,7 +96,7 @@ class Effect:
 
 
 @attrs.frozen
-class Evidence:
+class Float8Effects:
     """Effects of float8 in each layer alone and in all layers, and the loss and seconds of a pass without float8."""
 
     alone: Mapping[str, Effect]
@@ -106,24 +110,24 @@ class Evidence:
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
 
 
-def format_evidence_overlay(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> str:
+def format_float8_overlay(effects: Float8Effects, node: str, recipe: str, steps: int, tolerance: float) -> str:
     """Return an overlay for a precision's node, with the evidence as comments."""
-    return "\n".join([*_overlay_lines(evidence, node, recipe, steps, tolerance), ""])
+    return "\n".join([*_yield_overlay_lines(effects, node, recipe, steps, tolerance), ""])
 
 
-def _overlay_lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
+def _yield_overlay_lines(effects: Float8Effects, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
     """Yield the overlay: comments with the evidence, and the node's table with the excluded layers."""
-    together, excluded = evidence.together, evidence.find_layers_to_exclude(tolerance)
+    together, excluded = effects.together, effects.find_layers_to_exclude(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
-    yield f"# All layers: error of the gradient {together.error:.2%}, loss {evidence.loss:.4f} {together.loss:+.5f},"
-    yield f"# forward and backward {together.seconds:.3g} s instead of {evidence.seconds:.3g} s."
-    count = f"{len(excluded)} of {len(evidence.alone)} layers"
+    yield f"# All layers: error of the gradient {together.error:.2%}, loss {effects.loss:.4f} {together.loss:+.5f},"
+    yield f"# forward and backward {together.seconds:.3g} s instead of {effects.seconds:.3g} s."
+    count = f"{len(excluded)} of {len(effects.alone)} layers"
     yield f"# Excluded: {count}, those with more than {tolerance:g} times the median error."
     yield "#"
     yield "# error of the gradient, and change of the loss and of the time, with float8 in one layer alone, largest"
     yield "# error first; layers with one input, and whole feed-forward networks, save more time together:"
-    for name, effect in sorted(evidence.alone.items(), key=lambda item: -item[1].error):
-        yield f"# {effect.error:8.3%} {effect.loss:+.6f} {1e3 * (effect.seconds - evidence.seconds):+8.3f} ms {name}"
+    for name, effect in sorted(effects.alone.items(), key=lambda item: -item[1].error):
+        yield f"# {effect.error:8.3%} {effect.loss:+.6f} {1e3 * (effect.seconds - effects.seconds):+8.3f} ms {name}"
     yield ""
     yield f"[{node}]"
     yield 'compute = "bfloat16"'
@@ -134,9 +138,9 @@ def _overlay_lines(evidence: Evidence, node: str, recipe: str, steps: int, toler
         yield "]"
 
 
-def _measure_float8_effects(recipe: Recipe, steps: int) -> Evidence:
+def _measure_float8_effects(recipe: Recipe, steps: int) -> Float8Effects:
     """Train for some steps in the compute dtype, and measure the effects on the next step's gradients."""
-    phases = _phases_up_to_update(recipe)
+    phases = _list_phases_through_update(recipe)
     names = [find_only_node(recipe.graph, port) for port in (Stages, Parameters, Executor)]
     with recipe.open([*names, *phases]) as objects:
         stages, parameters, executor = (objects[name] for name in names)
@@ -153,10 +157,10 @@ def _measure_float8_effects(recipe: Recipe, steps: int) -> Evidence:
             step = Step(index, steps + 1)
             for name in phases if index <= steps else phases[:1]:
                 objects[name].run_phase(step)
-        return _Probe(parameters, executor, step.state["batches"], layers).measure_evidence()
+        return _Probe(parameters, executor, step.state["batches"], layers).measure_layers_alone_and_together()
 
 
-def _phases_up_to_update(recipe: Recipe) -> list[str]:
+def _list_phases_through_update(recipe: Recipe) -> list[str]:
     """Return the names of the trainer's phases up to the update of the weights."""
     graph = recipe.graph
     graph.require_valid()
@@ -191,7 +195,7 @@ class _Probe:
     batches: Sequence[Batch]
     layers: Mapping[str, Float8Layer]
 
-    def measure_evidence(self) -> Evidence:
+    def measure_layers_alone_and_together(self) -> Float8Effects:
         """Measure no layer, all layers, and each layer alone."""
         self._run_pass_in_float8([])  # compiles and allocates
         loss, gradients, seconds = self._run_pass_in_float8([])
@@ -204,7 +208,9 @@ class _Probe:
         for layer in {_get_weight_shapes(layer): layer for layer in self.layers.values()}.values():
             measure_effect([layer])  # compiles the casts of its shape
         together = measure_effect([*self.layers.values()])
-        return Evidence({name: measure_effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
+        return Float8Effects(
+            {name: measure_effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds
+        )
 
     def _run_pass_in_float8(self, float8_layers: Sequence[Float8Layer]) -> _MeasuredPass:
         """Run and measure a pass with float8 in these layers."""
@@ -213,9 +219,9 @@ class _Probe:
             parameter.grad = None
         _switch_float8(float8_layers, True)
         begin = time.monotonic()
-        state = make_state_of_batches(self.batches)
-        self.executor.train(state)
-        loss, weight = sum_losses(state).tolist()  # waits for the device
+        state = create_step_state(self.batches)
+        self.executor.run_forward_and_backward(state)
+        loss, weight = sum_losses_and_weights(state).tolist()  # waits for the device
         seconds = time.monotonic() - begin
         _switch_float8(float8_layers, False)
         gradients = [torch.zeros_like(part) if part.grad is None else part.grad.detach() for part in parameters]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
+from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import RowPiece, build_batch
@@ -28,9 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe with loss.dpo: a path, or a shipped name")
     add_overlay_option(parser)
-    parser.add_argument("--to", type=parse_output_path, metavar="FILE", required=True, help="JSON-lines file to write")
     parser.add_argument(
-        "--pairs", type=integer_parser(), default=8, metavar="N", help="preference pairs per batch (default: 8)"
+        "--to", type=parse_writable_path, metavar="FILE", required=True, help="JSON-lines file to write"
+    )
+    parser.add_argument(
+        "--pairs", type=make_integer_parser(), default=8, metavar="N", help="preference pairs per batch (default: 8)"
     )
 
 
@@ -75,7 +77,7 @@ def _add_reference_logps(
     data: Preferences, executor: ProgramExecutor, lines_at_a_time: int
 ) -> Iterator[dict[str, Any]]:
     """Yield all data lines in order; pairs with added log-probabilities, computed for `lines_at_a_time` lines."""
-    lines = data.encode_lines()
+    lines = data.encode_trained_documents_by_line()
     while batch := [*islice(lines, lines_at_a_time)]:
         pairs = [pair for _, pair in batch if pair]
         sums = iter(_sum_logps_by_answer(data, executor, pairs).tolist() if pairs else [])

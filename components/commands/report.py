@@ -4,17 +4,17 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.commands._options import convert_write_errors, parse_output_path
+from drawloom.components.commands._options import convert_write_errors, parse_writable_path
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, read_run_record, unique_run_names
+from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, make_unique_run_names, read_run_record
 from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.exit_codes import format_problems
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="a run folder, such as runs/first_run"
     )
     help = f"file to write (default: {REPORT} in the run folder, or in the current folder for several runs)"
-    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help=help)
+    parser.add_argument("--to", type=parse_writable_path, metavar="FILE", help=help)
 
 
 @output_class
@@ -45,12 +45,12 @@ def main(options: argparse.Namespace, project: Project) -> ReportResult:
     """Write the report."""
     folders: list[Path] = list(dict.fromkeys(options.run_folders))
     if len(folders) > 1:
-        folders = [folder for folder in folders if _is_run_or_note_skip(folder)] or folders
+        folders = [folder for folder in folders if _is_run_or_print_skip(folder)] or folders
     for folder in folders:
         check_is_run(folder)
     runs = [
         read_run_record(folder, name, _draw_recipe(project, folder))
-        for folder, name in zip(folders, unique_run_names(folders), strict=True)
+        for folder, name in zip(folders, make_unique_run_names(folders), strict=True)
     ]
     target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
     content = render_page(runs).encode()
@@ -59,12 +59,12 @@ def main(options: argparse.Namespace, project: Project) -> ReportResult:
     return ReportResult(target, len(content), [run.name for run in runs])
 
 
-def _is_run_or_note_skip(folder: Path) -> bool:
+def _is_run_or_print_skip(folder: Path) -> bool:
     """Return whether a folder holds a run; if not, as after a failed start, print a note about the folder."""
     try:
         check_is_run(folder)
     except UserError as error:
-        print_text(f"left out: {error}", "stderr")
+        print_escaped_text(f"left out: {error}", "stderr")
         return False
     return True
 

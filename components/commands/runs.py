@@ -11,13 +11,13 @@ from drawloom.components.report.run_table import (
     COLUMNS,
     RunRow,
     State,
-    differing_setting_keys,
+    list_differing_setting_keys,
     read_run_rows,
     sort_run_rows,
 )
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import JSON, Result, output, output_class
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project
 
 MAX_SETTINGS_SHOWN = 6
@@ -57,7 +57,7 @@ def main(options: argparse.Namespace, project: Project) -> RunsResult:
     shown = [row for row in rows if options.state in (None, row.state)]
     for row in shown:
         if row.problem:
-            print_text(row.problem, "stderr")
+            print_escaped_text(row.problem, "stderr")
     return RunsResult(shown)
 
 
@@ -72,7 +72,7 @@ def format_run_table(rows: Sequence[RunRow]) -> str:
 
 def format_run_csv(rows: Sequence[RunRow]) -> str:
     """Return CSV with a column per differing setting."""
-    keys = differing_setting_keys(rows)
+    keys = list_differing_setting_keys(rows)
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*COLUMNS, *keys])

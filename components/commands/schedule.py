@@ -10,9 +10,9 @@ from typing import Any, ClassVar, get_args
 import attrs
 
 from drawloom.components.commands import _costs
-from drawloom.components.commands._options import integer_parser, parse_positive_integers
+from drawloom.components.commands._options import make_integer_parser, parse_positive_integers
 from drawloom.components.commands._recipes import Pipeline, add_overlay_option, read_mesh_sizes, require_microbatches
-from drawloom.components.parallel.data_shard import gathers_by_block
+from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.pipeline.from_csv import read_program_file
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import Sharding
@@ -23,7 +23,7 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, format_comparison, format_count
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
-from drawloom.components.planning.cost_sources import CostSource, Traced, Units
+from drawloom.components.planning.cost_sources import CostSource, TracedCosts, UnitCosts
 from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.components.ports.program import Program
 from drawloom.graph import Problem, RecipeError, UserError
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "microbatches per step (default: the recipe's); with --compare also several, such as 4,8"
     parser.add_argument("--microbatches", type=parse_positive_integers, metavar="N", help=help)
     parser.add_argument(
-        "--stages-per-rank", type=integer_parser(), metavar="N", help="stages per rank (default: the schedule's)"
+        "--stages-per-rank", type=make_integer_parser(), metavar="N", help="stages per rank (default: the schedule's)"
     )
     known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0,offload=0|plan|RUN_FOLDER"
     costs = (
@@ -125,7 +125,7 @@ class ScheduleResult(ScheduleData, Result):
     @classmethod
     def of(cls, summary: Summary) -> "ScheduleResult":
         """Make the result for a simulation's summary."""
-        return cls(**_schedule_data_fields(summary), summary=summary)
+        return cls(**_make_schedule_data_fields(summary), summary=summary)
 
     def render(self, format: str) -> str:
         """Return a timeline with a table, an SVG document, or a CSV file of torch.distributed.pipelining."""
@@ -153,7 +153,7 @@ class ComparisonResult(Result):
         return self.text
 
 
-def _schedule_data_fields(summary: Summary) -> dict[str, Any]:
+def _make_schedule_data_fields(summary: Summary) -> dict[str, Any]:
     """Return a simulation's fields for `ScheduleData`."""
     data = summary.as_data()
     sides = ("shard_actions", "transfers")
@@ -176,12 +176,12 @@ def main(options: argparse.Namespace, project: Project) -> ScheduleResult | Comp
                 f"--{name} {','.join(map(str, values))}: only --compare takes several values; add --compare", 2
             )
         setattr(options, name, values[0])
-    summary = _simulate_requested(options, project)
-    measured = None if options.run is None else _costs.read_run_trace(options.run, project).simulation
+    summary = _simulate_requested_schedule(options, project)
+    measured = None if options.run is None else _costs.read_last_traced_step(options.run, project).simulation
     return ScheduleResult.of(summary if measured is None else attrs.evolve(summary, measured=measured))
 
 
-def _simulate_requested(options: argparse.Namespace, project: Project) -> Summary:
+def _simulate_requested_schedule(options: argparse.Namespace, project: Project) -> Summary:
     """Simulate a recipe's schedule, a schedule by name, or a schedule from a file."""
     if not options.recipe:
         raise UserError("schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare", 2)
@@ -203,12 +203,12 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
     if near := _suggest_schedule(options.recipe, project):
         text = f"there is no recipe or schedule {options.recipe!r}; did you mean {near!r}"
         raise UserError(f"{text}, with --ranks 4 --microbatches 8?", 2)
-    recipe = _load_recipe(options, project)
+    recipe = _load_and_check_recipe(options, project)
     pipeline = Pipeline.of(recipe)
     _check_stages_per_rank(options, pipeline.use, pipeline.schedule, pipeline.ranks)
     size = Size(pipeline.ranks, require_microbatches(options.microbatches or pipeline.microbatches))
     source = _costs.make_cost_source(options, project, recipe)
-    sharding = _describe_parameter_sharding(recipe.graph) if isinstance(source, Units) else None
+    sharding = _describe_parameter_sharding(recipe.graph) if isinstance(source, UnitCosts) else None
     return _check_and_simulate_schedule(
         options,
         pipeline.use.removeprefix(FOLDER),
@@ -220,10 +220,10 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
     )
 
 
-def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
+def _load_and_check_recipe(options: argparse.Namespace, project: Project) -> Recipe:
     """Load and check the recipe; it may need another machine's devices."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    recipe.check(elsewhere=True)
+    recipe.check(skip_machine_checks=True)
     return recipe
 
 
@@ -259,7 +259,11 @@ def _compare_schedules(options: argparse.Namespace, project: Project) -> Compari
     """Simulate the named schedule and all schedules without required settings: one table per size."""
     if options.format in ("svg", "csv"):
         raise UserError(f"--format {options.format} shows only one schedule; leave --compare out", 2)
-    recipe = _load_recipe(options, project) if options.recipe and _names_a_recipe(options.recipe, project) else None
+    recipe = (
+        _load_and_check_recipe(options, project)
+        if options.recipe and _names_a_recipe(options.recipe, project)
+        else None
+    )
     if recipe is None and not options.ranks:
         raise UserError("--compare takes a recipe, or --ranks and --microbatches", 2)
     pipeline = None if recipe is None else Pipeline.of(recipe)
@@ -275,7 +279,7 @@ def _compare_schedules(options: argparse.Namespace, project: Project) -> Compari
         for size, rows in tables.items()
     ]
     schedules = [
-        ScheduleData(**_schedule_data_fields(summary)) for summaries in tables.values() for summary in summaries
+        ScheduleData(**_make_schedule_data_fields(summary)) for summaries in tables.values() for summary in summaries
     ]
     return ComparisonResult(schedules, "\n\n".join([*titled, LEGEND]))
 
@@ -327,7 +331,7 @@ def _open_schedule_by_name(
     """
     use, spec = _find_schedule_name_and_spec(project, name)
     try:
-        data: dict[str, Any] = {"use": use, **_costs.schedule_cost_settings(spec.fields, source, size.ranks)}
+        data: dict[str, Any] = {"use": use, **_costs.choose_cost_settings_of_schedule(spec.fields, source, size.ranks)}
     except UserError as error:
         raise _UnsuitableError(str(error), error.exit_code) from error
     if "stages_per_rank" in spec.fields and options.stages_per_rank:
@@ -395,16 +399,16 @@ def _check_and_simulate_schedule(
     if offloads:
         program = attrs.evolve(program, offloaded=frozenset(range(program.stages)))
     return _simulate_and_summarize(
-        options, name, program, source, sharding, _count_slices_by_stage(options, schedule, ranks, source)
+        options, name, program, source, sharding, _count_model_slices_by_stage(options, schedule, ranks, source)
     )
 
 
-def _count_slices_by_stage(
+def _count_model_slices_by_stage(
     options: argparse.Namespace, schedule: Schedule, ranks: int, source: CostSource
 ) -> Sequence[int] | None:
     """Return the model slice count per stage, or None if the schedule or the costs do not define slices."""
     # The trace of a recipe's own run has the costs of whole stages.
-    has_stage_costs = isinstance(source, Traced) and not options.compare and not options.ranks
+    has_stage_costs = isinstance(source, TracedCosts) and not options.compare and not options.ranks
     if has_stage_costs or not isinstance(schedule, PartitioningSchedule):
         return None
     slices = source.auto_schedule_settings(ranks).get("slices")
@@ -451,6 +455,6 @@ def _describe_parameter_sharding(graph: Graph) -> Sharding | None:
         return None
     for node in graph.nodes.values():
         if {"reshard_after_forward", "sync_each_microbatch"} <= node.settings.keys():
-            by_block = gathers_by_block(node.settings["reshard_after_forward"], sizes.pipeline)
+            by_block = should_gather_per_block(node.settings["reshard_after_forward"], sizes.pipeline)
             return Sharding(shards > 1 and not by_block, shards > 1 and node.settings["sync_each_microbatch"])
     return None

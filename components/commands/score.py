@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
+from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
 from drawloom.components.commands._trained import add_run_arguments, open_trained_run
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.feedback import encode_prompt_and_answer
-from drawloom.components.data.labelled_texts import encode_document
-from drawloom.components.data.sources.rows import Line, read_object_lines
+from drawloom.components.data.feedback import encode_prompt_completion_row
+from drawloom.components.data.labelled_texts import encode_text_or_messages
+from drawloom.components.data.sources.rows import Line, read_json_lines_or_table_rows
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.components.ports.model import Head, TokenContext
@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: JSON lines, Parquet, Arrow")
     parser.add_argument(
-        "--to", type=parse_output_path, metavar="FILE", required=True, help="the JSON-lines file to write"
+        "--to", type=parse_writable_path, metavar="FILE", required=True, help="the JSON-lines file to write"
     )
     parser.add_argument("--template", type=Path, metavar="FILE", help="a chat template (default: the tokenizer's)")
-    parser.add_argument("--rows", type=integer_parser(), default=8, help="answers computed together (default 8)")
+    parser.add_argument("--rows", type=make_integer_parser(), default=8, help="answers computed together (default 8)")
 
 
 @output_class
@@ -65,12 +65,16 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
     with open_trained_run(project, options, ProgramExecutor, ChatTokenizer, Scorer) as (run, step):
         tokenizer = run.get(ChatTokenizer)
         text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
-        with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
-            encoded = ((line, _encode_line(tokenizer, line, template)) for line in read_object_lines(options.paths))
+        with closing(ChatTemplate(text, tokenizer.special_tokens_by_name)) as template:
+            encoded = (
+                (line, _encode_line(tokenizer, line, template)) for line in read_json_lines_or_table_rows(options.paths)
+            )
             while batch := [*islice(encoded, options.rows)]:
                 scores = _score_documents(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
                 names = run.get(Scorer).output_names
-                written += [line.row | _name_scores(row, names) for (line, _), row in zip(batch, scores, strict=True)]
+                written += [
+                    line.row | _make_score_fields(row, names) for (line, _), row in zip(batch, scores, strict=True)
+                ]
     with convert_write_errors(options.to):
         replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
     return ScoreResult(options.run_folder, step, options.to, len(written))
@@ -80,15 +84,15 @@ def _encode_line(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -
     """Return a line's ids, int64 (tokens,). Raises UserError with the line's position if it is malformed."""
     try:
         if "prompt" in line.row:
-            ids = encode_prompt_and_answer(tokenizer, line.row, template).ids
+            ids = encode_prompt_completion_row(tokenizer, line.row, template).ids
         else:
-            ids = encode_document(tokenizer, line.row, template)
+            ids = encode_text_or_messages(tokenizer, line.row, template)
     except ValueError as error:
         raise UserError(f"{line.position}: {error}") from error
     return torch.from_numpy(ids.astype("int64"))
 
 
-def _name_scores(scores: Tensor, names: Sequence[str]) -> dict[str, Any]:
+def _make_score_fields(scores: Tensor, names: Sequence[str]) -> dict[str, Any]:
     """Return a line's new values, from its document's scores, float32 (names,)."""
     if len(names) == 1:
         return {"score": float(scores[0])}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
-from drawloom.components.commands._process_pool import pool_with_signal_forwarding
+from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
+from drawloom.components.commands._process_pool import open_pool_with_signal_forwarding
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.commands._slurm import format_array_script
 from drawloom.components.commands._sweep_points import Point, make_sweep_points, read_axes_and_common_words
@@ -28,7 +28,7 @@ from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.inspect.changes import resolve
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -98,19 +98,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "TOML file with a table [axes] of lists, ranges and intervals, or with [[points]]"
     parser.add_argument("--axes", type=Path, metavar="FILE", help=help)
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--random", type=integer_parser(), metavar="N", help="N random points instead of the grid")
+    chosen.add_argument("--random", type=make_integer_parser(), metavar="N", help="N random points instead of the grid")
     help = "N points, chosen by Optuna from the results so far (TPE)"
-    chosen.add_argument("--search", type=integer_parser(), metavar="N", help=help)
+    chosen.add_argument("--search", type=make_integer_parser(), metavar="N", help=help)
     help = "with --search: the metric to minimize, by its smallest value in a run (default validation_loss)"
     parser.add_argument("--metric", metavar="NAME", help=help)
     help = "seed of --random or --search (default 0)"
-    parser.add_argument("--random-seed", type=integer_parser(0), default=0, metavar="S", help=help)
-    parser.add_argument("--jobs", type=integer_parser(), default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument("--random-seed", type=make_integer_parser(0), default=0, metavar="S", help=help)
+    parser.add_argument("--jobs", type=make_integer_parser(), default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
     devices = "as in `drawloom plan`: plan all runs for this device first, and refuse runs that do not fit"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
     help = "write a SLURM array script of the unfinished runs instead of running them"
-    parser.add_argument("--submit", type=parse_output_path, metavar="FILE", help=help)
+    parser.add_argument("--submit", type=parse_writable_path, metavar="FILE", help=help)
     help = "with --submit: an option of sbatch, such as --sbatch=--gres=gpu:1; may be repeated"
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=help)
     parser.add_argument("--dry-run", action="store_true", help="check and list the runs without starting them")
@@ -126,24 +126,26 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     queue = _load_queue(options, project)
     folder, points = queue.folder, queue.points
     if options.device:
-        _check_runs_fit_device(queue.runs, find_device_model(options.device))
-    print_text(f"{queue.count} runs in {folder}")
+        _plan_runs_and_check_they_fit(queue.runs, find_device_model(options.device))
+    print_escaped_text(f"{queue.count} runs in {folder}")
     if options.submit is not None:
         commands = [queue.make_train_command(queue.runs[number]) for number in queue.unfinished]
         _write_array_script(options, folder, commands)
     if options.dry_run or options.submit is not None:
         return SweepResult(folder, points, [], 0)
     for number in sorted({*range(len(points))} - {*queue.unfinished}):
-        print_text(f"run {number + 1} of {queue.count}: {points[number].run} is finished")
-    with pool_with_signal_forwarding(options.jobs) as pool:
-        for index, code in pool.run_and_yield_exit_codes(queue.iterate_commands(), queue.report_start):
+        print_escaped_text(f"run {number + 1} of {queue.count}: {points[number].run} is finished")
+    with open_pool_with_signal_forwarding(options.jobs) as pool:
+        for index, code in pool.run_and_yield_exit_codes(
+            queue.iterate_queued_and_searched_commands(), queue.report_start
+        ):
             queue.record_exit_code(index, code)
     if queue.error is not None:
         raise queue.error
     if pool.received:
-        print_text("the sweep is stopped; the same command resumes it", "stderr")
+        print_escaped_text("the sweep is stopped; the same command resumes it", "stderr")
     elif failed := [point.run for point in points if point.exit_code]:
-        print_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
+        print_escaped_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
     return SweepResult(folder, points, sort_run_rows(read_run_rows(folder), "best"), pool.received)
 
 
@@ -183,7 +185,7 @@ class SweepQueue:
         self.runs.append(run)
         self.points.append(point)
 
-    def iterate_commands(self) -> Iterator[list[str]]:
+    def iterate_queued_and_searched_commands(self) -> Iterator[list[str]]:
         """
         Yield the commands of unfinished runs, and then of runs that a search chooses when they can start.
 
@@ -193,7 +195,9 @@ class SweepQueue:
             yield self.make_train_command(self.runs[number])
         try:
             while self.search is not None and len(self.runs) < self.count:
-                [run] = _load_and_check_runs(self.options, self.project, [self.search.choose_point()], self.folder)
+                [run] = _load_and_check_runs(
+                    self.options, self.project, [self.search.choose_and_record_point()], self.folder
+                )
                 self.add_run(run)
                 yield self.make_train_command(run)
         except (UserError, RecipeError) as error:
@@ -211,7 +215,7 @@ class SweepQueue:
         number = self.unfinished[index]
         point = self.points[number]
         before = "" if point.state == "new" else f" ({point.state} before)"
-        print_text(f"run {number + 1} of {self.count}: {point.run}{before}")
+        print_escaped_text(f"run {number + 1} of {self.count}: {point.run}{before}")
 
     def record_exit_code(self, index: int, code: int) -> None:
         """Keep the exit code for the command at this index; with several jobs, print it."""
@@ -219,10 +223,10 @@ class SweepQueue:
         point = self.points[number]
         self.points[number] = SweepPoint(point.run, point.words, point.state, code)
         if self.options.jobs > 1:
-            print_text(f"{point.run} {'has finished' if code == OK else f'ended with code {code}'}")
+            print_escaped_text(f"{point.run} {'has finished' if code == OK else f'ended with code {code}'}")
 
 
-def _check_runs_fit_device(runs: Sequence[SweepRun], device: DeviceModel) -> None:
+def _plan_runs_and_check_they_fit(runs: Sequence[SweepRun], device: DeviceModel) -> None:
     """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
     plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
@@ -232,7 +236,7 @@ def _check_runs_fit_device(runs: Sequence[SweepRun], device: DeviceModel) -> Non
     slowest = max(plans, key=lambda item: (item[1].steps or 0) * item[1].time.seconds)
     seconds = sum((planned.steps or 0) * planned.time.seconds for _, planned in plans)
     hours = f"{seconds / 3600:,.2g} hours of {device.name} in all"
-    print_text(f"all runs fit; {hours}, the longest is {slowest[0]}")
+    print_escaped_text(f"all runs fit; {hours}, the longest is {slowest[0]}")
 
 
 def _write_array_script(options: argparse.Namespace, folder: Path, commands: Sequence[Sequence[str]]) -> None:
@@ -244,7 +248,7 @@ def _write_array_script(options: argparse.Namespace, folder: Path, commands: Seq
     folder.mkdir(parents=True, exist_ok=True)  # SLURM does not create it for its output
     with convert_write_errors(options.submit):
         replace_file(options.submit, script.encode())
-    print_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
+    print_escaped_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
 
 
 def _load_queue(options: argparse.Namespace, project: Project) -> SweepQueue:
@@ -292,6 +296,6 @@ def _default_sweep_folder(options: argparse.Namespace, project: Project, point: 
     recipe = Recipe.load(options.recipe, *point.words, overlays=options.overlay, project=project)
     node = recipe.graph.nodes.get("run")
     if node is None or "name" not in node.settings:
-        recipe.check(elsewhere=True)
+        recipe.check(skip_machine_checks=True)
         raise UserError("the recipe has no run.name for the folder of the sweep; write one with --to FOLDER", 2)
     return Path("runs") / f"{node.settings['name']}-sweep"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import convert_write_errors, integer_parser, parse_output_path
+from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with the teacher")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--to", type=parse_output_path, metavar="FOLDER", required=True, help="the folder to write")
+    parser.add_argument("--to", type=parse_writable_path, metavar="FOLDER", required=True, help="the folder to write")
     parser.add_argument(
-        "--top-k", type=integer_parser(), default=64, metavar="K", help="tokens by position (default 64)"
+        "--top-k", type=make_integer_parser(), default=64, metavar="K", help="tokens by position (default 64)"
     )
-    parser.add_argument("--rows", type=integer_parser(), default=8, help="rows computed together (default 8)")
+    parser.add_argument("--rows", type=make_integer_parser(), default=8, help="rows computed together (default 8)")
     parser.epilog = "Set single values with node.key=value."
 
 
@@ -86,14 +86,16 @@ def _predict_top_ids_and_logps(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows."""
 
-    def compute_top_logps(hidden: Tensor, head: Head) -> Tensor:
-        return torch.stack([_top_tokens_with_logps(row, head, top_k) for row in hidden])
+    def compute_top_ids_and_logps(hidden: Tensor, head: Head) -> Tensor:
+        return torch.stack([_compute_top_ids_logps_and_rest_logp(row, head, top_k) for row in hidden])
 
     for first in range(0, rows.count_rows(split), rows_at_a_time):
         batch = rows.batch(split, range(first, min(first + rows_at_a_time, rows.count_rows(split))))
         outputs: dict[int, Tensor] = {}
         executor.infer_microbatches(
-            [(batch.tokens, TokenContext(batch.positions, batch.document_ids))], outputs.__setitem__, compute_top_logps
+            [(batch.tokens, TokenContext(batch.positions, batch.document_ids))],
+            outputs.__setitem__,
+            compute_top_ids_and_logps,
         )
         if not outputs:
             raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
@@ -101,7 +103,7 @@ def _predict_top_ids_and_logps(
         yield ids.numpy().astype(np.int32), logps.clamp_min(FLOOR).numpy().astype(np.float16)
 
 
-def _top_tokens_with_logps(hidden: Tensor, head: Head, top_k: int) -> Tensor:
+def _compute_top_ids_logps_and_rest_logp(hidden: Tensor, head: Head, top_k: int) -> Tensor:
     """Return the k likeliest ids, their logps, and the logp for all other tokens: float64 (length, 2 k + 1)."""
     parts, step = [], max(1, MAX_CHUNK_LOGITS // head.logits(hidden[:1]).shape[-1])
     for chunk in torch.split(hidden, step):

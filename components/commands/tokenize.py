@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._options import make_integer_parser
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, read_eos_token, read_tokenizer
 from drawloom.components.data.sources.files import find_files
@@ -14,7 +14,7 @@ from drawloom.components.data.store.build import build_store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project
 
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (default: one token per byte)")
     parser.add_argument("--end-token", metavar="TOKEN", help="end-of-document token (default: the tokenizer's)")
     parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
-    parser.add_argument("--workers", type=integer_parser(), metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--workers", type=make_integer_parser(), metavar="N", help="processes (default: one per core)")
 
 
 @output_class
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace, _project: Project) -> TokenizeResult:
         split_files_into_parts(files, options.field),
         tokenizer,
         workers=workers,
-        say=lambda text: print_text(text, "stderr"),
+        say=lambda text: print_escaped_text(text, "stderr"),
         report_interval=1 if sys.stderr.isatty() else 10,
     )
     return TokenizeResult(options.to, len(store.lengths), store.token_count)

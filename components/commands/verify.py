@@ -54,10 +54,10 @@ def main(options: argparse.Namespace, _project: Project) -> VerifyResult:
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if not checkpoints:
         raise missing_checkpoint_error(options.run_folder)
-    return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _verify_checkpoint(checkpoint))])
+    return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _make_checkpoint_verdict(checkpoint))])
 
 
-def _verify_checkpoint(checkpoint: Path) -> CheckpointVerdict | None:
+def _make_checkpoint_verdict(checkpoint: Path) -> CheckpointVerdict | None:
     """Compare a checkpoint's files with its manifest; return None if the run has meanwhile removed it."""
     try:
         manifest = verify_checkpoint(checkpoint)

@@ -19,11 +19,11 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._options import make_integer_parser
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness, Tracker
-from drawloom.components.storage.step_log import read_steps
+from drawloom.components.storage.step_log import read_step_log
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
     add_overlay_option(parser)
     parser.add_argument(
-        "--steps", type=integer_parser(4), default=20, metavar="N", help="steps to train, at least 4 (default: 20)"
+        "--steps", type=make_integer_parser(4), default=20, metavar="N", help="steps to train, at least 4 (default: 20)"
     )
-    parser.add_argument("--ranks", type=integer_parser(), default=1, metavar="R", help="processes (default: 1)")
+    parser.add_argument("--ranks", type=make_integer_parser(), default=1, metavar="R", help="processes (default: 1)")
 
 
 @output_class
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph
-    with _collect_termination_signals() as signals:
+    with _intercept_termination_signals() as signals:
         folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
         try:
             runs = Runs(folder, _make_train_command(options, graph), options.steps, signals)
@@ -93,13 +93,13 @@ def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
     if difference is not None:
         reasons = list(_explain_other_causes(difference.step <= half, _is_device_nondeterministic(graph)))
         return VerifyResumeResult(options.steps, killed, str(difference), reasons, folder, "")
-    summary = _count_compared_steps_and_tensors(folder / "straight")
+    summary = _describe_compared_steps_and_tensors(folder / "straight")
     shutil.rmtree(folder)
     return VerifyResumeResult(options.steps, killed, "", [], None, summary)
 
 
 @contextmanager
-def _collect_termination_signals() -> Iterator[list[int]]:
+def _intercept_termination_signals() -> Iterator[list[int]]:
     """
     Record terminating signals in order of arrival.
 
@@ -280,7 +280,7 @@ def _make_train_command(options: argparse.Namespace, graph: Graph) -> list[str]:
     return [sys.executable, "-m", *module, "run", options.recipe, *overlays, *imports, *options.words, *words]
 
 
-def _count_compared_steps_and_tensors(run: Path) -> str:
+def _describe_compared_steps_and_tensors(run: Path) -> str:
     """Return how many steps and tensors were compared."""
     steps = sum(row["step"] > 0 for row in _read_json_lines(run / "metrics.jsonl"))
     names = {name for path in (run / "digests").iterdir() for row in _read_state_hashes(path).values() for name in row}
@@ -298,4 +298,4 @@ def _read_state_hashes(path: Path, skipped_nodes: Collection[str] = ()) -> dict[
 
 def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the rows in a file with one JSON object per step."""
-    return [line.row for line in read_steps(path)[0]]
+    return [line.row for line in read_step_log(path)[0]]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of_checkpoint
-from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._options import make_integer_parser
 from drawloom.components.commands._replay import (
     Replayer,
     count_ranks,
@@ -30,7 +30,9 @@ from drawloom.graph.project import Project
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="a run folder, such as runs/first_run")
-    parser.add_argument("--step", type=integer_parser(), required=True, metavar="N", help="the step to verify, from 1")
+    parser.add_argument(
+        "--step", type=make_integer_parser(), required=True, metavar="N", help="the step to verify, from 1"
+    )
 
 
 @output_class

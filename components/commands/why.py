@@ -115,15 +115,15 @@ def _replay_and_compare(pair: "Pair", step: int, replayer: Replayer) -> WhyResul
     """Repeat both runs from the nearest checkpoint with equal states, and then the first run with single edits."""
     candidates = [*list_common_checkpoints(pair.one, pair.other, step), (None, None)]
     for start, other_start in candidates:
-        one = _replay(pair.one, pair.nodes, start, step, replayer)
-        other = _replay(pair.other, pair.other_nodes, other_start, step, replayer)
+        one = _replay_and_read_hashes(pair.one, pair.nodes, start, step, replayer)
+        other = _replay_and_read_hashes(pair.other, pair.other_nodes, other_start, step, replayer)
         if start is None or not initial_states_differ(one, other):
             break
     difference = find_first_difference(one, other)
     if difference is None:
         note = f"repeated on this machine, both runs are equal up to step {step}: the environment made the difference"
         return pair.make_result(None, "metrics", notes=[note])
-    again = find_first_difference(one, _replay(pair.one, pair.nodes, start, difference.step, replayer))
+    again = find_first_difference(one, _replay_and_read_hashes(pair.one, pair.nodes, start, difference.step, replayer))
     if again is not None:
         where = f"a second replay differs in step {again.step}, {again.names[0]}"
         note = f"the first run is not deterministic on this machine: {where}"
@@ -135,7 +135,9 @@ def _replay_and_compare(pair: "Pair", step: int, replayer: Replayer) -> WhyResul
     )
 
 
-def _replay(run: Path, nodes: Nodes, start: Path | None, last_step: int, replayer: Replayer) -> list[PhaseDigests]:
+def _replay_and_read_hashes(
+    run: Path, nodes: Nodes, start: Path | None, last_step: int, replayer: Replayer
+) -> list[PhaseDigests]:
     """Repeat a run's recipe, or an edited one, on its ranks, and return the hashes."""
     ranks = count_ranks(run, nodes, replayer.project)
     return replayer.replay_and_read_hashes(nodes, start, last_step, ranks)
@@ -148,7 +150,7 @@ def _find_causes_by_edits(
     keys = sorted((setting.key for setting in pair.differing_settings), key=lambda key: key.startswith(OBSERVERS))
     for key, edited in islice(apply_single_edits(pair.nodes, keys, pair.other_nodes), MAX_EDITS):
         try:
-            trace = _replay(pair.one, edited, start, difference.step, replayer)
+            trace = _replay_and_read_hashes(pair.one, edited, start, difference.step, replayer)
         except (RecipeError, UserError):  # this edit needs others
             continue
         replayed = find_first_difference(one, trace)

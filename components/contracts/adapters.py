@@ -13,7 +13,7 @@ def a_module_without_targets_is_unchanged(adapter: Adapter) -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)).requires_grad_(False)
     before = dict(module.named_parameters())
-    expect(not adapter.inject(module), "it finds targets in a module that has none")
+    expect(not adapter.adapt_and_list_matched_targets(module), "it finds targets in a module that has none")
     after = dict(module.named_parameters())
     expect(before.keys() == after.keys(), "it adds or renames parameters of a module without targets")
     expect(not any(param.requires_grad for param in after.values()), "it trains parameters that are not targets")

@@ -29,7 +29,7 @@ def reading_twice_yields_documents_in_the_same_order(one: Corpus, other: Corpus)
         )
 
 
-def splits_share_no_documents(corpus: Corpus) -> None:
+def splits_share_few_documents(corpus: Corpus) -> None:
     """The splits share at most a few texts, such as copies of a file."""
     training, validation = ({*corpus.documents(split)} - {""} for split in ("train", "validation"))
     shared = len(training & validation)
@@ -132,7 +132,7 @@ def equal_settings_yield_equal_documents_and_fingerprints(one: TokenCorpus, othe
             expect(is_same, f"document {number} of {split} differs the second time")
 
 
-def every_document_has_a_source_and_sources_differ(corpus: TokenCorpus) -> None:
+def every_document_has_a_unique_origin(corpus: TokenCorpus) -> None:
     """Every document has a source, and sources differ."""
     documents = corpus.documents("train")
     sources = [documents.describe_origin(number) for number in range(min(20, len(documents.lengths)))]
@@ -154,10 +154,12 @@ def prompts_depend_on_every_message(prompts: ChatPrompts) -> None:
     """Prompts are int32 ids, the same for the same messages, and differ for another message at any position."""
     turns = [("user", "one"), ("assistant", "two"), ("user", "three")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    ids = prompts.encode_messages(messages)
+    ids = prompts.encode_messages_as_prompt(messages)
     expect(ids.dtype == np.int32 and ids.ndim == 1 and len(ids), f"a prompt is {ids.dtype} of shape {ids.shape}")
-    expect(np.array_equal(ids, prompts.encode_messages(messages)), "the same messages have another prompt")
+    expect(np.array_equal(ids, prompts.encode_messages_as_prompt(messages)), "the same messages have another prompt")
     for index, message in enumerate(messages):
         others = [*messages[:index], {**message, "content": "four"}, *messages[index + 1 :]]
-        expect(not np.array_equal(ids, prompts.encode_messages(others)), f"message {index} is not in the prompt")
+        expect(
+            not np.array_equal(ids, prompts.encode_messages_as_prompt(others)), f"message {index} is not in the prompt"
+        )
     expect(prompts.answer_end_ids, "no id ends an answer")

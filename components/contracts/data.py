@@ -192,7 +192,7 @@ def an_example_becomes_one_row_of_the_length(collator: Collator) -> None:
 STEPS = 3
 
 
-def microbatches_depend_only_on_the_step(one: TrainingData, other: TrainingData) -> None:
+def equal_settings_yield_equal_microbatches(one: TrainingData, other: TrainingData) -> None:
     """Two loaders with the same settings return the same microbatches at every step."""
     for step in range(STEPS):
         first, second = one.next_step(), other.next_step()
@@ -203,14 +203,14 @@ def microbatches_depend_only_on_the_step(one: TrainingData, other: TrainingData)
 
 def after_a_move_rows_continue_at_the_position(data: MovableData) -> None:
     """After a move to a position, the next step has the rows from this position on, as before."""
-    start = data.position
+    start = data.next_row_position
     data.next_step()
-    after = data.position
+    after = data.next_row_position
     expect(after > start, f"a step leaves the position at {after}")
     second = data.next_step()
-    for position in (data.position, after):
+    for position in (data.next_row_position, after):
         data.skip_to_position(position)
-        expect(data.position == position, f"moved to {position} it is at {data.position}")
+        expect(data.next_row_position == position, f"moved to {position} it is at {data.next_row_position}")
     again = data.next_step()
     is_same = all(_have_equal_tensors(a, b) for a, b in zip(second, again, strict=True))
     expect(is_same, "the rows at a position are others the second time")
@@ -225,7 +225,7 @@ def consecutive_steps_have_different_data(data: TrainingData) -> None:
 
 def tokens_by_source_never_decrease(progress: SourceProgress) -> None:
     """From step to step, no source's tokens decrease, and the total increases."""
-    counts = [progress.tokens_by_source(step) for step in range(1, STEPS + 1)]
+    counts = [progress.cumulative_tokens_by_source(step) for step in range(1, STEPS + 1)]
     for earlier, later in pairwise(counts):
         expect(all(tokens <= later[name] for name, tokens in earlier.items()), f"{earlier} tokens become {later}")
         expect(sum(earlier.values()) < sum(later.values()), f"a step has no tokens: {earlier} and {later}")

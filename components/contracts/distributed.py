@@ -66,7 +66,7 @@ def group_has_the_ranks_of_the_set_with_this_rank(processes: Processes) -> None:
 
 def work_divides_among_some_number_of_replicas(limit: ReplicaLimit) -> None:
     """The work can be shared by some number of replicas, at least by a single one."""
-    expect(any(limit.fits_replicas(count) for count in range(1, 65)), "no number of replicas fits")
+    expect(any(limit.can_divide_among_replicas(count) for count in range(1, 65)), "no number of replicas fits")
 
 
 def total_and_maximum_are_at_least_the_local_values(reduce: Reduce) -> None:

@@ -9,7 +9,7 @@ from drawloom.components.ports.experts import Dispatcher, ExpertKernels
 from drawloom.graph.testing import expect
 
 
-def swiglu_halves_scales_gated_channels(kernels: ExpertKernels) -> None:
+def swiglu_halves_follows_its_formula(kernels: ExpertKernels) -> None:
     """The result is swiglu of the two halves of the channels, gate first, times the scale of each row."""
     both, scale = _random_tensor(5, 16), _random_tensor(5)
     gate, up = both.double().chunk(2, -1)

@@ -19,9 +19,9 @@ from drawloom.components.ports.pipeline import (
     Predictor,
     Referenced,
     Schedule,
+    create_step_state,
     find_loss_module,
-    make_state_of_batches,
-    sum_losses,
+    sum_losses_and_weights,
 )
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.graph.testing import BrokenContractError, expect
@@ -234,30 +234,32 @@ def _expect_same_sums(sums: Tensor, expected: Tensor, when: str) -> None:
 
 def _train_and_sum_losses_and_weights(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from a training pass, float64 (2,)."""
-    state = make_state_of_batches(batches)
-    executor.train(state)
-    return sum_losses(state)
+    state = create_step_state(batches)
+    executor.run_forward_and_backward(state)
+    return sum_losses_and_weights(state)
 
 
-def _sum_evaluation_losses(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
+def _evaluate_and_sum_losses_and_weights(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from an evaluation, float64 (2,)."""
-    state = make_state_of_batches(batches)
+    state = create_step_state(batches)
     executor.evaluate(state)
-    return sum_losses(state)
+    return sum_losses_and_weights(state)
 
 
 def training_and_evaluation_have_equal_losses(executor: Executor) -> None:
     """Training and evaluation on the same microbatches have the same loss and weight."""
     sums = _train_and_sum_losses_and_weights(executor, [_make_token_batch()])
     expect(bool(sums[0].isfinite()), f"the loss is {sums[0].item()}")
-    _expect_same_sums(_sum_evaluation_losses(executor, [_make_token_batch()]), sums, "evaluated")
+    _expect_same_sums(_evaluate_and_sum_losses_and_weights(executor, [_make_token_batch()]), sums, "evaluated")
 
 
 def dividing_a_batch_does_not_change_its_sums(executor: Executor) -> None:
     """Dividing a batch into microbatches does not change its sums."""
     whole, parts = [_make_token_batch()], [_take_rows(_make_token_batch(), row, row + 1) for row in range(4)]
     _expect_same_sums(
-        _sum_evaluation_losses(executor, parts), _sum_evaluation_losses(executor, whole), "in four microbatches"
+        _evaluate_and_sum_losses_and_weights(executor, parts),
+        _evaluate_and_sum_losses_and_weights(executor, whole),
+        "in four microbatches",
     )
     _expect_same_sums(
         _train_and_sum_losses_and_weights(executor, parts),
@@ -269,7 +271,8 @@ def dividing_a_batch_does_not_change_its_sums(executor: Executor) -> None:
 def evaluation_can_be_repeated(executor: Executor) -> None:
     """A second evaluation has the same sums, and an evaluation without microbatches has sums of 0."""
     first, second, empty = (
-        _sum_evaluation_losses(executor, batches) for batches in ([_make_token_batch()], [_make_token_batch()], [])
+        _evaluate_and_sum_losses_and_weights(executor, batches)
+        for batches in ([_make_token_batch()], [_make_token_batch()], [])
     )
     _expect_same_sums(second, first, "evaluated again")
     expect(not empty.any(), "without microbatches there is a loss")
@@ -307,7 +310,7 @@ def logits_do_not_depend_on_other_documents(predictor: Predictor) -> None:
     expect(torch.allclose(before[0, 3:], after[0, 3:], atol=1e-4), "a document changes the logits of the next")
 
 
-def finish_is_called_with_every_microbatch(passes: ForwardPasses) -> None:
+def microbatch_results_are_equal_together_or_alone(passes: ForwardPasses) -> None:
     """Every microbatch's number comes with `finish`'s result for its own hidden states, however many run together."""
     rows = [torch.tensor([[1, 2, 3, 4]]), torch.tensor([[4, 3, 2, 1]])]
     inputs = [(row, TokenContext(torch.arange(4)[None], torch.zeros_like(row))) for row in rows]

@@ -10,7 +10,7 @@ from drawloom.graph.testing import expect
 STEP = 3
 
 
-def _make_prompts(*rows: int) -> Prompts:
+def _select_example_prompts(*rows: int) -> Prompts:
     """Return some of four prompts, of one to three tokens."""
     tokens = torch.tensor([[1, 2, 3], [3, 0, 0], [2, 1, 0], [1, 2, 3]])
     indices = torch.tensor(rows)
@@ -19,7 +19,7 @@ def _make_prompts(*rows: int) -> Prompts:
 
 def completions_follow_their_prompts(rollouts: Rollouts) -> None:
     """A row begins with its prompt, and has at least one sampled token behind it."""
-    prompts = _make_prompts(0, 1, 2, 3)
+    prompts = _select_example_prompts(0, 1, 2, 3)
     (completions,) = rollouts.sample([prompts], "train", STEP)
     expect(completions.starts.equal(prompts.lengths), "a completion does not begin where its prompt ends")
     expect(bool((completions.sampled_counts > 0).all()), "a completion has no token")
@@ -29,7 +29,7 @@ def completions_follow_their_prompts(rollouts: Rollouts) -> None:
 
 def log_probabilities_belong_to_sampled_tokens(rollouts: Rollouts) -> None:
     """Log-probabilities are finite and at most 0, and exactly 0 where the next token was not sampled."""
-    (completions,) = rollouts.sample([_make_prompts(0, 1, 2, 3)], "train", STEP)
+    (completions,) = rollouts.sample([_select_example_prompts(0, 1, 2, 3)], "train", STEP)
     logps, is_target = completions.logps, completions.is_target
     expect(logps.shape == completions.tokens.shape, f"log-probabilities have the shape {tuple(logps.shape)}")
     expect(bool((logps <= 0).all()) and bool(logps.isfinite().all()), "a log-probability is above 0 or not finite")
@@ -38,8 +38,10 @@ def log_probabilities_belong_to_sampled_tokens(rollouts: Rollouts) -> None:
 
 def a_completion_depends_only_on_its_key(rollouts: Rollouts) -> None:
     """A row is the same in another microbatch, beside other rows, and when it is sampled again."""
-    (together,) = rollouts.sample([_make_prompts(0, 1, 2, 3)], "train", STEP)
-    for row, part in zip((2, 0), rollouts.sample([_make_prompts(2), _make_prompts(0)], "train", STEP), strict=True):
+    (together,) = rollouts.sample([_select_example_prompts(0, 1, 2, 3)], "train", STEP)
+    for row, part in zip(
+        (2, 0), rollouts.sample([_select_example_prompts(2), _select_example_prompts(0)], "train", STEP), strict=True
+    ):
         expect(_rows_are_equal(part, 0, together, row), f"row {row} is another one in a microbatch of its own")
 
 

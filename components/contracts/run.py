@@ -90,7 +90,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
             phase.run_phase(step)
         flow = find_declared_reads_and_writes(phase)
         declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
-        undeclared = ", ".join(sorted(_observe_state(step).read - declared))
+        undeclared = ", ".join(sorted(_require_observed_state(step).read - declared))
         expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
 
 
@@ -99,7 +99,7 @@ def writes_only_what_it_declares(phase: Phase) -> None:
     flow = find_declared_reads_and_writes(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
-        undeclared = sorted(_observe_state(step).written - {*flow.writes, *flow.changes})
+        undeclared = sorted(_require_observed_state(step).written - {*flow.writes, *flow.changes})
         expect(not undeclared, f"the phase writes {', '.join(undeclared)} without declaring it; write it in `writes`")
 
 
@@ -113,22 +113,22 @@ def does_not_change_index_total_or_start_of_a_step(phase: Phase) -> None:
 
 def microbatches_have_exactly_the_rows_of_a_step(batching: Batching) -> None:
     """Microbatches on all data-parallel ranks are exactly the rows in a step, and steps follow without gaps."""
-    expect(batching.first_position(1) == 0, f"the first step begins at position {batching.first_position(1)}")
+    expect(batching.first_row_position(1) == 0, f"the first step begins at position {batching.first_row_position(1)}")
     expect(0 <= batching.dp_rank < batching.dp_size, f"dp_rank {batching.dp_rank} is not below {batching.dp_size}")
     for step in (1, 2, 3):
-        rows = len(batching.microbatch_positions(step)) * batching.micro_size * batching.dp_size
-        size = batching.first_position(step + 1) - batching.first_position(step)
+        rows = len(batching.microbatch_row_positions(step)) * batching.micro_size * batching.dp_size
+        size = batching.first_row_position(step + 1) - batching.first_row_position(step)
         expect(rows == size, f"microbatches have {rows} rows in a step of {size}")
 
 
 def every_position_is_used_once(batching: Batching) -> None:
     """The positions of a rank are in the step's range of the endless order, without repetition."""
     for step in (1, 2, 3):
-        microbatches = batching.microbatch_positions(step)
+        microbatches = batching.microbatch_row_positions(step)
         positions = [position for microbatch in microbatches for position in microbatch]
         sizes = {len(microbatch) for microbatch in microbatches}
         expect(sizes == {batching.micro_size}, f"step {step} has microbatches of other sizes")
-        inside = range(batching.first_position(step), batching.first_position(step + 1))
+        inside = range(batching.first_row_position(step), batching.first_row_position(step + 1))
         expect(all(position in inside for position in positions), f"step {step} uses positions of another")
         expect(len(set(positions)) == len(positions), f"step {step} uses a position twice")
 
@@ -155,7 +155,7 @@ def _make_step(index: int) -> Step:
     return Step(index, 10, ObservedState(values))
 
 
-def _observe_state(step: Step) -> ObservedState:
+def _require_observed_state(step: Step) -> ObservedState:
     state = step.state
     if not isinstance(state, ObservedState):
         raise TypeError("step.state was replaced; write values into it instead")
@@ -195,7 +195,7 @@ def measuring_does_not_change_the_step(metric: Metric) -> None:
     """Measuring a step does not change it."""
     step = _make_step(1)
     _measure_on_a_single_rank(metric, step)
-    written = _observe_state(step).written
+    written = _require_observed_state(step).written
     expect(not written and (step.index, step.tokens, step.skip_reason) == (1, 64, ""), "measuring changed the step")
 
 
@@ -232,8 +232,8 @@ def folder_is_writable(folder: RunFolder) -> None:
 def run_name_seed_and_path_do_not_change(job: RunInfo) -> None:
     """The run has a name, a seed and a path, and none of them changes."""
     expect(isinstance(job.name, str) and job.name, "the run has no name")
-    expect(isinstance(job.seed, int) and isinstance(job.path, Path), "the run has no seed, or no path")
-    expect((job.name, job.seed, job.path) == (job.name, job.seed, job.path), "the run's identity changes")
+    expect(isinstance(job.seed, int) and isinstance(job.folder_path, Path), "the run has no seed, or no path")
+    expect((job.name, job.seed, job.folder_path) == (job.name, job.seed, job.folder_path), "the run's identity changes")
 
 
 LEAVES = torch.Tensor | int | float | str | bool | None
@@ -279,7 +279,7 @@ def _are_equal_states(one: Any, other: Any) -> bool:
 
 def forecast_state_has_all_entries_of_the_state(node: GrowingState) -> None:
     """A forecast has all entries in the present state, with the same shapes and dtypes."""
-    _expect_entries_in_forecast(node.state_dict(), node.forecast_state(), "the state")
+    _expect_entries_in_forecast(node.state_dict(), node.forecast_state_after_first_step(), "the state")
 
 
 def _expect_entries_in_forecast(state: Any, forecast: Any, where: str) -> None:
@@ -315,7 +315,7 @@ def without_a_signal_the_run_continues(stop: Stop) -> None:
     expect([stop.agree_on_signal(), stop.agree_on_signal()] == [0, 0], "the run is asked to stop")
 
 
-def a_stop_reason_is_from_a_rank(stop: Stop) -> None:
+def an_agreed_stop_reason_is_one_ranks_own(stop: Stop) -> None:
     """The reason is a rank's own words, and empty if no rank has one."""
     agreed = [stop.agree_on_reason(reason) for reason in ("", "enough", "")]
     expect(agreed == ["", "enough", ""], f"ranks agree on {agreed}")
@@ -376,7 +376,7 @@ def a_saved_step_is_restored(restorer: Restorer) -> None:
     expect(restorer.restore() == 0, "without a checkpoint a step is restored")
     for index in (1, 2):
         restorer.save(Step(index, 10))
-        restorer.keep_in_memory(Step(index, 10))
+        restorer.keep_in_memory_and_reopen_for_joiners(Step(index, 10))
         restorer.wait_until_staged()
         restored = restorer.restore()
         expect(restored == index, f"step {index} was saved, and step {restored} is restored")

@@ -80,7 +80,7 @@ def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
     """A gradient of ones becomes the number of ranks with the parameter."""
     for _, parameter in parameters.named_parameters():
         get_or_create_gradient(parameter).fill_(1)
-    parameters.sum_gradients()
+    parameters.sum_remaining_gradients()
     for name, parameter in parameters.named_parameters():
         gradient = get_or_create_gradient(parameter)
         ranks = float(gradient.flatten()[0])
@@ -91,7 +91,7 @@ def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
 def layers_use_changed_master_weights(stages: TrainableStages) -> None:
     """Casting does not change master weights; after an in-place change to a master weight, layers use the new value."""
     for only_if_changed in (False, True):
-        masters = [parameter for stage in stages.local for _, parameter in stage.named_parameters()]
+        masters = [parameter for stage in stages.local for _, parameter in stage.named_masters_or_parameters()]
         before = [parameter.detach().clone() for parameter in masters]
         stages.cast_weights(only_if_changed)
         expect(all(map(torch.equal, masters, before)), "casting changes a parameter")
@@ -101,7 +101,7 @@ def layers_use_changed_master_weights(stages: TrainableStages) -> None:
         stages.cast_weights(only_if_changed)
         for stage in stages.local:
             compute = dict(stage.module.named_parameters())
-            for name, parameter in stage.named_parameters():
+            for name, parameter in stage.named_masters_or_parameters():
                 is_same = torch.equal(compute[name], parameter.to(compute[name].dtype))
                 expect(is_same, f"after a change of {name} layers still compute with the old one")
 
@@ -111,9 +111,9 @@ def compute_gradients_become_master_gradients(stages: TrainableStages) -> None:
     for stage in stages.local:
         for parameter in stage.module.parameters():
             get_or_create_gradient(parameter).fill_(1)
-    stages.hand_over_gradients()
+    stages.move_gradients_to_masters()
     for stage in stages.local:
-        for name, parameter in stage.named_parameters():
+        for name, parameter in stage.named_masters_or_parameters():
             expect(parameter.grad is not None, f"{name} gets no gradient")
             expect(bool((get_or_create_gradient(parameter) == 1).all()), f"the gradient of {name} is changed")
 

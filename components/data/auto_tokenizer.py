@@ -49,9 +49,9 @@ VOCABULARY_SAMPLES = 512
 
 def warn_if_transformers_ids_differ(folder: Path, tokenizer: Tokenizer) -> None:
     """Warn if transformers would encode differently from a tokenizer in a model folder."""
-    if not (folder / MODEL).is_file() or is_tokenizer_json_read_unchanged(folder):
+    if not (folder / MODEL).is_file() or does_transformers_use_tokenizer_json(folder):
         return
-    if difference := describe_id_difference(folder, tokenizer):
+    if difference := describe_difference_from_transformers_ids(folder, tokenizer):
         log.warning(
             "%s: %s; if the model was trained with these, save the tokenizer as transformers reads it, by "
             'AutoTokenizer.from_pretrained("%s").save_pretrained("tokenizer"), and write path = "tokenizer"',
@@ -59,46 +59,48 @@ def warn_if_transformers_ids_differ(folder: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def edit_config_to_match_ids(folder: Path, tokenizer: Tokenizer) -> None:
+def edit_config_until_transformers_ids_match(folder: Path, tokenizer: Tokenizer) -> None:
     """
     Edit a model folder's configuration files until transformers returns the tokenizer's ids; nothing if it does.
 
     A declared family class stays if it returns the same ids. Logs a warning if the ids still differ.
     """
     is_generic = _read_json_object(folder / CONFIG).get("tokenizer_class") in CLASSES_OF_FILES
-    if not is_generic and not describe_id_difference(folder, tokenizer):
+    if not is_generic and not describe_difference_from_transformers_ids(folder, tokenizer):
         return
-    edit_config_to_read_unchanged(folder)
-    if difference := describe_id_difference(folder, tokenizer):
+    edit_config_to_use_tokenizer_json(folder)
+    if difference := describe_difference_from_transformers_ids(folder, tokenizer):
         log.warning("the tokenizer is saved, but %s; do not use the model with transformers' tokenizer", difference)
 
 
-def is_tokenizer_json_read_unchanged(folder: Path) -> bool:
+def does_transformers_use_tokenizer_json(folder: Path) -> bool:
     """
     Return whether transformers reads the `tokenizer.json` unchanged, according to the configurations in the folder.
     """
     config = _read_json_object(folder / CONFIG)
     names_code = config.get("auto_map") == AUTO_MAP and (folder / CODE_FILE).is_file()
-    return config.get("tokenizer_class") in CLASSES_OF_FILES and (names_code or not _ignores_declared_class(folder))
+    return config.get("tokenizer_class") in CLASSES_OF_FILES and (
+        names_code or not _transformers_ignores_declared_class(folder)
+    )
 
 
-def edit_config_to_read_unchanged(folder: Path) -> None:
+def edit_config_to_use_tokenizer_json(folder: Path) -> None:
     """Edit `tokenizer_config.json` to make transformers read `tokenizer.json` unchanged."""
-    if is_tokenizer_json_read_unchanged(folder):
+    if does_transformers_use_tokenizer_json(folder):
         return
     config = _read_json_object(folder / CONFIG) | {"tokenizer_class": CLASSES_OF_FILES[0]}
-    if _ignores_declared_class(folder):
+    if _transformers_ignores_declared_class(folder):
         (folder / CODE_FILE).write_text(CODE, encoding="utf-8")
         config["auto_map"] = AUTO_MAP
     (folder / CONFIG).write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _ignores_declared_class(folder: Path) -> bool:
+def _transformers_ignores_declared_class(folder: Path) -> bool:
     """Return whether transformers ignores the declared tokenizer class for a folder's model family."""
     return _read_json_object(folder / MODEL).get("model_type") in REBUILT
 
 
-def describe_id_difference(folder: Path, tokenizer: Tokenizer) -> str:
+def describe_difference_from_transformers_ids(folder: Path, tokenizer: Tokenizer) -> str:
     """
     Compare a tokenizer's ids with the ids from transformers' AutoTokenizer for a folder.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from drawloom.components.data.auto_tokenizer import edit_config_to_read_unchanged
+from drawloom.components.data.auto_tokenizer import edit_config_to_use_tokenizer_json
 from drawloom.graph import UserError, component
 
 END = 256
@@ -53,11 +53,11 @@ class Bytes:
 
         The end token is in the vocabulary but not among the added tokens, and `split_special_tokens` is set: a
         text that contains `<|end|>` is encoded as bytes and can't forge a document's end. In a model
-        folder transformers may need more files, see `edit_config_to_read_unchanged`.
+        folder transformers may need more files, see `edit_config_to_use_tokenizer_json`.
         """
-        _write_json(folder / "tokenizer.json", _make_tokenizer())
+        _write_json(folder / "tokenizer.json", _make_tokenizer_json())
         _write_json(folder / "tokenizer_config.json", _make_tokenizer_config())
-        edit_config_to_read_unchanged(folder)
+        edit_config_to_use_tokenizer_json(folder)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def _make_tokenizer_config() -> dict[str, Any]:
     }
 
 
-def _make_tokenizer() -> dict[str, Any]:
+def _make_tokenizer_json() -> dict[str, Any]:
     """Return the content for `tokenizer.json`: a byte-pair encoding without merges, so every byte is a token."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocabulary = {character: byte for byte, character in enumerate(_list_gpt2_byte_characters())} | {END_NAME: END}

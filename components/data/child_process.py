@@ -17,7 +17,7 @@ class ChildProcess:
     process: BaseProcess
     pipe: Connection
 
-    def describe_process_exit(self) -> str:
+    def wait_and_describe_process_exit(self) -> str:
         """Wait up to 1 s for a process whose pipe has closed, and describe how it ended."""
         self.process.join(1)
         code = self.process.exitcode or 0
@@ -31,7 +31,9 @@ class ChildProcess:
         self.pipe.close()
 
 
-def start_child(context: ForkServerContext | SpawnContext, main: Callable[..., None], *arguments: Any) -> ChildProcess:
+def start_process_with_pipe(
+    context: ForkServerContext | SpawnContext, main: Callable[..., None], *arguments: Any
+) -> ChildProcess:
     """Start a process that calls `main` with the arguments, followed by its end of the pipe."""
     parent_end, child_end = context.Pipe()
     process = context.Process(target=main, args=(*arguments, child_end), daemon=True)

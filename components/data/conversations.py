@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from drawloom.components.data.chat.corpus import ChatCorpus, check_messages, copy_without_key
-from drawloom.components.data.chat.encode import Encoded, encode_completion, encode_rendered
+from drawloom.components.data.chat.encode import Encoded, encode_prompt_and_completion, encode_rendered_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import Message, render_turns
+from drawloom.components.data.chat.turns import Message, render_and_locate_turns
 from drawloom.graph import component, setting
 
 FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": ..., "completion": ...}'
@@ -34,11 +34,13 @@ class Conversations(ChatCorpus):
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
-            return [encode_completion(self.tokenizer, prompt, completion)]
+            return [encode_prompt_and_completion(self.tokenizer, prompt, completion)]
         messages, weights = self._read_messages_and_weights(row)
         tools = row.get("tools")
         return [
-            encode_rendered(self.tokenizer, render_turns(template, part, part_weights, tools), part, tools)
+            encode_rendered_conversation(
+                self.tokenizer, render_and_locate_turns(template, part, part_weights, tools), part, tools
+            )
             for part, part_weights in self._split_into_trained_conversations(messages, weights)
         ]
 

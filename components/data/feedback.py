@@ -7,9 +7,9 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
-from drawloom.components.data.chat.encode import Encoded, encode_completion, encode_rendered
+from drawloom.components.data.chat.encode import Encoded, encode_prompt_and_completion, encode_rendered_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import render_turns
+from drawloom.components.data.chat.turns import render_and_locate_turns
 from drawloom.components.ports.corpus import ChatTokenizer, Split
 from drawloom.graph import UserError, component
 
@@ -35,12 +35,12 @@ class Feedback(ChatCorpus):
         """Return a line's document, with label 1 or -1. Raises ValueError for a malformed line."""
         if not isinstance(label := row.get("label"), bool):
             raise ValueError(f"its label is {label!r}; write {FORMS}")
-        return [attrs.evolve(encode_prompt_and_answer(self.tokenizer, row, template), label=1.0 if label else -1.0)]
+        return [attrs.evolve(encode_prompt_completion_row(self.tokenizer, row, template), label=1.0 if label else -1.0)]
 
     def format_nothing_trained_error(self) -> str:
         return f"no line has an answer; write {FORMS}"
 
-    def complete_split_documents(self, documents: list[Encoded], split: Split) -> list[Encoded]:
+    def insert_mismatched_answers(self, documents: list[Encoded], split: Split) -> list[Encoded]:
         """
         Insert after every document its prompt with the next document's answer. Raises UserError for a split with one
         line.
@@ -52,23 +52,23 @@ class Feedback(ChatCorpus):
         return [
             part
             for one, other in zip(documents, others, strict=True)
-            for part in _equalize_token_weights(one, _replace_answer(one, other))
+            for part in _spread_unit_weight_over_trained_tokens(one, _replace_answer(one, other))
         ]
 
 
-def encode_prompt_and_answer(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> Encoded:
+def encode_prompt_completion_row(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> Encoded:
     """Encode a line's prompt and completion, with the completion trained. Raises ValueError for a malformed line."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return encode_completion(tokenizer, prompt, completion)
+        return encode_prompt_and_completion(tokenizer, prompt, completion)
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         keys = ", ".join(row) or "no keys"
         raise ValueError(f"it has {keys}; write a prompt and a completion, two texts or two lists of messages")
     messages = [*prompt, *completion]
     check_messages(messages)
     weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
-    rendered = render_turns(template, messages, weights, row.get("tools"))
-    return encode_rendered(tokenizer, rendered, messages, row.get("tools"))
+    rendered = render_and_locate_turns(template, messages, weights, row.get("tools"))
+    return encode_rendered_conversation(tokenizer, rendered, messages, row.get("tools"))
 
 
 def _find_answer_start(document: Encoded) -> int:
@@ -83,7 +83,7 @@ def _replace_answer(document: Encoded, answer_document: Encoded) -> Encoded:
     return Encoded(ids, np.concatenate([document.weights[:first], answer_document.weights[second:]]), label=0.0)
 
 
-def _equalize_token_weights(*sides: Encoded) -> list[Encoded]:
+def _spread_unit_weight_over_trained_tokens(*sides: Encoded) -> list[Encoded]:
     """Return the documents with equal weights for all trained tokens; the weights sum to 1 over all documents."""
     targets = [np.append(False, side.weights[1:] > 0) for side in sides]
     weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
-from drawloom.components.data.sources.files import describe_local_file
+from drawloom.components.data.sources.files import stat_local_file
 from drawloom.components.data.sources.tables import ArrowPart
 from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError, between, component, setting
@@ -61,7 +61,7 @@ class HuggingFaceDataset:
         if state is None:
             raise UserError(f"path: {folder} is not a data set: it has no state.json; write one with `save_to_disk`")
         files = [entry["filename"] for entry in state["_data_files"]]
-        return [ArrowPart(describe_local_file(file, folder / file), self.field) for file in files]
+        return [ArrowPart(stat_local_file(file, folder / file), self.field) for file in files]
 
 
 def _read_json(path: Path) -> Any:

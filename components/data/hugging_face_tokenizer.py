@@ -12,7 +12,7 @@ import numpy as np
 
 from drawloom.components.data.auto_tokenizer import (
     CLASSES_OF_FILES,
-    edit_config_to_match_ids,
+    edit_config_until_transformers_ids_match,
     warn_if_transformers_ids_differ,
 )
 from drawloom.components.data.chat.template import read_chat_template_and_special_tokens
@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
         return read_chat_template_and_special_tokens(self._tokenizer_file.parent)[0]
 
     @property
-    def template_tokens(self) -> Mapping[str, str]:
+    def special_tokens_by_name(self) -> Mapping[str, str]:
         """The special tokens in `tokenizer_config.json`, by name."""
         return read_chat_template_and_special_tokens(self._tokenizer_file.parent)[1]
 
@@ -138,7 +138,7 @@ class HuggingFaceTokenizer:
             if token_id in added:
                 table[token_id] = 0 if added[token_id].special else len(added[token_id].content.encode())
             else:
-                table[token_id] = len(token) if is_byte_level else len(_replace_byte_escapes(token).encode())
+                table[token_id] = len(token) if is_byte_level else _count_sentencepiece_bytes(token)
         return table
 
     def list_input_files(self) -> dict[str, list[Path]]:
@@ -161,7 +161,7 @@ class HuggingFaceTokenizer:
             config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._eos_token}
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if (folder / "config.json").is_file():
-            edit_config_to_match_ids(folder, self)
+            edit_config_until_transformers_ids_match(folder, self)
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -195,11 +195,9 @@ def _is_byte_level(tokenizer: Any) -> bool:
     return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
-def _replace_byte_escapes(token: str) -> str:
-    """
-    Replace `▁` by a space, and a byte fallback such as `<0x0A>` by `?`, so the text has the token's byte count.
-    """
-    return "?" if BYTE.fullmatch(token) else token.replace("▁", " ")
+def _count_sentencepiece_bytes(token: str) -> int:
+    """Return a token's bytes of text: `▁` is a space, and a byte fallback such as `<0x0A>` is one byte."""
+    return 1 if BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
 
 
 def _import_tokenizers() -> Any:

@@ -3,7 +3,7 @@
 import attrs
 
 from drawloom.components.data.sources.documents import choose_split
-from drawloom.components.data.sources.rows import read_object_lines
+from drawloom.components.data.sources.rows import read_json_lines_or_table_rows
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import Example
 from drawloom.graph import between, component, setting
@@ -28,12 +28,12 @@ class JsonExamples:
 
     def check_before_open(self) -> None:
         """Read the first line. Raises UserError for a glob without a file, or a line without an object."""
-        next(read_object_lines(self.paths), None)
+        next(read_json_lines_or_table_rows(self.paths), None)
 
     def open(self) -> None:
         """Read all lines. Raises UserError with file and line number for a line that is not an object."""
         self._splits = {"train": [], "validation": []}
-        for line in read_object_lines(self.paths):
+        for line in read_json_lines_or_table_rows(self.paths):
             example = {**line.row, "source": line.position}
             self._splits[choose_split(line.key, self.validation_fraction)].append(example)
 

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
-from drawloom.components.data.chat.encode import Encoded, encode_rendered
+from drawloom.components.data.chat.encode import Encoded, encode_rendered_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import render_turns
+from drawloom.components.data.chat.turns import render_and_locate_turns
 from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.graph import component, setting
 
@@ -37,7 +37,7 @@ class LabelledTexts(ChatCorpus):
         label = row.get("label")
         if label not in self.labels:
             raise ValueError(f"its label is {label!r}; write one of {', '.join(self.labels)}, as in {FORMS}")
-        ids = encode_document(self.tokenizer, row, template)
+        ids = encode_text_or_messages(self.tokenizer, row, template)
         weights = np.zeros(len(ids), np.float32)
         weights[-1:] = 1.0
         return [Encoded(ids, weights, label=float(self.labels.index(label)))]
@@ -46,13 +46,13 @@ class LabelledTexts(ChatCorpus):
         return f"no line has a text; write {FORMS}"
 
 
-def encode_document(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> np.ndarray:
+def encode_text_or_messages(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> np.ndarray:
     """Return the ids of a line's text or messages, int32 (tokens,). Raises ValueError for a malformed line."""
     text, messages = row.get("text"), row.get("messages")
     if isinstance(text, str):
         return np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
     if isinstance(messages, list):
         check_messages(messages)
-        rendered = render_turns(template, messages, [0.0] * len(messages), row.get("tools"))
-        return encode_rendered(tokenizer, rendered, messages, row.get("tools")).ids
+        rendered = render_and_locate_turns(template, messages, [0.0] * len(messages), row.get("tools"))
+        return encode_rendered_conversation(tokenizer, rendered, messages, row.get("tools")).ids
     raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")

@@ -42,7 +42,7 @@ class LengthStage:
         doc="training tokens after which this stage ends, counted in full rows",
     )
 
-    def starts_before_end(self, step: int, tokens_before_step: int) -> bool:
+    def has_not_ended_at(self, step: int, tokens_before_step: int) -> bool:
         """Return whether a step is in this stage or an earlier one; given the tokens before the step."""
         return step <= (self.until_step or 0) or tokens_before_step < (self.until_tokens or 0)
 
@@ -121,8 +121,8 @@ class Loader:
         """
         step = self._step + 1
         if self._stream is None:
-            self._stream = self._iterate_batches(step)
-        batches = [next(self._stream) for _ in self.batching.microbatch_positions(step)]
+            self._stream = self._iterate_batches_from(step)
+        batches = [next(self._stream) for _ in self.batching.microbatch_row_positions(step)]
         if self.lengths:
             batches = [self.split_documents_for_step(batch, step) for batch in batches]
         # one check is enough: seed, rows and order determine the later steps
@@ -143,18 +143,18 @@ class Loader:
     def max_document_length_at(self, step: int) -> int | None:
         """Return the step's maximum document length; None if documents are not cut."""
         tokens = self._compute_start_position(step) * self.rows.length
-        return next((stage.length for stage in self.lengths if stage.starts_before_end(step, tokens)), None)
+        return next((stage.length for stage in self.lengths if stage.has_not_ended_at(step, tokens)), None)
 
-    def rows_of(self, step: int) -> list[int]:
+    def list_rows_on_all_ranks(self, step: int) -> list[int]:
         """Return a step's row numbers, over all ranks."""
-        return self._rows.rows(range(self._compute_start_position(step), self._compute_start_position(step + 1)))
+        return self._rows.rows_at(range(self._compute_start_position(step), self._compute_start_position(step + 1)))
 
     @property
     def last_resized_step(self) -> int:
-        """Last step taken with a different batch size; `rows_of` is valid only for later steps."""
+        """Last step taken with a different batch size; `list_rows_on_all_ranks` is valid only for later steps."""
         return self._last_resized_step
 
-    def tokens_by_source(self, step: int) -> dict[str, float]:
+    def cumulative_tokens_by_source(self, step: int) -> dict[str, float]:
         """
         Return the tokens per source in all steps up to and including this one.
 
@@ -165,7 +165,7 @@ class Loader:
         return {source.name: rows.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
     @property
-    def position(self) -> int:
+    def next_row_position(self) -> int:
         """The position in the endless row order where the next step begins."""
         return self._compute_start_position(self._step + 1)
 
@@ -181,7 +181,7 @@ class Loader:
         After the batch size has changed, `since` is the last step with the old size, and `offset` the rows
         consumed beyond as many steps with the new size.
         """
-        state: dict[str, Any] = {"step": self._step, "position": self.position}
+        state: dict[str, Any] = {"step": self._step, "position": self.next_row_position}
         if self._last_resized_step:
             state |= {"since": self._last_resized_step, "offset": self._offset}
         mixed = [segment for segment in self._rows.segments if segment.shares.keys() != {""}]
@@ -196,13 +196,13 @@ class Loader:
             if not isinstance(number, int) or number < 0:
                 raise ValueError(f"{key}: {number!r} is not an integer of 0 or more")
         self._step, self._stream = step, None
-        self._offset = position - self.batching.first_position(step + 1)
+        self._offset = position - self.batching.first_row_position(step + 1)
         self._last_resized_step = state.get("since", 0) if self._offset == state.get("offset", 0) else step
         self._build_row_stream([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
 
     def _compute_start_position(self, step: int) -> int:
         """Return the position where a step begins."""
-        return self.batching.first_position(step) + self._offset
+        return self.batching.first_row_position(step) + self._offset
 
     def _build_row_stream(self, segments: list[Segment]) -> None:
         """Build `_rows` from earlier segments, plus one from the next step on if the source shares have changed."""
@@ -216,19 +216,19 @@ class Loader:
             segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
-    def _iterate_batches(self, step: int) -> Iterator[Batch]:
+    def _iterate_batches_from(self, step: int) -> Iterator[Batch]:
         """Return an endless iterator over microbatches, beginning with a step."""
-        row_indices = self._iterate_row_indices(step)
+        row_indices = self._iterate_row_indices_from(step)
         if self._workers is None:
             return (self.rows.batch("train", indices) for indices in row_indices)
         return self._workers.batches(row_indices, self.workers * self.prefetch, self.timeout)
 
-    def _iterate_row_indices(self, step: int) -> Iterator[list[int]]:
+    def _iterate_row_indices_from(self, step: int) -> Iterator[list[int]]:
         """Return an endless iterator over the microbatches' row numbers, beginning with a step."""
         microbatches = (
-            positions for later_step in count(step) for positions in self.batching.microbatch_positions(later_step)
+            positions for later_step in count(step) for positions in self.batching.microbatch_row_positions(later_step)
         )
-        return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
+        return (self._rows.rows_at([self._offset + position for position in positions]) for positions in microbatches)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -72,7 +72,7 @@ class MegatronDocuments:
         documents = cls(path, DTYPES[code], sequences, bounds)
         if sizes[0] != (index_bytes := HEADER + 12 * sequences + 8 * bounds):
             raise UserError(f"path: {index} has {sizes[0]} bytes instead of {index_bytes}; copy the file again")
-        if sizes[1] < (token_bytes := int(documents._document_starts[-1]) * np.dtype(documents.dtype).itemsize):
+        if sizes[1] < (token_bytes := int(documents._document_token_offsets[-1]) * np.dtype(documents.dtype).itemsize):
             raise UserError(
                 f"path: {tokens} is cut off: it has {sizes[1]} bytes instead of {token_bytes}; copy it again"
             )
@@ -80,7 +80,7 @@ class MegatronDocuments:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        return np.diff(self._document_starts)
+        return np.diff(self._document_token_offsets)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -91,13 +91,13 @@ class MegatronDocuments:
         digest.update(str(len(self._token_ids)).encode())
         return digest.hexdigest()
 
-    def read(self, document: int, first: int, last: int) -> DocumentPart:
+    def read(self, document: int, first: int, end: int) -> DocumentPart:
         """
-        Return a view into a document's ids, without weights; it ends with the document if `last` is beyond its
+        Return a view into a document's ids, without weights; it ends with the document if `end` is beyond its
         end.
         """
-        begin, end = self._document_starts[document : document + 2].tolist()
-        return DocumentPart(self._token_ids[begin + first : min(begin + last, end)])
+        begin, document_end = self._document_token_offsets[document : document + 2].tolist()
+        return DocumentPart(self._token_ids[begin + first : min(begin + end, document_end)])
 
     def describe_origin(self, document: int) -> str:
         """Return the document's file and number."""
@@ -110,8 +110,8 @@ class MegatronDocuments:
         return np.memmap(path, self.dtype, "r") if path.stat().st_size else np.empty(0, self.dtype)
 
     @cached_property
-    def _document_starts(self) -> np.ndarray:
-        """Document starts, followed by the last document's end, int64 (documents + 1,)."""
+    def _document_token_offsets(self) -> np.ndarray:
+        """Offsets of documents in the `.bin` file, and the last one's end, in tokens, int64 (documents + 1,)."""
         content = np.fromfile(self.path.with_name(f"{self.path.name}.idx"), np.uint8, offset=HEADER)
         sizes = content[: 4 * self.sequences].view("<i4")
         bounds = content[12 * self.sequences :].view("<i8")

@@ -43,9 +43,9 @@ class MixedDocuments:
         parts = [f"{source.name} {source.documents.fingerprint}\n" for source in self.sources]
         return sha256("".join(parts).encode()).hexdigest()
 
-    def read(self, document: int, first: int, last: int) -> DocumentPart:
+    def read(self, document: int, first: int, end: int) -> DocumentPart:
         source, number = self._find_source_and_document_number(document)
-        return source.documents.read(number, first, last)
+        return source.documents.read(number, first, end)
 
     def describe_origin(self, document: int) -> str:
         """Return the source's name, and the document's origin in it."""

@@ -9,9 +9,9 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
-from drawloom.components.data.chat.encode import Encoded, encode_completion, encode_rendered
+from drawloom.components.data.chat.encode import Encoded, encode_prompt_and_completion, encode_rendered_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import Message, render_turns
+from drawloom.components.data.chat.turns import Message, render_and_locate_turns
 from drawloom.graph import component
 
 MARGIN = "margin"
@@ -44,15 +44,15 @@ class Preferences(ChatCorpus):
         """Return a line's two documents, the preferred one first, or none. Raises ValueError for a malformed line."""
         prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
         if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-            return _weight_tokens_and_attach_labels(
-                [encode_completion(self.tokenizer, prompt, answer) for answer in (chosen, rejected)], row
+            return _make_weighted_pair_or_drop_it(
+                [encode_prompt_and_completion(self.tokenizer, prompt, answer) for answer in (chosen, rejected)], row
             )
         if not (isinstance(chosen, list) and isinstance(rejected, list) and isinstance(prompt, list | None)):
             raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
         sides = [[*(prompt or []), *answer] for answer in (chosen, rejected)]
         shared = len(prompt) if prompt else len([*takewhile(_are_messages_equal, zip(*sides, strict=False))])
         tools = row.get("tools")
-        return _weight_tokens_and_attach_labels(
+        return _make_weighted_pair_or_drop_it(
             [self._encode_conversation(side, shared, tools, template) for side in sides], row
         )
 
@@ -65,14 +65,16 @@ class Preferences(ChatCorpus):
         """Encode a conversation, with trained assistant turns after the prompt."""
         check_messages(messages)
         weights = [float(index >= prompt_turns and turn["role"] == "assistant") for index, turn in enumerate(messages)]
-        return encode_rendered(self.tokenizer, render_turns(template, messages, weights, tools), messages, tools)
+        return encode_rendered_conversation(
+            self.tokenizer, render_and_locate_turns(template, messages, weights, tools), messages, tools
+        )
 
 
 def _are_messages_equal(pair: tuple[Message, Message]) -> bool:
     return pair[0] == pair[1]
 
 
-def _weight_tokens_and_attach_labels(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
+def _make_weighted_pair_or_drop_it(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
     """
     Return both sides with equal weights for trained tokens, 1 in sum, and with references and margin.
 

@@ -58,4 +58,4 @@ class PromptCollator(PromptRenderer):
         if not isinstance(self.tokenizer, ChatTokenizer):
             raise ValueError("its prompt has messages, and the tokenizer has no chat template; write a text")
         check_messages(messages)
-        return encode_prompt_messages(self.tokenizer, self.open_template(self.tokenizer), messages, tools)
+        return encode_prompt_messages(self.tokenizer, self.get_or_create_chat_template(self.tokenizer), messages, tools)

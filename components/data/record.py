@@ -8,7 +8,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Batching, RunFolder, Step
 from drawloom.components.state.batch import Batch
 from drawloom.components.storage.regular_file import create_folder_unless_link
-from drawloom.components.storage.step_log import RestartedLog, StepLog
+from drawloom.components.storage.step_log import RewindingLog, StepLog
 from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import component
 
@@ -28,8 +28,9 @@ class Record:
     mesh: Mesh
     batching: Batching
 
-    _log: RestartedLog = attrs.field(
-        init=False, default=attrs.Factory(lambda self: RestartedLog(self._open_truncated_log), takes_self=True)
+    _log: RewindingLog = attrs.field(
+        init=False,
+        default=attrs.Factory(lambda self: RewindingLog(self._truncate_all_logs_and_open_own), takes_self=True),
     )
 
     def run_phase(self, step: Step) -> None:
@@ -40,14 +41,14 @@ class Record:
         )
 
     def flush(self) -> None:
-        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
+        """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
         self._log.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._log.close()
 
-    def _open_truncated_log(self, step: int) -> StepLog:
+    def _truncate_all_logs_and_open_own(self, step: int) -> StepLog:
         """Open this rank's file, after rank 0 has removed lines from this step on in all files. A collective."""
         folder = create_folder_unless_link(self.folder.folder / FOLDER)
         if self.mesh.world.rank == 0:

@@ -37,7 +37,7 @@ class SortDigits:
     def open(self) -> None:
         """Draw all numbers."""
         self._splits = {"train": [], "validation": []}
-        for number in self._draw_numbers():
+        for number in self._draw_unique_digit_strings():
             self._splits[choose_split(number.encode(), self.validation_fraction)].append(self._make_example(number))
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class SortDigits:
     def examples(self, split: Split) -> list[Example]:
         return self._splits[split]
 
-    def _draw_numbers(self) -> Iterator[str]:
+    def _draw_unique_digit_strings(self) -> Iterator[str]:
         """Yield random digit strings without repetition."""
         shape = self.examples_drawn, self.digits
         drawn = torch.randint(10, shape, generator=create_generator(self.job.seed, "sort_digits"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
-from drawloom.components.data.sources.files import File, describe_local_file
+from drawloom.components.data.sources.files import File, stat_local_file
 from drawloom.components.data.sources.text import group_text_files
 from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError, between, component, setting
@@ -45,7 +45,7 @@ def list_source_files() -> list[File]:
     if not paths:
         raise UserError(f'{root}: this Python has no source files; write use = "data.text_files"')
     return sorted(
-        (describe_local_file(path.relative_to(root).as_posix(), path) for path in paths), key=lambda file: file.name
+        (stat_local_file(path.relative_to(root).as_posix(), path) for path in paths), key=lambda file: file.name
     )
 
 

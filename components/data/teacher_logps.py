@@ -43,7 +43,7 @@ class TeacherLogps:
                 raise UserError(f"{text}; write them with `drawloom teacher-logps`") from error
         return self._manifest
 
-    def check_rows(self, identity: Mapping[str, Any]) -> None:
+    def check_written_for_rows(self, identity: Mapping[str, Any]) -> None:
         written = self.manifest()["rows"]
         if different := [name for name in {**written, **identity} if written.get(name) != identity.get(name)]:
             name = different[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from drawloom.components.data.chat.prompt import encode_prompt_messages, find_answer_end_token
+from drawloom.components.data.chat.prompt import encode_prompt_messages, find_answer_end_id
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
 from drawloom.components.data.chat.template import RenderError
 from drawloom.components.ports.corpus import ChatTokenizer
@@ -26,22 +26,23 @@ class TemplatePrompts(PromptRenderer):
     @cached_property
     def answer_end_ids(self) -> frozenset[int]:
         tokenizer = self._chat_tokenizer
-        template = self.open_template(tokenizer)
+        template = self.get_or_create_chat_template(tokenizer)
         try:
-            end = find_answer_end_token(tokenizer, template)
+            end = find_answer_end_id(tokenizer, template)
         except RenderError:  # a template may require more than a question and an answer
             end = None
         return frozenset({tokenizer.eos_id} if end is None else {tokenizer.eos_id, end})
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         tokenizer = self._chat_tokenizer
-        template = self.open_template(tokenizer)
+        template = self.get_or_create_chat_template(tokenizer)
         try:
             return encode_prompt_messages(tokenizer, template, [*first, *messages])
+        except RenderError as error:
+            raise UserError(f"the chat template refuses the conversation: {error}") from error
         except ValueError as error:
-            prefix = "the chat template refuses the conversation: " if isinstance(error, RenderError) else ""
-            raise UserError(f"{prefix}{error}") from error
+            raise UserError(str(error)) from error
 
     @property
     def _chat_tokenizer(self) -> ChatTokenizer:

@@ -71,11 +71,11 @@ class TokenArrays:
                 digest.update(tensor.numpy().data)
         return digest.hexdigest()
 
-    def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Return views into a document's ids and weights, up to its end if `last` is beyond the end."""
+    def read(self, document: int, first: int, end: int) -> DocumentPart:
+        """Return views into a document's ids and weights, up to its end if `end` is beyond the end."""
         ends = self.ends.numpy()
-        begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
-        part = slice(begin + first, min(begin + last, end))
+        begin, document_end = int(ends[document - 1]) if document else 0, int(ends[document])
+        part = slice(begin + first, min(begin + end, document_end))
         weights = None if self.own_weights is None else self.own_weights.numpy()[part]
         reference = None if self.references is None else float(self.references[document])
         label = None if self.labels is None else float(self.labels[document])

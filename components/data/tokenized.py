@@ -42,7 +42,7 @@ class Tokenized:
                 difference = f"{self.validation_path} has another tokenizer than {self.path}"
                 raise UserError(f"validation_path: {difference}; tokenize both with the same one")
 
-    def mean_length(self) -> float | None:
+    def compute_mean_document_length(self) -> float | None:
         """Return the mean document length in tokens, also before `open`; None if there are no documents."""
         try:
             store = Store.open(self.path)

@@ -80,7 +80,7 @@ class TokenizedText:
     def _open_or_build_store(self, parts: Sequence[Part], split: Split) -> Store:
         """Open a split's cached store, after writing or completing it if necessary."""
         plan = json.dumps(make_store_plan(parts, self.tokenizer))
-        cache = self.cache if self.cache is not None else self.job.path.parent / CACHE
+        cache = self.cache if self.cache is not None else self.job.folder_path.parent / CACHE
         folder = cache / f"{hashlib.sha256(plan.encode()).hexdigest()[:16]}-{split}"
         log.debug("%s: %s documents are in %s", type(self.corpus).__name__, split, folder)
         return build_store(folder, parts, self.tokenizer, workers=len(os.sched_getaffinity(0)))

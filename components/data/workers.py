@@ -27,7 +27,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.data.child_process import ChildProcess, start_child
+from drawloom.components.data.child_process import ChildProcess, start_process_with_pipe
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import PackedDataset, TracedRows
 from drawloom.components.state.batch import Batch
@@ -81,7 +81,7 @@ class Worker:
     def _make_lost_error(self) -> WorkerLostError:
         """Return the error for a process that has ended, with how it ended."""
         hint = "check for a lack of memory and start the run again, or write workers = 0"
-        return WorkerLostError(f"{self} {self.child.describe_process_exit()} before it delivered", hint)
+        return WorkerLostError(f"{self} {self.child.wait_and_describe_process_exit()} before it delivered", hint)
 
     def __str__(self) -> str:
         return f"data worker {self.number} (process {self.child.process.pid})"
@@ -138,13 +138,13 @@ class Workers:
 
     def _describe_rows(self, rows: Sequence[int]) -> str:
         """Describe a batch's first rows, with their documents' files and offsets."""
-        described = f"row{'s' * (len(rows) > 1)} {_join_source_names(map(str, rows))} of {self._split}"
+        described = f"row{'s' * (len(rows) > 1)} {_join_first_names(map(str, rows))} of {self._split}"
         if not isinstance(self._rows, TracedRows):
             return described
         sources = dict.fromkeys(
             source for row in rows[:MAX_NAMES_SHOWN] for source in self._rows.describe_row_origins(self._split, row)
         )
-        return f"{described} (of {_join_source_names(sources)})"
+        return f"{described} (of {_join_first_names(sources)})"
 
 
 def _start_worker(number: int, rows: PackedDataset, split: Split) -> Worker:
@@ -153,18 +153,18 @@ def _start_worker(number: int, rows: PackedDataset, split: Split) -> Worker:
     # importing torch takes over a second; preloaded, it is imported once for all workers
     context.set_forkserver_preload(["torch"])
     try:
-        return Worker(number, start_child(context, _answer_requests, rows, split))
+        return Worker(number, start_process_with_pipe(context, _answer_batch_requests, rows, split))
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, OSError) as error:
         kind = type(rows).__name__
         raise UserError(f"workers: {kind} can't be sent to another process ({error}); write workers = 0") from error
 
 
-def _answer_requests(rows: PackedDataset, split: Split, pipe: Connection) -> None:
+def _answer_batch_requests(rows: PackedDataset, split: Split, pipe: Connection) -> None:
     """Run in the worker process: send a batch, or an error, for every request until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the run ends its workers
     torch.set_num_threads(1)  # the cores belong to training
     requests: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-    threading.Thread(target=_read_requests_and_exit, args=(pipe, requests), daemon=True).start()
+    threading.Thread(target=_queue_requests_then_exit_process, args=(pipe, requests), daemon=True).start()
     while True:
         answer = _build_batch_or_error(rows, split, requests.get())
         try:
@@ -173,7 +173,7 @@ def _answer_requests(rows: PackedDataset, split: Split, pipe: Connection) -> Non
             return
 
 
-def _read_requests_and_exit(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -> None:
+def _queue_requests_then_exit_process(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -> None:
     """Read requests in a thread, so requesting never blocks; end the process with the run, even during a batch."""
     try:
         while True:
@@ -215,7 +215,7 @@ def _rebuild_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ..
     return memory.view(dtype).view(shape)
 
 
-def _join_source_names(names: Iterable[str]) -> str:
+def _join_first_names(names: Iterable[str]) -> str:
     """Join the first MAX_NAMES_SHOWN names, and count the rest."""
     listed = list(names)
     return ", ".join(listed[:MAX_NAMES_SHOWN]) + (

@@ -52,17 +52,17 @@ class Connections:
         try:
             yield
         finally:
-            self._inodes, self._before = self._find_recorded_sockets(), None
+            self._inodes, self._before = self._find_recorded_inodes(), None
 
     @contextmanager
-    def make_breakable(self) -> Iterator[None]:
-        """Let torch make gloo's groups in the body so that `shut_down_all` ends the wait, with a RuntimeError."""
+    def make_gloo_connecting_interruptible(self) -> Iterator[None]:
+        """In the body, `break_all_connections` ends a new gloo group's wait for its ranks, with a RuntimeError."""
         module: Any = dist.distributed_c10d
         original: Any = module.ProcessGroupGloo
 
         class Breakable(type):
             def __call__(cls, *arguments: Any, **options: Any) -> Any:
-                return self.connect_in_thread(lambda: original(*arguments, **options))
+                return self.connect_in_thread_until_broken(lambda: original(*arguments, **options))
 
             def __instancecheck__(cls, instance: Any) -> bool:
                 return isinstance(instance, original)
@@ -73,7 +73,7 @@ class Connections:
         finally:
             module.ProcessGroupGloo = original
 
-    def connect_in_thread(self, connect: Callable[[], Any]) -> Any:
+    def connect_in_thread_until_broken(self, connect: Callable[[], Any]) -> Any:
         """
         Return the result of a function that connects ranks; it runs in another thread.
 
@@ -99,20 +99,20 @@ class Connections:
             raise error
         return result
 
-    def shut_down_all(self) -> int:
+    def break_all_connections(self) -> int:
         """
         Shut down every open recorded connection, also of a recording in progress, and return their number.
         """
         self.is_broken = True
         self._is_settled.set()
-        count, recorded = 0, self._find_recorded_sockets()
+        count, recorded = 0, self._find_recorded_inodes()
         for inode, descriptor in _list_sockets_by_inode().items():
             if inode in recorded:
                 with suppress(OSError):  # closed meanwhile, or without a peer, like a listening socket
                     count += self._shut_down_socket(descriptor)
         return count
 
-    def _find_recorded_sockets(self) -> set[int]:
+    def _find_recorded_inodes(self) -> set[int]:
         """Return the recorded sockets, with those of a recording in progress."""
         before = self._before
         return self._inodes if before is None else self._inodes | (_list_sockets_by_inode().keys() - before)

@@ -76,7 +76,7 @@ class DeviceModel:
         """Whether the device is a GPU, on which GPU kernels run."""
         return self.name != "cpu"
 
-    def compute_matmul_rate(self, dtype: torch.dtype) -> float:
+    def compute_achieved_matmul_flop_rate(self, dtype: torch.dtype) -> float:
         """Return the reached FLOP/s for products in a dtype, or in the nearest dtype if the table has no entry."""
         key = get_matmul_dtype_key(dtype)
         peak = self.peaks.get(key) or self.peaks.get("float32") or min(self.peaks.values())

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 
-def write_error_file(path: str, text: str, is_cause: bool) -> None:
+def write_torchrun_error_file(path: str, text: str, is_cause: bool) -> None:
     """
     Write this worker's error file, which torchrun reads, to `path`; "" writes none.
 

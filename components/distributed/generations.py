@@ -59,6 +59,18 @@ class ReplicaShape:
     counts: Sequence[int]
     expert: int = 1
 
+    @classmethod
+    def for_ranks(
+        cls, world_size: int, shape: tuple[int, int, int, int], fits: Callable[[int], bool]
+    ) -> "ReplicaShape":
+        """
+        Return the shape for `SurvivingProcesses.replica_shape`, with the counts that `fits`, or that use all ranks.
+        """
+        stages, shards, shard_size, expert = shape
+        largest = world_size // (stages * shard_size)
+        counts = [count for count in range(1, largest + 1) if count == largest or fits(count)]
+        return cls(stages, shards, shard_size, counts, expert)
+
     @property
     def size(self) -> int:
         """Ranks in a replica."""
@@ -77,7 +89,7 @@ class ReplicaShape:
             for replica in range(count)
         ]
 
-    def count_replicas(self, processes: int) -> int:
+    def find_max_replica_count(self, processes: int) -> int:
         """Return the largest number of replicas that can share the work, with at most so many processes; 0 if none."""
         largest = processes // self.size
         return max((count for count in range(1, largest + 1) if count * self.data_ranks in self.counts), default=0)
@@ -85,7 +97,7 @@ class ReplicaShape:
     def shrink(self, processes: int) -> "ReplicaShape | None":
         """Return the shape of one replica with the most shards for `processes` ranks; None if they are too few."""
         shapes = (attrs.evolve(self, shards=shards) for shards in range(self.shards, 0, -1))
-        return next((shape for shape in shapes if shape.count_replicas(processes)), None)
+        return next((shape for shape in shapes if shape.find_max_replica_count(processes)), None)
 
 
 @attrs.frozen
@@ -119,12 +131,19 @@ class Generation:
         members = [RunProcess(**member) for member in values.pop("members")]
         return cls(**values, members=members, shape=shape and ReplicaShape(**shape))
 
-    def set_rank_variables(self, rank: int) -> None:
+    def set_rank_environment(self, rank: int) -> None:
         """Set RANK and WORLD_SIZE in the environment, as torchrun would; LOCAL_RANK keeps its device."""
         os.environ["RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(len(self.members))
 
-    def choose_following(self, lost: Set[int], spares: Iterable[RunProcess]) -> "Generation":
+    def describe_change_to(self, following: "Generation") -> str:
+        """Return a message with the numbers of members that stay, and of those that join."""
+        new = [member for member in following.members if member not in self.members]
+        staying = f"{len(following.members) - len(new)} of {len(self.members)} processes continue"
+        joining = f"{len(new)} process{'es join' if len(new) > 1 else ' joins'}"
+        return f"{staying}; {joining}" if new else staying
+
+    def choose_next_generation(self, lost: Set[int], spares: Iterable[RunProcess]) -> "Generation":
         """
         Return the next generation: as many replicas as possible that can share the work.
 
@@ -151,7 +170,7 @@ class Generation:
                 return following
             shape = shrunk
         replicas = [*complete, *(pool[start : start + shape.size] for start in range(0, len(pool), shape.size))]
-        count = shape.count_replicas(sum(map(len, replicas)))
+        count = shape.find_max_replica_count(sum(map(len, replicas)))
         placed = {
             rank: member
             for ranks, replica in zip(shape.list_ranks_by_replica(count), replicas, strict=False)
@@ -162,11 +181,17 @@ class Generation:
         return attrs.evolve(following, members=members, shards=shards if members else None)
 
 
-@attrs.frozen
+@attrs.define
 class Spares:
-    """A run's spares in the launch's store, with numbers from 1."""
+    """
+    A run's spares in the launch's store, with numbers from 1.
+
+    Known spares are read once, because rank 0 asks for spares in every step.
+    """
 
     store: Any
+    _known: dict[int, RunProcess] = attrs.field(init=False, factory=dict)
+    _settled: set[int] = attrs.field(init=False, factory=set)  # admitted, or ended
 
     def register(self, member: RunProcess) -> int:
         """Add a spare, and return its number."""
@@ -177,13 +202,12 @@ class Spares:
     def find_waiting_spares(self) -> dict[int, RunProcess]:
         """Return the live spares that were not admitted yet, by number."""
         last: int = self.store.add("spares", 0)
-        numbers = [
-            number
-            for number in range(1, last + 1)
-            if self.store.check([f"spare/{number}"]) and not self.store.check([f"admitted/{number}"])
-        ]
-        spares = {number: RunProcess(**json.loads(self.store.get(f"spare/{number}"))) for number in numbers}
-        return {number: spare for number, spare in spares.items() if not spare.has_ended()}
+        for number in {*range(1, last + 1)} - self._settled:
+            if number not in self._known and self.store.check([f"spare/{number}"]):
+                self._known[number] = RunProcess(**json.loads(self.store.get(f"spare/{number}")))
+            if number in self._known and (self._known[number].has_ended() or self.store.check([f"admitted/{number}"])):
+                self._settled.add(number)
+        return {number: self._known[number] for number in sorted(self._known.keys() - self._settled)}
 
     def admit(self, numbers: Iterable[int], generation: Generation) -> None:
         """Tell spares that they are members in this generation; a second call changes nothing."""
@@ -209,7 +233,7 @@ class Spares:
         self.store.set("ended", str(exit_code))
 
 
-def agree_on_generation(
+def agree_on_next_generation(
     generation: Generation,
     rank: int,
     store: Any,
@@ -229,7 +253,7 @@ def agree_on_generation(
         if is_over():
             return None
         time.sleep(TICK)
-    following = generation.choose_following(losses().keys(), spares.find_waiting_spares().values())
+    following = generation.choose_next_generation(losses().keys(), spares.find_waiting_spares().values())
     chosen = Generation.from_json(store.compare_set("following", "", following.to_json()).decode())
     # every rank does this, because the one that has proposed may be lost meanwhile
     spares.admit([number for number, spare in spares.find_waiting_spares().items() if spare in chosen.members], chosen)

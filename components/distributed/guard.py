@@ -38,7 +38,7 @@ class Guard:
         self._memory: mmap.mmap | None = None
         self._version = 0
 
-    def start(self) -> None:
+    def fork_guard_process(self) -> None:
         """Fork the guard process; continue without a guard if no process can be made."""
         memory, parent = mmap.mmap(-1, SIZE), os.getpid()
         reading, writing = os.pipe()

@@ -79,7 +79,7 @@ class RankMesh(MeshView):
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
         if isinstance(self.processes, SurvivingProcesses) and self.processes.generation:
             settings["data_replicate"] = "auto"
-            settings["data_shard"] = self.processes.shards or self.data_shard
+            settings["data_shard"] = self.processes.remaining_shards or self.data_shard
         expert = settings.pop("expert")
         self.layout = resolve_layout(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed requires

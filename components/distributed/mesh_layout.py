@@ -89,7 +89,7 @@ class MeshView:
         return self.group(*DIMENSIONS)
 
     @property
-    def replicas(self) -> Group:
+    def replica_group(self) -> Group:
         return self.group("expert_replicate" if self.layout.expert > 1 else "data_replicate")
 
     @property
@@ -117,7 +117,7 @@ class MeshView:
         return self.group(*SHARDS)
 
     @property
-    def model_group(self) -> Group:
+    def model_copy_group(self) -> Group:
         """The ranks that together contain one model copy: all dimensions except `expert_replicate`."""
         return self.group(*MODEL)
 

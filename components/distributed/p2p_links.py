@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import convert_peer_errors
+from drawloom.components.distributed.process_group import mark_blocked_and_convert_errors
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.ports.distributed import P2PChannel, Pending, Processes
 
@@ -39,7 +39,7 @@ class P2PWork:
 
     def wait(self) -> None:
         if self._work is not None:
-            with self.communicator.convert_peer_errors():
+            with self.communicator.mark_blocked_and_convert_errors():
                 self._work.wait()
             self._work = self._tensor = None  # torch's Work keeps its tensors alive after completion
 
@@ -56,17 +56,17 @@ class TorchCommunicator:
 
     def send(self, tensor: Tensor) -> P2PWork:
         """Start to send a contiguous tensor (any shape and dtype)."""
-        with self.convert_peer_errors():
+        with self.mark_blocked_and_convert_errors():
             return P2PWork(self, self.backend.send([tensor], 1, 0), tensor)
 
     def receive(self, tensor: Tensor) -> P2PWork:
         """Start to receive into a contiguous tensor (any shape and dtype)."""
-        with self.convert_peer_errors():
+        with self.mark_blocked_and_convert_errors():
             return P2PWork(self, self.backend.recv([tensor], 0, 0), tensor)
 
-    def convert_peer_errors(self) -> AbstractContextManager[None]:
+    def mark_blocked_and_convert_errors(self) -> AbstractContextManager[None]:
         """Mark this rank as blocked in this communicator's transfer, and convert torch's errors to a UserError."""
-        return convert_peer_errors(self.monitor, "a point-to-point transfer", self.name, self.ranks)
+        return mark_blocked_and_convert_errors(self.monitor, "a point-to-point transfer", self.name, self.ranks)
 
 
 @attrs.frozen
@@ -83,7 +83,7 @@ class TorchP2PChannel:
         return self.incoming.receive(tensor)
 
 
-def connect_by_nccl(store: Any, rank: int, ranks: Edge, timeout: timedelta, device: torch.device) -> Any:
+def connect_two_ranks_by_nccl(store: Any, rank: int, ranks: Edge, timeout: timedelta, device: torch.device) -> Any:
     """
     Return an NCCL communicator for two ranks outside torch's group registry, in which this one is `rank`, 0 or 1.
 

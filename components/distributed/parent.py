@@ -14,7 +14,7 @@ TICK = 0.25  # seconds between two polls
 REPORTER = "0"  # the LOCAL_RANK of the worker that prints the message, one for each machine
 
 
-def exit_after_parent(parent_pid: int) -> None:
+def start_exit_with_parent_thread(parent_pid: int) -> None:
     """End this process, with exit code 1, soon after its parent process is gone. A second call does nothing."""
     if not any(thread.name == NAME for thread in threading.enumerate()):
         threading.Thread(target=_poll_and_exit_after_parent, args=(parent_pid,), name=NAME, daemon=True).start()

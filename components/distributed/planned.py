@@ -57,6 +57,9 @@ class PlannedGroup:
         """Return an empty tensor (sum(received), ...) for rows (sum(sent), ...)."""
         return rows.new_empty(sum(received), *rows.shape[1:])
 
+    def raise_if_broken(self) -> None:
+        """Return at once."""
+
     def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
         """Return `size` bytes on the meta device."""
         return HostMemory([torch.empty(size, dtype=torch.uint8, device="meta")] * self.size, self)

@@ -106,14 +106,16 @@ class DtypePolicy:
         """Raise ValueError for combinations that `check` rejects in a recipe."""
         conflicts = [
             *find_dtype_conflicts_and_remedies(self._parameter, self._compute, self._gradient, self.uncast),
-            *find_format_conflicts_and_remedies(
+            *find_linear_format_conflicts_and_remedies(
                 self._compute or self._parameter,
                 self.linear,
                 self.linear_in_compute,
                 self.linear_weights,
                 self.gather,
             ),
-            *find_frozen_conflicts_and_remedies(self._compute or self._parameter, self.frozen, self.frozen_in_compute),
+            *find_frozen_format_conflicts_and_remedies(
+                self._compute or self._parameter, self.frozen, self.frozen_in_compute
+            ),
         ]
         for _, text, hint in conflicts:
             raise ValueError(f"{text}; {hint}")
@@ -128,10 +130,10 @@ class DtypePolicy:
             yield node.problem(key, text, hint)
         used = values["compute"] or values["parameter"]
         conflicts = [
-            *find_format_conflicts_and_remedies(
+            *find_linear_format_conflicts_and_remedies(
                 used, values["linear"], values["linear_in_compute"], values["linear_weights"], values["gather"]
             ),
-            *find_frozen_conflicts_and_remedies(used, values["frozen"], values["frozen_in_compute"]),
+            *find_frozen_format_conflicts_and_remedies(used, values["frozen"], values["frozen_in_compute"]),
         ]
         for key, text, hint in conflicts:
             yield node.problem(key, text, hint)
@@ -169,7 +171,7 @@ def find_dtype_conflicts_and_remedies(
         yield "uncast", text, "remove uncast"
 
 
-def find_format_conflicts_and_remedies(
+def find_linear_format_conflicts_and_remedies(
     compute: str,
     linear: LinearFormat,
     linear_in_compute: tuple[str, ...],
@@ -191,7 +193,7 @@ def find_format_conflicts_and_remedies(
         yield "gather", text, "write linear = 'float8', or remove gather"
 
 
-def find_frozen_conflicts_and_remedies(
+def find_frozen_format_conflicts_and_remedies(
     compute: str, frozen: FrozenFormat, frozen_in_compute: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield conflicts between the frozen weights' format and other settings: the key, the fault, and the remedy."""

@@ -13,7 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.distributed.rank_monitor import RankMonitor
-from drawloom.components.distributed.symmetric_memory import HostMemory, allocate_gpu_memory, allocate_host_memory
+from drawloom.components.distributed.symmetric_memory import (
+    HostMemory,
+    allocate_shared_host_memory,
+    allocate_symmetric_gpu_memory,
+)
 from drawloom.components.ports.distributed import Pending, SymmetricMemory
 from drawloom.graph import UserError
 
@@ -72,6 +76,9 @@ class SingleProcess:
         """Return the rows (rows, ...) unchanged."""
         return rows.detach()
 
+    def raise_if_broken(self) -> None:
+        """Return at once: no other rank can be lost."""
+
     def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
         """Return `size` bytes on the CPU."""
         return HostMemory([torch.zeros(size, dtype=torch.uint8)], self)
@@ -111,7 +118,7 @@ class TorchGroup:
         self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        with self._convert_peer_errors("an all-reduce"):
+        with self._mark_blocked_and_convert_errors("an all-reduce"):
             return TorchWork(self, "an all-reduce", dist.all_reduce(tensor, group=self._handle, async_op=True))
 
     def max(self, tensor: Tensor) -> None:
@@ -120,7 +127,7 @@ class TorchGroup:
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> None:
         sent = tensor.detach().to(self.device).contiguous()
-        with self._convert_peer_errors("a broadcast"):
+        with self._mark_blocked_and_convert_errors("a broadcast"):
             dist.broadcast(sent, group=self._handle, group_src=source)
         self._copy_result_back(sent, tensor)
 
@@ -132,7 +139,7 @@ class TorchGroup:
         moved = tensor.detach().to(self.device).contiguous()
         # Flattened, because gloo joins tensors along their first dimension, and a scalar has none.
         gathered = moved.new_empty(self.size * moved.numel())
-        with self._convert_peer_errors("an all-gather"):
+        with self._mark_blocked_and_convert_errors("an all-gather"):
             ALL_GATHER(gathered, moved.view(-1), group=self._handle)
         return gathered.view(self.size, *tensor.shape).to(tensor.device)
 
@@ -147,23 +154,27 @@ class TorchGroup:
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         moved = parts.detach().to(self.device).contiguous()
         output = torch.empty_like(moved[0])
-        with self._convert_peer_errors("a reduce-scatter"):
+        with self._mark_blocked_and_convert_errors("a reduce-scatter"):
             REDUCE_SCATTER(output.view(-1), moved.view(-1), group=self._handle)
         return output.to(parts.device)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         moved = rows.detach().to(self.device).contiguous()
         output = moved.new_empty(sum(received), *moved.shape[1:])
-        with self._convert_peer_errors("an all-to-all"):
+        with self._mark_blocked_and_convert_errors("an all-to-all"):
             dist.all_to_all_single(output, moved, list(received), list(sent), group=self._handle)
         return output.to(rows.device)
 
+    def raise_if_broken(self) -> None:
+        if self._monitor.is_broken:
+            raise UserError(f"{self._monitor.describe_lost_ranks()}; rank {self._monitor.rank} repeats its step")
+
     def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
-        with self._convert_peer_errors("a mapping of memory"):
+        with self._mark_blocked_and_convert_errors("a mapping of memory"):
             return (
-                allocate_gpu_memory(size, self._handle, self.device)
+                allocate_symmetric_gpu_memory(size, self._handle, self.device)
                 if self.device.type == "cuda"
-                else allocate_host_memory(size, self)
+                else allocate_shared_host_memory(size, self)
             )
 
     @property
@@ -171,16 +182,16 @@ class TorchGroup:
         """torch.distributed's process group."""
         return self._handle
 
-    def _convert_peer_errors(self, operation: str) -> AbstractContextManager[None]:
+    def _mark_blocked_and_convert_errors(self, operation: str) -> AbstractContextManager[None]:
         """Mark this rank as blocked in `operation`, and convert torch's errors to a UserError."""
-        return convert_peer_errors(self._monitor, operation, self.name, self.ranks)
+        return mark_blocked_and_convert_errors(self._monitor, operation, self.name, self.ranks)
 
     @torch.no_grad()
     def _all_reduce(self, tensor: Tensor, operation: Any) -> None:
         """All-reduce a tensor in place, through a copy if it has gaps or is on another device."""
         # a tensor on another device, or with gaps, is reduced as a copy and written back
         reduced = tensor.detach().to(self.device).contiguous()
-        with self._convert_peer_errors("an all-reduce"):
+        with self._mark_blocked_and_convert_errors("an all-reduce"):
             dist.all_reduce(reduced, operation, group=self._handle)
         self._copy_result_back(reduced, tensor)
 
@@ -202,35 +213,37 @@ class TorchWork:
         return bool(self.work.is_completed())
 
     def wait(self) -> None:
-        with self.group._convert_peer_errors(self.operation):
+        with self.group._mark_blocked_and_convert_errors(self.operation):
             self.work.wait()
 
 
 @contextmanager
-def convert_peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
+def mark_blocked_and_convert_errors(
+    monitor: RankMonitor, operation: str, name: str, ranks: Sequence[int]
+) -> Iterator[None]:
     """Mark this rank as blocked in a group's operation, and convert torch's errors to a UserError with a diagnosis."""
     with monitor.mark_blocked(operation, name):
         try:
             yield
         except RuntimeError as error:
             collective = f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})"
-            raise _build_user_error(error, collective, monitor) from error
+            raise _diagnose_collective_error(error, collective, monitor) from error
 
 
-def convert_collective_error(error: Exception, monitor: RankMonitor) -> Exception:
+def convert_if_collective_error(error: Exception, monitor: RankMonitor) -> Exception:
     """
     Return a UserError with a diagnosis for a gloo or NCCL error in torch's own collectives, such as FSDP2's, else
     `error`.
     """
     is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-    return _build_user_error(error, "a collective", monitor) if is_collective else error
+    return _diagnose_collective_error(error, "a collective", monitor) if is_collective else error
 
 
-def _build_user_error(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
+def _diagnose_collective_error(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
     """Return a UserError with the ranks to blame, or a guess, and torch's message."""
     monitor.is_recovering = True
     message = str(error).strip().splitlines()[0]
     if monitor.on_loss is not None and "imed out" in message:
         monitor.declare_awaited_ranks_lost()
-    cause = monitor.diagnose() or "most likely another process stopped"
+    cause = monitor.describe_ranks_to_blame() or "most likely another process stopped"
     return UserError(f"{operation} failed on rank {monitor.rank}: {cause}; see its log. torch says: {message}")

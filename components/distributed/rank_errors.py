@@ -19,14 +19,14 @@ class RankError(UserError):
 
 
 def _do_nothing(_value: Any = None) -> None:
-    """Return None: the default for `share`, and the work on ranks other than 0 in run_on_rank0."""
+    """Return None: the default for `to_json`, and the work on ranks other than 0 in run_on_rank0."""
 
 
 def run_and_gather_on_all_ranks(
     group: Group, work: Callable[[], T], to_json: Callable[[T], Any] = _do_nothing
 ) -> tuple[T, list[Any]]:
     """
-    Run `work` on every rank; return this rank's result, and every rank's `share(result)`, by rank, gathered as JSON.
+    Run `work` on every rank; return this rank's result, and every rank's `to_json(result)`, by rank, gathered as JSON.
 
     If `work` or `to_json` raises on any rank, every rank raises RankError with the first failing rank's message; a rank
     whose own exception is neither a UserError nor an OSError raises that exception.

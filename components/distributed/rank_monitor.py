@@ -20,25 +20,22 @@ import json
 import logging
 import math
 import os
-import select
-import signal
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.error_file import write_error_file
+from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.components.distributed.hang_diagnosis import RankStatus, format_hang_diagnosis, is_waited_for
 from drawloom.components.distributed.launch_store import Failure, call_store_with_timeout, claim_first_failure
+from drawloom.components.distributed.peer_processes import PeerProcesses
 from drawloom.components.distributed.rank_errors import RankError
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 
 log = logging.getLogger("drawloom.distributed")
 
@@ -47,7 +44,6 @@ STORE_LOST = "the rendezvous store, which is in rank 0 or in torchrun, does not 
 ANSWER_TIMEOUT = 0.8  # seconds; several ticks, so that a live process answers in time
 KILLED = "is gone: it was killed, or it crashed"
 STOPPED = "is stopped (SIGSTOP)"
-STOPPED_POLLS = 2  # polls in a row with a stopped process: others may be resumed a moment later than this one
 GRACE = 3.0  # seconds in which a process may close its resources after a rank has failed
 BEAT = 1.0  # seconds between two heartbeats
 MAX_WATCHED = 16  # ranks whose heartbeats a rank reads: more than a machine's processes, which may be lost together
@@ -87,9 +83,7 @@ class RankMonitor:
     _blocked: dict[int, str] = attrs.field(init=False, factory=dict)  # by thread
     _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
     _deadline: float = attrs.field(init=False, default=math.inf)
-    _watched: dict[int, int] = attrs.field(init=False, factory=dict)  # from pidfd to rank
-    _gone: set[int] = attrs.field(init=False, factory=set)  # peers that ended before they were watched
-    _stopped: Counter[int] = attrs.field(init=False, factory=Counter)  # polls in a row, by rank
+    _processes: PeerProcesses = attrs.field(init=False, factory=PeerProcesses)
     _heard: dict[int, tuple[int, float]] = attrs.field(init=False, factory=dict)  # heartbeats, and seconds since
     _beaten: float = attrs.field(init=False, default=-math.inf)
     _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
@@ -97,28 +91,23 @@ class RankMonitor:
 
     def start(self) -> None:
         """Watch the peers' processes, and start to answer requests."""
-        self.watch_peers()
-        self._thread = threading.Thread(target=self._poll_store, name="rank-monitor", daemon=True)
+        self.watch_local_peer_processes()
+        self._thread = threading.Thread(target=self._poll_store_until_closed, name="rank-monitor", daemon=True)
         self._thread.start()
 
-    def watch_peers(self) -> None:
+    def watch_local_peer_processes(self) -> None:
         """Watch the peers' processes; without pidfds (not Linux) a peer's death is not noticed."""
-        for rank, process in self.peers.items() if hasattr(os, "pidfd_open") else ():
-            try:
-                self._watched[os.pidfd_open(process)] = rank
-            except ProcessLookupError:
-                self._gone.add(rank)
-            except OSError:
-                continue  # no descriptors are left: only missing heartbeats show the peer's end
+        self._processes = PeerProcesses(self.peers)
+        self._processes.open()
 
     def close(self) -> None:
         """Stop answering requests and watching processes; a failure no longer kills this process."""
         self._closing.set()
+        self._processes.wake()
         if self._thread is not None:
             self._thread.join(ANSWER_TIMEOUT)
         self._deadline = math.inf
-        while self._watched:
-            os.close(self._watched.popitem()[0])
+        self._processes.close()
 
     @contextmanager
     def mark_blocked(self, operation: str, group: str) -> Iterator[None]:
@@ -129,7 +118,7 @@ class RankMonitor:
         finally:
             self._blocked.pop(threading.get_ident(), None)
 
-    def diagnose(self) -> str:
+    def describe_ranks_to_blame(self) -> str:
         """
         Return a message with the ranks for which others wait; "" if unknown, or if it is this rank.
 
@@ -190,7 +179,7 @@ class RankMonitor:
         if log.hasHandlers():
             log.error("%s", f"{trace}{text}", extra={"printed": True})
         if is_first and failure == own_failure:
-            print_text(f"{trace}{text}", "stderr")
+            print_escaped_text(f"{trace}{text}", "stderr")
         return failure
 
     def report_exception(self, error: Exception) -> Failure:
@@ -211,10 +200,10 @@ class RankMonitor:
             log.info("%s; rank %d ends because of it", failure.text, self.rank)
         dead = [] if self.failure else self._find_dead_peers()
         if self.on_loss is not None:
-            silent = [] if self.failure else self._exchange_heartbeats()
-            stopped = [] if self.failure else self._find_stopped_peers()
+            silent = [] if self.failure else self._send_heartbeat_and_find_silent_ranks()
+            stopped = [] if self.failure else self._processes.find_stopped()
             silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
-            self._publish_and_end_lost_ranks(
+            self._publish_losses_and_kill_lost_ranks(
                 dict.fromkeys(silent, silence) | dict.fromkeys(stopped, STOPPED) | dict.fromkeys(dead, KILLED)
             )
         elif dead:
@@ -229,9 +218,12 @@ class RankMonitor:
         if self.failure and time.monotonic() > self._deadline:
             self.exit(self.failure.exit_code)
 
-    def _poll_store(self) -> None:
+    def _poll_store_until_closed(self) -> None:
         """Answer requests and check for failures until `close`; runs in the monitor's thread."""
-        while not self._closing.wait(TICK):
+        while not self._closing.is_set():
+            self._processes.wait_for_change(TICK, looks_for_stops=self.on_loss is not None)
+            if self._closing.is_set():
+                return
             self.exit_if_grace_period_is_over()
             try:
                 if not self.is_lost and self.store.check(["requested"]):
@@ -281,23 +273,13 @@ class RankMonitor:
         """Keep the first failure, start the grace period, and write the error file."""
         if self.failure is None:
             self.failure, self._deadline = failure, time.monotonic() + GRACE
-            write_error_file(self.error_file, failure.text, is_cause=failure.reporter == self.rank)
+            write_torchrun_error_file(self.error_file, failure.text, is_cause=failure.reporter == self.rank)
 
     def _find_dead_peers(self) -> list[int]:
         """Return this machine's ranks whose processes ended without announcing it."""
-        poll = select.poll()
-        for descriptor in self._watched:
-            poll.register(descriptor, select.POLLIN)
-        ranks = [self._watched[descriptor] for descriptor, _ in poll.poll(0)]
-        return [rank for rank in (*self._gone, *ranks) if not self.store.check([f"exiting/{rank}"])]
+        return [rank for rank in self._processes.find_ended() if not self.store.check([f"exiting/{rank}"])]
 
-    def _find_stopped_peers(self) -> list[int]:
-        """Return this machine's ranks whose processes were stopped at several polls in a row."""
-        stopped = {rank for rank in self._watched.values() if is_stopped(self.peers[rank])}
-        self._stopped = Counter({rank: self._stopped[rank] + 1 for rank in stopped})
-        return [rank for rank, polls in self._stopped.items() if polls >= STOPPED_POLLS]
-
-    def _exchange_heartbeats(self) -> list[int]:
+    def _send_heartbeat_and_find_silent_ranks(self) -> list[int]:
         """Send a heartbeat, and return the watched ranks without one for too long, unless they have ended normally."""
         now = time.monotonic()
         # at most two beats count, so that nobody is blamed after this process or its machine was suspended
@@ -318,23 +300,20 @@ class RankMonitor:
         process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
         return f"rank {rank}{process} {reason}"
 
-    def _publish_and_end_lost_ranks(self, reasons: Mapping[int, str]) -> None:
+    def _publish_losses_and_kill_lost_ranks(self, reasons: Mapping[int, str]) -> None:
         """Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`."""
         self.declare_lost({rank: reason for rank, reason in reasons.items() if rank not in self.losses})
         if self.store.check(["broken"]):
             lost = [rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])]
             self.losses = {rank: self.store.get(f"lost/{rank}").decode() for rank in lost}
             self.is_broken = True
-            self._end_lost_processes()
+            self._kill_lost_processes()
             assert self.on_loss is not None
             self.on_loss()
 
-    def _end_lost_processes(self) -> None:
+    def _kill_lost_processes(self) -> None:
         """Kill lost processes on this machine, such as stopped ones, or end this process if it is lost itself."""
-        for descriptor, rank in self._watched.items():
-            if rank in self.losses:
-                with suppress(OSError):  # it has ended
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        self._processes.kill(self.losses)
         if self.rank in self.losses:
             self.exit(1)
 
@@ -350,12 +329,3 @@ class RankMonitor:
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         prefix = ", ".join(filter(None, [rank, self.location]))
         return f"{prefix}: {text}" if prefix else text
-
-
-def is_stopped(process: int) -> bool:
-    """Return whether a process on this machine is stopped by a signal, such as SIGSTOP; False if it is gone."""
-    try:
-        # the name in parentheses may contain anything, even parentheses; the state follows
-        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except OSError:
-        return False

@@ -22,10 +22,7 @@ def wait_as_spare(store: Any, run: str, silence: float) -> Generation:
 
     Raises ReportedError when the run ends, and UserError if its processes send no heartbeat for `silence` seconds.
     """
-    # torch imports this, for a second or more, with the first optimizer, while all others would wait for it
-    import torch._dynamo  # noqa: F401
-
-    gc.freeze()  # else the run's first collection would walk through all imports, while all others wait for it
+    import_early()
     spares = Spares(PrefixStore(run, store))
     number = spares.register(RunProcess.of_this_process())
     log.info("this process waits as spare %d", number)
@@ -35,6 +32,18 @@ def wait_as_spare(store: Any, run: str, silence: float) -> Generation:
     if isinstance(outcome, int):
         raise ReportedError("the run has ended while this process waited as a spare", outcome)
     return outcome
+
+
+def import_early() -> None:
+    """
+    Import modules that a recovery would import, and hide all objects so far from the garbage collector.
+
+    torch imports `torch._dynamo` with the first optimizer, which takes a second or more. A recovery's collections would
+    walk through its million objects.
+    """
+    import torch._dynamo  # noqa: F401
+
+    gc.freeze()
 
 
 @attrs.define

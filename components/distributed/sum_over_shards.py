@@ -14,10 +14,10 @@ class SumOverParameters:
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         total = value.clone()
-        self.mesh.model_group.sum(total)
+        self.mesh.model_copy_group.sum(total)
         return total
 
     def max_over_ranks(self, value: Tensor) -> Tensor:
         largest = value.clone()
-        self.mesh.model_group.max(largest)
+        self.mesh.model_copy_group.max(largest)
         return largest

@@ -42,7 +42,7 @@ class HostMemory:
         self.group.sum(torch.zeros(1))
 
 
-def allocate_gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:
+def allocate_symmetric_gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:
     """
     Allocate `size` bytes on every rank in a torch.distributed group; a collective.
 
@@ -66,13 +66,13 @@ def allocate_gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemor
     return GpuMemory(parts, handle)
 
 
-def allocate_host_memory(size: int, group: Group) -> HostMemory:
+def allocate_shared_host_memory(size: int, group: Group) -> HostMemory:
     """
     Allocate `size` bytes for every rank in a group, in a temporary file without a name; a collective.
 
     Raises UserError if the ranks are not on one host, or the disk is full.
     """
-    path = Path(group.gather_json(_create_temporary_file(size * group.size) if group.rank == 0 else "")[0])
+    path = Path(group.gather_json(_create_preallocated_file(size * group.size) if group.rank == 0 else "")[0])
     sees_file = group.gather_json(path.exists() and path.stat().st_size == size * group.size)
     if not all(sees_file):
         raise UserError(
@@ -86,7 +86,7 @@ def allocate_host_memory(size: int, group: Group) -> HostMemory:
     return HostMemory(torch.split(whole, size), group)
 
 
-def _create_temporary_file(size: int) -> str:
+def _create_preallocated_file(size: int) -> str:
     """Create a temporary file and return its path; the file is empty if the disk has no room for `size` bytes."""
     descriptor, path = tempfile.mkstemp(prefix="drawloom-memory-")
     try:

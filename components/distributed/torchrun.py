@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.error_file import write_error_file
+from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.components.distributed.launch_store import (
     Failure,
     call_store_with_timeout,
@@ -129,10 +129,10 @@ def create_rank_console() -> Console:
         return Console()
     if launch.rank > 0:
         warnings.showwarning = _print_nothing  # a run replaces it, once open, by one that logs
-    return Console(launch.rank == 0, partial(_claim_first_failure, launch))
+    return Console(launch.rank == 0, partial(_claim_failure_and_write_error_file, launch))
 
 
-def _claim_first_failure(launch: Launch, text: str) -> bool:
+def _claim_failure_and_write_error_file(launch: Launch, text: str) -> bool:
     """
     Claim the launch's first failure in the store, and write the error file.
 
@@ -149,7 +149,7 @@ def _claim_first_failure(launch: Launch, text: str) -> bool:
         return claim_first_failure(store, Failure(launch.rank, text))
 
     first = call_store_with_timeout(STORE_TIMEOUT + HEAD_START, wait_and_claim_failure) or Failure(launch.rank, text)
-    write_error_file(launch.error_file, first.text, is_cause=first.reporter == launch.rank)
+    write_torchrun_error_file(launch.error_file, first.text, is_cause=first.reporter == launch.rank)
     return first.reporter == launch.rank
 
 

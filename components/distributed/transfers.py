@@ -34,7 +34,7 @@ class DeviceTransfers:
     _streams: dict[str, Any] = attrs.field(init=False, factory=dict)
     _registered: list[Tensor] = attrs.field(init=False, factory=list)
 
-    def allocate_in_host_memory(self, size: int) -> Tensor:
+    def allocate_pinned_host_memory(self, size: int) -> Tensor:
         if size > (total := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
             raise UserError(
                 f"{size / 1e9:.1f} GB of state do not fit into the host's memory, {total / 1e9:.1f} GB; take a "
@@ -71,7 +71,7 @@ class DeviceTransfers:
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait for all copies, and unpin the memory of `allocate_in_host_memory`."""
+        """Wait for all copies, and unpin the memory of `allocate_pinned_host_memory`."""
         self.synchronize()
         for memory in self._registered:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
 
 
-def dispatch_without_exchange(
+def dispatch_if_one_rank_or_meta(
     kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched | None:
     """
@@ -34,13 +34,13 @@ def dispatch_on_meta(
     Every rank has `experts` experts. The plan assumes balanced experts, so a rank receives as many rows as its own
     tokens have choices.
     """
-    copies = _mean_destination_count(chosen.shape[-1], ranks)
+    copies = _compute_mean_destination_ranks(chosen.shape[-1], ranks)
     sent = _Exchange.apply(hidden, copies, ranks)  # type: ignore[no-untyped-call]
     local = LocalExperts(kernels=kernels).dispatch(sent, chosen, probabilities, experts)
     return local._replace(combine=lambda rows: _Exchange.apply(local.combine(rows), copies, ranks))  # type: ignore[no-untyped-call]
 
 
-def _mean_destination_count(choices: int, ranks: int) -> float:
+def _compute_mean_destination_ranks(choices: int, ranks: int) -> float:
     """Return a token's average number of destination ranks, if its choices are uniform over ranks."""
     return ranks * (1 - (1 - 1 / ranks) ** choices)
 

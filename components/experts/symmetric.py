@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.experts.planned_exchange import dispatch_without_exchange
+from drawloom.components.experts.planned_exchange import dispatch_if_one_rank_or_meta
 from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
-from drawloom.components.ports.experts import Dispatched, ExpertKernels, Peers, Routes
+from drawloom.components.ports.experts import Dispatched, ExpertKernels, PeerTensors, Routes
 from drawloom.graph import UserError, at_least, between, component, setting
 
 ALIGNMENT = 256
@@ -64,7 +64,9 @@ class SymmetricExperts:
         """
         group = self.mesh.expert_group
         local_experts = num_experts // group.size
-        dispatched = dispatch_without_exchange(self.kernels, hidden, chosen, probabilities, local_experts, group.size)
+        dispatched = dispatch_if_one_rank_or_meta(
+            self.kernels, hidden, chosen, probabilities, local_experts, group.size
+        )
         if dispatched is not None:
             return dispatched
         # Each stream has its own memory, because exchanges are in order only within a stream.
@@ -105,7 +107,7 @@ class SharedSlots:
         self._memory: SymmetricMemory | None = None
         self._outgrown: list[SymmetricMemory] = []  # kept, because other ranks may still read it
         self._half = 0
-        self._views: dict[Any, list[Peers]] = {}
+        self._views: dict[Any, list[PeerTensors]] = {}
         self._max_rows: tuple[Tensor, Tensor] | None = None  # on the device, and the last copy on the host
 
     def agree_on_training_slots(self, hidden: Tensor) -> int:
@@ -124,7 +126,7 @@ class SharedSlots:
 
     def publish_tokens(
         self, slots: int, hidden: Tensor, scalars: Tensor | None = None, chosen: Tensor | None = None
-    ) -> list[Peers]:
+    ) -> list[PeerTensors]:
         """
         Write tokens (tokens, width), scalars and chosen experts (tokens, choices) to memory readable for all ranks.
 
@@ -140,7 +142,7 @@ class SharedSlots:
 
     def switch_halves_and_get_views(
         self, slots: int, columns: list[tuple[int, torch.dtype]], ranks: int = 1
-    ) -> list[Peers]:
+    ) -> list[PeerTensors]:
         """Switch to the memory's other half, and return tensors (ranks * slots, width) in it, one per column."""
         rows = ranks * slots
         self._half = 1 - self._half
@@ -216,7 +218,7 @@ class SlotRoutes:
     experts: int
     routes: Routes
 
-    def read_rows_and_scalars(self, tokens: Peers, scalars: Peers | None) -> tuple[Tensor, Tensor | None]:
+    def read_rows_and_scalars(self, tokens: PeerTensors, scalars: PeerTensors | None) -> tuple[Tensor, Tensor | None]:
         """Return this rank's expert rows (rows, width) and their scalars (rows,)."""
         return self.exchange.kernels.moe_peers.read_rows_and_scalars(tokens, scalars, self.routes)
 
@@ -244,7 +246,7 @@ class _GatherRows(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, routes: SlotRoutes, tokens: Peers, scalars: Peers, hidden: Tensor, probabilities: Tensor
+        ctx: Any, routes: SlotRoutes, tokens: PeerTensors, scalars: PeerTensors, hidden: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return rows (rows, width) and their probabilities (rows,)."""
         ctx.routes = routes
@@ -284,9 +286,11 @@ def _round_up_to_alignment(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _slice_memory(parts: Sequence[Tensor], half: int, rows: int, columns: list[tuple[int, torch.dtype]]) -> list[Peers]:
+def _slice_memory(
+    parts: Sequence[Tensor], half: int, rows: int, columns: list[tuple[int, torch.dtype]]
+) -> list[PeerTensors]:
     """Return tensors (rows, width) on every rank, one per column, laid out in succession in one half of the memory."""
-    first, views = half * (len(parts[0]) // 2), list[Peers]()
+    first, views = half * (len(parts[0]) // 2), list[PeerTensors]()
     for width, dtype in columns:
         size = rows * width * dtype.itemsize
         tensors = [part[first : first + size].view(dtype).view(rows, width) for part in parts]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
-from drawloom.components.export.joined_adapters import PREFIX, find_joined_layers
+from drawloom.components.export.joined_adapters import PREFIX, find_layers_joined_in_files
 from drawloom.components.export.shard_writer import make_own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
@@ -89,7 +89,7 @@ class AdapterExport:
                 workspace.rmdir()
 
     def _make_mapper_and_config(self) -> tuple[Mapper, dict[str, Any]]:
-        """Return the mapper from parameters to PEFT's tensors, and the content for `make_peft_config.json`."""
+        """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
         whole = build_meta_model_with_adapters(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
@@ -136,7 +136,7 @@ def _replace_decoder_prefix_in_mapper(mapper: Mapper, prefix: str) -> Mapper:
     return sequential(mapper, rename(outputs))
 
 
-def _reorder_expert_outputs(factors: Sequence[str], own: Mapping[str, TensorGroup]) -> Mapper:
+def _make_expert_output_reordering_mapper(factors: Sequence[str], own: Mapping[str, TensorGroup]) -> Mapper:
     """Give the experts' second factors, (experts, outputs, rank), the order of the weights' outputs in files."""
     groups = []
     for name in factors:
@@ -155,7 +155,7 @@ def _convert_factor_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequ
 
 
 def _replace_decoder_prefix_in_config(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return an `make_peft_config.json` for a decoder with another prefix."""
+    """Return an `adapter_config.json` for a decoder with another prefix."""
 
     def replace_prefix(name: str) -> str:
         return prefix + name.removeprefix(DECODER) if name.startswith(DECODER) else name
@@ -167,7 +167,7 @@ def _replace_decoder_prefix_in_config(config: Mapping[str, Any], prefix: str) ->
 
 LISTS = ("target_modules", "target_parameters", "modules_to_save")
 TABLES = ("rank_pattern", "alpha_pattern")
-"""Keys of `make_peft_config.json` with names of modules."""
+"""Keys of `adapter_config.json` with names of modules."""
 
 
 def make_peft_mapper(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mapper:
@@ -177,16 +177,16 @@ def make_peft_mapper(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mappe
         for group in file_mapper.groups
         if group.inputs == group.outputs and len(group.inputs) == 1
     }
-    joined = list(find_joined_layers(whole, file_mapper))
+    joined = list(find_layers_joined_in_files(whole, file_mapper))
     parts = {name for layer in joined for name in layer.parts}
     alone = (layer.make_peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
-    layers = (sequential(_reorder_expert_outputs(mapper.inputs, own), mapper) for mapper in alone)
-    saved = (_map_tuned_tensor(name, tied, own) for name in _list_tensors_of_tuned_modules(whole))
+    layers = (sequential(_make_expert_output_reordering_mapper(mapper.inputs, own), mapper) for mapper in alone)
+    saved = (_make_tuned_tensor_mapper(name, tied, own) for name in _list_tensors_of_tuned_modules(whole))
     return parallel(*(layer.peft_mapper_of_parts for layer in joined), *layers, *saved)
 
 
 def make_peft_config(whole: nn.Module, file_mapper: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:
-    """Return the `make_peft_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
+    """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
     pairs = _describe_low_rank_pairs(whole, file_mapper)
     if not pairs:
         raise UserError(
@@ -235,7 +235,7 @@ def make_peft_config(whole: nn.Module, file_mapper: Mapper, tied: bool, base_mod
 def _describe_low_rank_pairs(whole: nn.Module, file_mapper: Mapper) -> list[LowRank]:
     """Return PEFT's descriptions for all low-rank factor pairs; joined layers have one pair."""
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
-    joined = list(find_joined_layers(whole, file_mapper))
+    joined = list(find_layers_joined_in_files(whole, file_mapper))
     parts = {name for layer in joined for name in layer.parts}
     single = [
         pair
@@ -302,7 +302,7 @@ def _check_tuned_tensors_are_not_joined_in_files(whole: nn.Module, file_mapper: 
                 )
 
 
-def _map_tuned_tensor(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> Mapper:
+def _make_tuned_tensor_mapper(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> Mapper:
     """Map a fully tuned module's tensor; a tied embedding is also mapped to the head."""
     outputs = [f"{PREFIX}{name}"]
     if tied and name == f"{EMBEDDING}.weight":

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.export.origin import find_origin_folder
+from drawloom.components.export.origin import find_folder_with_unloaded_parts
 from drawloom.components.export.shard_writer import (
     loss_parameters_by_name,
     make_own_share,
     model_parameters_by_name,
-    write_shares,
+    write_safetensors_folder_collectively,
 )
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
@@ -26,10 +26,10 @@ from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.components.weights.adapted import (
     HEAD,
-    MergeLoss,
+    MergeRoundingLoss,
     build_meta_model_with_adapters,
+    gather_and_measure_rounding_loss,
     make_merge_mapper,
-    measure_merge_loss,
 )
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import rename
@@ -85,10 +85,12 @@ def write_hugging_face_folder(
         merged = make_merge_mapper(build_meta_model_with_adapters(model, adapters), tied)
     mapper = sequential(merged, model.hugging_face_mapper())
     if head is not None:
-        config = make_sequence_config(config, head)
+        config = make_sequence_classifier_config(config, head)
         body = select_outputs(mapper, {*mapper.outputs} - {HEAD})
         mapper = parallel(body, rename({f"{LOSS}.weight": SCORE}))
-    origin = find_origin_folder(model, stages, group) if head is None else None  # other parts have no such class
+    origin = (
+        find_folder_with_unloaded_parts(model, stages, group) if head is None else None
+    )  # other parts have no such class
     if origin is not None:
         config = origin.config
     if tied and HEAD in mapper.outputs:
@@ -97,7 +99,9 @@ def write_hugging_face_folder(
     if origin is not None:
         mapper = origin.map_to_names_in_folder(mapper)
     if adapters:
-        _log_merge_rounding_loss(measure_merge_loss(merged, model_parameters_by_name(stages), dtype), group)
+        _gather_and_log_merge_rounding_loss(
+            gather_and_measure_rounding_loss(merged, model_parameters_by_name(stages), dtype), group
+        )
 
     def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
         carried = () if origin is None else origin.carried
@@ -114,10 +118,10 @@ def write_hugging_face_folder(
     own = make_own_share(stages, mapper, group, workspace, dtype, only_inputs=head is not None, others=others)
     if origin is not None and group.rank == 0:
         own = origin.add_unloaded_tensors_to(own)
-    write_shares(target, own, group, max_shard, write_other_files)
+    write_safetensors_folder_collectively(target, own, group, max_shard, write_other_files)
 
 
-def make_sequence_config(config: dict[str, Any], head: SequenceHead) -> dict[str, Any]:
+def make_sequence_classifier_config(config: dict[str, Any], head: SequenceHead) -> dict[str, Any]:
     """Return a language model's `config.json` with another head."""
     classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
     names = {str(number): label for number, label in enumerate(head.output_names)}
@@ -127,10 +131,10 @@ def make_sequence_config(config: dict[str, Any], head: SequenceHead) -> dict[str
     return {**config, **others, "num_labels": len(names), "id2label": names, "label2id": numbers}
 
 
-def _log_merge_rounding_loss(loss: MergeLoss, group: Group) -> None:
+def _gather_and_log_merge_rounding_loss(loss: MergeRoundingLoss, group: Group) -> None:
     """Log the rounding loss from merging adapters, over all ranks."""
     changes, losses = zip(*group.gather_json([loss.change, loss.lost]), strict=True)
-    total = MergeLoss(sum(changes), sum(losses))
+    total = MergeRoundingLoss(sum(changes), sum(losses))
     if total.lost and group.rank == 0:
         text = "merged the adapters into the weights: rounding loses %.2g %% of the change"
         log.info(text, 100 * total.relative_rounding_loss)

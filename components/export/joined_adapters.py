@@ -94,7 +94,7 @@ def _join_input_factors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [torch.cat([*tensors])]
 
 
-def find_joined_layers(whole: nn.Module, file_mapper: Mapper) -> Iterator[JoinedLayer]:
+def find_layers_joined_in_files(whole: nn.Module, file_mapper: Mapper) -> Iterator[JoinedLayer]:
     """Yield a whole model's adapted linear layers with another form or name in files; `file_mapper` maps to these."""
     adapted = {
         name: layer

@@ -74,7 +74,7 @@ class _CombinedSource:
         return (self.folder if name in self.carried else self.own).tensor(name)
 
 
-def find_origin_folder(model: LanguageModel, stages: Stages, group: Group) -> OriginFolder | None:
+def find_folder_with_unloaded_parts(model: LanguageModel, stages: Stages, group: Group) -> OriginFolder | None:
     """
     Return the initial weights' folder if it has other parts, else None.
 

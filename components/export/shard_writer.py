@@ -25,7 +25,7 @@ from drawloom.components.weights.save import (
     compute_output_specs,
     plan_files,
     write_files,
-    write_index,
+    write_index_if_several_files,
 )
 from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import UserError
@@ -42,7 +42,7 @@ def loss_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
     for stage in stages.local:
         if stage.shards is not None:
             stage.shards.reshard()
-        parameters = stage.named_parameters() if stage.shards is None else stage.module.named_parameters()
+        parameters = stage.named_masters_or_parameters() if stage.shards is None else stage.module.named_parameters()
         named |= {name: ModelParameter(param) for name, param in parameters if name.startswith(f"{LOSS}.")}
     return named
 
@@ -178,7 +178,9 @@ def make_own_share(
     return make_share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
 
 
-def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish: Finish) -> None:
+def write_safetensors_folder_collectively(
+    target: Path, own: Share, group: Group, max_shard: int, finish: Finish
+) -> None:
     """
     Write a folder with safetensors files, with a share from every rank. A collective over the group.
 
@@ -232,6 +234,6 @@ def _write_own_files(folder: Path, files: list[PlannedFile], own: Share) -> None
 def _commit_folder(temporary: TempFolder | None, files: list[PlannedFile], finish: Finish) -> None:
     """Complete the temporary folder, and rename it to the target, on the folder's rank."""
     if temporary is not None:
-        write_index(temporary.folder, files)
+        write_index_if_several_files(temporary.folder, files)
         finish(temporary.folder, files)
         temporary.commit()

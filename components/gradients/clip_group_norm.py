@@ -40,17 +40,17 @@ class ClipGroupNorm:
         group = [
             part.grad
             for name, part in self.parameters.named_parameters()
-            if self._is_in_group(name) and part.grad is not None
+            if self._is_clipped(name) and part.grad is not None
         ]
         scale_and_sum_squares(group, factor.clamp_max(1.0))
 
     def _compute_norm_over_ranks(self) -> Tensor:
         """Return the group's norm over all ranks, float64 ()."""
         gradients = [
-            get_or_create_gradient(part) for name, part in self.parameters.owned_parameters() if self._is_in_group(name)
+            get_or_create_gradient(part) for name, part in self.parameters.owned_parameters() if self._is_clipped(name)
         ]
         if not self._checked:
-            self._check_patterns_match(len(gradients))
+            self._check_patterns_match_on_any_rank(len(gradients))
         filled = [gradient for gradient in gradients if gradient.numel()]  # a rank may have an empty slice
         p = float(self.norm_type)
         norms = torch.stack([*torch._foreach_norm(filled, p, dtype=torch.float64)]) if filled else self._create_zeros(1)
@@ -58,7 +58,7 @@ class ClipGroupNorm:
             return self.reduce.max_over_ranks(norms.amax())
         return self.reduce.sum_over_ranks(norms.pow(p).sum()).pow(1 / p)
 
-    def _check_patterns_match(self, count: int) -> None:
+    def _check_patterns_match_on_any_rank(self, count: int) -> None:
         """Raise UserError if the patterns match no parameter on any rank."""
         total = self.reduce.sum_over_ranks(self._create_zeros(1) + count)
         if not total.item():
@@ -71,5 +71,5 @@ class ClipGroupNorm:
     def _create_zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device.device)
 
-    def _is_in_group(self, name: str) -> bool:
+    def _is_clipped(self, name: str) -> bool:
         return any(fnmatchcase(name, target) for target in self.targets)

@@ -26,7 +26,7 @@ def compute_exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torc
 
     Gradients may be slices, but every gradient element must be passed on exactly one rank.
     """
-    root = _compute_root_of_digits(reduce.sum_over_ranks(_sum_squares_exactly(gradients, device)))
+    root = _compute_root_of_digits(reduce.sum_over_ranks(_sum_squares_as_exact_digits(gradients, device)))
     return torch.tensor(root, dtype=torch.float64, device=device)
 
 
@@ -37,23 +37,23 @@ def _compute_gradient_norms(gradients: Sequence[Tensor], device: torch.device) -
     return torch.stack([*torch._foreach_norm(list(gradients), 2, dtype=torch.float64)])
 
 
-def _sum_squares_exactly(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+def _sum_squares_as_exact_digits(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     Return the sum of non-finite squares, then the digits for the sum of squares: float64 (1 + DIGITS,) on the CPU.
     """
     squares: list[float] = _compute_gradient_norms(gradients, device).square().tolist()
     # Infinities and NaN have no digits; their sum is the norm.
     nonfinite = [square for square in squares if not math.isfinite(square)]
-    return torch.tensor([sum(nonfinite), *_split_into_digits(() if nonfinite else squares)], dtype=torch.float64)
+    return torch.tensor([sum(nonfinite), *_sum_as_exact_digits(() if nonfinite else squares)], dtype=torch.float64)
 
 
 def _compute_root_of_digits(digits: Tensor) -> float:
-    """Return the square root of `_sum_squares_exactly`'s result; infinity or NaN if a gradient has one."""
+    """Return the square root of `_sum_squares_as_exact_digits`'s result; infinity or NaN if a gradient has one."""
     total: list[float] = digits.tolist()
     return math.sqrt(_join_digits(total[1:])) if math.isfinite(total[0]) else total[0]
 
 
-def _split_into_digits(numbers: Iterable[float]) -> list[float]:
+def _sum_as_exact_digits(numbers: Iterable[float]) -> list[float]:
     """Return the exact sum of nonnegative numbers as digits, DIGIT_BITS bits each, the lowest first."""
     total = sum(map(_convert_to_integer, numbers))
     return [float(total >> DIGIT_BITS * index & 2**DIGIT_BITS - 1) for index in range(DIGITS)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.ports.distributed import Mesh, Reduce
-from drawloom.components.ports.pipeline import sum_losses
+from drawloom.components.ports.pipeline import sum_losses_and_weights
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import SpreadParameters, get_or_create_gradient
 from drawloom.components.state.step_state import StepState
@@ -47,8 +47,8 @@ class Synchronize:
         `loss` is the mean loss per token in nats, `grad_norm` the 2-norm over all gradients, `loss_weight` the tokens'
         total weight, and `tokens` the token count. The step is skipped if the loss or the norm is not finite.
         """
-        total, weight, tokens = self._sum_losses_over_ranks(step.state).unbind()
-        self.parameters.sum_gradients()
+        total, weight, tokens = self._sum_losses_weights_and_tokens_over_ranks(step.state).unbind()
+        self.parameters.sum_remaining_gradients()
         gradients = {name: get_or_create_gradient(parameter) for name, parameter in self.parameters.named_parameters()}
         owned = {name for name, _ in self.parameters.owned_parameters()}
         # The sum is divided once, because an average of averages would give ranks with few tokens too much weight.
@@ -69,11 +69,11 @@ class Synchronize:
         for name, value in (("loss", loss), ("grad_norm", norm), ("loss_weight", weight), ("tokens", tokens)):
             step.state[name] = value
         # The reason refers only to the state: a step in a reference cycle would wait for the garbage collector.
-        step.skip_if(~(loss.isfinite() & norm.isfinite()), partial(_explain_skipped_update, step.state))
+        step.skip_update_if(~(loss.isfinite() & norm.isfinite()), partial(_explain_skipped_update, step.state))
 
-    def _sum_losses_over_ranks(self, state: StepState) -> Tensor:
+    def _sum_losses_weights_and_tokens_over_ranks(self, state: StepState) -> Tensor:
         """Return total losses, weights and tokens over all ranks: float64 (3,)."""
-        sums = sum_losses(state)
+        sums = sum_losses_and_weights(state)
         self.mesh.pipeline_group.sum(sums)
         # Ranks along `context` split the same rows, but count whole rows; the quotient may be a fraction.
         tokens = sum(batch.token_count for batch in state["batches"]) / self.mesh.sizes.context

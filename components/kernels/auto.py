@@ -36,18 +36,24 @@ from drawloom.kernels.batch_invariant import (
     attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
     linear_with_aligned_outputs,
-    multiply_experts_by_padded_rows,
+    multiply_groups_with_padded_rows,
 )
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
+from drawloom.kernels.float8 import EAGER, lacks_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8, linears_float8, mlp_float8
 from drawloom.kernels.moe import Routes as RoutingTables
 from drawloom.kernels.operation import why_no_triton
-from drawloom.kernels.recompute import call_recomputable, record_recomputable_call
+from drawloom.kernels.recompute import (
+    accept_rounded_inputs,
+    call_recomputable,
+    keep_arguments_in_8_bits,
+    record_recomputable_call,
+)
 from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
-from drawloom.kernels.weight_formats import WeightFormat
+from drawloom.kernels.weight_formats import StorageFormat
 
 WIDE_PRODUCTS = (
     "a row of cuBLAS's products in float32 depends on the number of rows; write precision.compute = 'bfloat16', or "
@@ -194,27 +200,27 @@ class AutoKernels:
     @property
     def _batch_invariant_functions(self) -> dict[str, Any]:
         """Return the operations with a batch-invariant implementation of their own."""
-        if self._triton_blocks is None:
+        if self._triton_block_attention_module is None:
             return {
                 "attention": BLOCKS,
-                "grouped_gemm": multiply_experts_by_padded_rows,
+                "grouped_gemm": multiply_groups_with_padded_rows,
                 "linear_cross_entropy": cut_cross_entropy_with_padded_rows,
             }
         # The kernels for losses and experts have tiles of one size.
         return {
-            "attention": self._block_attention,
-            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").multiply_experts_in_fixed_tiles,
+            "attention": self._batch_invariant_attention,
+            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").multiply_groups_in_fixed_tiles,
             "linear_cross_entropy": load_implementation("linear_cross_entropy", "cut"),
         }
 
     @property
-    def _block_attention(self) -> AttentionImplementation:
+    def _batch_invariant_attention(self) -> AttentionImplementation:
         """Return batch-invariant attention in Triton, with the gradients of the implementation for the GPU."""
         name = choose_implementation("attention", "auto", self.device.device).name
-        return self._triton_blocks.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
+        return self._triton_block_attention_module.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
 
     @cached_property
-    def _triton_blocks(self) -> Any:
+    def _triton_block_attention_module(self) -> Any:
         """Return the module for attention in blocks in Triton; None if the recipe or the device has another one."""
         device = self.device.device
         is_eager = self.choose_implementation_of("attention").name == "eager"
@@ -239,11 +245,12 @@ class AutoKernels:
                 raise UserError(f"kernels.auto: {WIDE_PRODUCTS}", 2)
             product = linear_with_aligned_outputs if x.is_cuda else linear_eager
             return apply_with_padded_rows(lambda rows: product(rows, weight, bias), x)
-        return linear_eager(x, weight, bias)
+        with accept_rounded_inputs():
+            return linear_eager(x, weight, bias)
 
     embedding = staticmethod(embedding_eager)
 
-    def _get_float8(self, operation: str) -> Any:
+    def _get_float8_implementation(self, operation: str) -> Any:
         """Return an operation's implementation. Raises UserError if it must be batch-invariant."""
         if self.batch_invariant:
             text = "batch_invariant has no products in float8; leave out [precision] float8, or write"
@@ -251,29 +258,31 @@ class AutoKernels:
         return self._functions_by_operation[operation]
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_float8(self._get_float8("linear_float8"), x, weight, bias)
+        with accept_rounded_inputs():
+            return linear_float8(self._get_float8_implementation("linear_float8"), x, weight, bias)
 
     def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return linears_float8(self._get_float8("linear_float8"), x, weights)
+        with accept_rounded_inputs():
+            return linears_float8(self._get_float8_implementation("linear_float8"), x, weights)
 
     def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return mlp_float8(self._get_float8("linear_float8"), x, gate, up, down)
+        with accept_rounded_inputs():
+            return mlp_float8(self._get_float8_implementation("linear_float8"), x, gate, up, down)
 
-    def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
-        on_device = weight_format.fetch(stored)
-        return self._functions_by_operation["dequantize"](on_device, weight_format.name)  # type: ignore[no-any-return]
+    def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
+        return weight_format.load(stored, self._functions_by_operation["dequantize"])
 
     def linear_quantized(
         self,
         x: Tensor,
         stored: Tensor,
-        weight_format: WeightFormat,
+        weight_format: StorageFormat,
         bias: Tensor | None = None,
         float8: bool = False,
     ) -> Tensor:
         if float8:
             unpack = partial(self.dequantize, weight_format=weight_format)
-            return linear_quantized_float8(self._get_float8("linear_float8"), unpack, x, stored, bias)
+            return linear_quantized_float8(self._get_float8_implementation("linear_float8"), unpack, x, stored, bias)
         dequantize = self._functions_by_operation["dequantize"]
         if self.batch_invariant:
             return apply_with_padded_rows(
@@ -284,8 +293,9 @@ class AutoKernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
     ) -> Tensor:
-        normed: Tensor = self._functions_by_operation["rms_norm"](x, weight, eps, zero_centered, float8)
-        record_recomputable_call(normed, self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)
+        with keep_arguments_in_8_bits(self._quantize_rows, x):
+            normed: Tensor = self._functions_by_operation["rms_norm"](x, weight, eps, zero_centered, float8)
+            record_recomputable_call(normed, self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)
         return normed
 
     def add_rms_norm(
@@ -297,18 +307,31 @@ class AutoKernels:
         zero_centered: bool = False,
         float8: bool = False,
     ) -> NormAndSum:
-        normed, summed = self._functions_by_operation["add_rms_norm"](x, residual, weight, eps, zero_centered, float8)
-        # Recomputation starts from the sum, which is saved anyway, not from its terms.
-        record_recomputable_call(
-            normed, self._functions_by_operation["norm_of_sum"], summed, weight, eps, zero_centered
-        )
+        add_and_norm = self._functions_by_operation["add_rms_norm"]
+        with keep_arguments_in_8_bits(self._quantize_rows, x):
+            normed, summed = add_and_norm(x, residual, weight, eps, zero_centered, float8)
+            # Recomputation starts from the sum, which is saved anyway, not from its terms.
+            record_recomputable_call(
+                normed, self._functions_by_operation["norm_of_sum"], summed, weight, eps, zero_centered
+            )
         return NormAndSum(normed, summed)
 
+    def _quantize_rows(self, x: Tensor) -> Sequence[Tensor]:
+        """Round x (rows, width) to float8: elements (rows, width) and scales (rows,)."""
+        kernels = EAGER if lacks_float8(x.device) else self._functions_by_operation["linear_float8"]
+        return kernels.quantize_rows(x, False)[:2]
+
+    def _call_gate(self, name: str, gate_and_up: Sequence[Tensor], *others: Any) -> Tensor:
+        """Call a gate, whose result can be recomputed, and whose arguments can be kept in 8 bits."""
+        with keep_arguments_in_8_bits(self._quantize_rows, *gate_and_up):
+            result: Tensor = call_recomputable(self._functions_by_operation[name], *gate_and_up, *others)
+        return result
+
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return call_recomputable(self._functions_by_operation["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
+        return self._call_gate("swiglu", (gate, up), scale)
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return call_recomputable(self._functions_by_operation["geglu"], gate, up)  # type: ignore[no-any-return]
+        return self._call_gate("geglu", (gate, up))
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         # Not `call_recomputable`: its backward pass does not need x, so that recomputation would save no memory.
@@ -337,7 +360,7 @@ class AutoKernels:
         window: int | None = None,
         part: RowPart | None = None,
         cache: KeyValueCache | None = None,
-        whole_rows: bool = False,
+        one_document_per_row: bool = False,
     ) -> Any:
         """
         Return the mask for `attention`, from document ids int64 (rows, length).
@@ -346,12 +369,12 @@ class AutoKernels:
         """
         if cache is not None:
             return Cached(cache, window)
-        if part is not None and self.batch_invariant and self._triton_blocks is not None:
+        if part is not None and self.batch_invariant and self._triton_block_attention_module is not None:
             raise UserError("kernels.auto: batch_invariant has no attention to a part of a row; write context = 1", 2)
         chosen = self._functions_by_operation["attention"]
         if part is None:
-            if whole_rows and window is None and chosen.whole_rows is not None:
-                return chosen.whole_rows
+            if one_document_per_row and window is None and chosen.one_document_mask is not None:
+                return chosen.one_document_mask
             return chosen.mask(documents, window)
         return PartMask(chosen.mask(part.gather(documents), window, part.token_indices), part)
 
@@ -369,11 +392,11 @@ class AutoKernels:
             mask = mask.whole
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
-            k, v = mask.cache.extend(k, v)
-            if self._triton_blocks is not None and q.dtype != torch.float64:
-                blocks = self._triton_blocks.BlockMask(None, mask.window)
-                return self._triton_blocks.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
-            visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
+            k, v, count = mask.cache.extend(k, v)
+            if self._triton_block_attention_module is not None and q.dtype != torch.float64:
+                blocks = self._triton_block_attention_module.BlockMask(None, mask.window, key_count=count)
+                return self._triton_block_attention_module.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
+            visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device, count)
             if self.batch_invariant:
                 return attend_in_blocks(q, k, v, visible, options, sinks)
             return attention_eager(q, k, v, visible, options, sinks)
@@ -415,10 +438,10 @@ class AutoKernels:
         return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return call_recomputable(self._functions_by_operation["swiglu_halves"], gate_and_up, scale)  # type: ignore[no-any-return]
+        return self._call_gate("swiglu_halves", (gate_and_up,), scale)
 
     def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        return call_recomputable(self._functions_by_operation["oss_swiglu_halves"], gate_and_up, scale, alpha, limit)  # type: ignore[no-any-return]
+        return self._call_gate("oss_swiglu_halves", (gate_and_up,), scale, alpha, limit)
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
@@ -434,22 +457,26 @@ class AutoKernels:
         return self._functions_by_operation["moe_peers"]  # type: ignore[no-any-return]
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-        return self._functions_by_operation["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+        with accept_rounded_inputs():
+            return self._functions_by_operation["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
 
     def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
         return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
 
     def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-        kernels = self._get_float8("experts_float8")
-        return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
+        kernels = self._get_float8_implementation("experts_float8")
+        with accept_rounded_inputs():
+            return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
 
     def expert_rows_float8(
         self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
     ) -> Tensor:
-        return expert_rows_float8(self._get_float8("experts_float8"), rows, probabilities, gate_up, down, offsets)
+        kernels = self._get_float8_implementation("experts_float8")
+        with accept_rounded_inputs():
+            return expert_rows_float8(kernels, rows, probabilities, gate_up, down, offsets)
 
     def multiply_quantized_experts(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor
     ) -> Tensor:
         dequantize, grouped_gemm = (
             self._functions_by_operation["dequantize"],

@@ -43,7 +43,7 @@ class WholeMask(NamedTuple):
             return function(x, weight, ids)
         history, taps = self.cache.read_next_state(), weight.shape[1]
         both = x if history is None else torch.cat([history, x], 1)
-        self.cache.write_state_read_last(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
+        self.cache.replace_last_read_state(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
         return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
 
     def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
@@ -51,7 +51,7 @@ class WholeMask(NamedTuple):
         if self.cache is None:
             return rule(*inputs, self.documents)[0]
         mixed, state = rule(*inputs, self.documents, self.cache.read_next_state())
-        self.cache.write_state_read_last(state.detach())
+        self.cache.replace_last_read_state(state.detach())
         return mixed
 
 
@@ -98,11 +98,12 @@ class PieceMask(NamedTuple):
         state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
         state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
         _, maps = rule(k, k, values, g=g, beta=beta, documents=documents, state=state)
-        incoming = self._compute_states_before_pieces(maps.unflatten(0, (-1, len(self.part.piece_indices))), v_width)  # type: ignore[no-untyped-call]
+        by_piece = maps.unflatten(0, (-1, len(self.part.piece_indices)))  # type: ignore[no-untyped-call]
+        incoming = self._gather_and_compute_states_before_pieces(by_piece, v_width)
         mixed, _ = rule(q, k, v, g=g, beta=beta, documents=documents, state=incoming.flatten(0, 1))
         return mixed.reshape(inputs[2].shape)
 
-    def _compute_states_before_pieces(self, own: Tensor, v_width: int) -> Tensor:
+    def _gather_and_compute_states_before_pieces(self, own: Tensor, v_width: int) -> Tensor:
         """
         Return the states before this rank's pieces: (rows, pieces, heads, K, V).
 

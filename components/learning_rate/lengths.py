@@ -13,7 +13,7 @@ from drawloom.graph import Problem
 UNITS = ("steps", "tokens", "percent")
 
 
-def count_steps_of_length(
+def convert_length_to_steps(
     steps: int | None, tokens: int | None, percent: float | None, total: int, sizes: "TokenCounts", *, at_end: bool
 ) -> int:
     """
@@ -23,8 +23,8 @@ def count_steps_of_length(
     if tokens is not None:
         if at_end:
             # The last steps begin with the step that would leave fewer than `tokens` if it came before them.
-            return total - max(sizes.steps_until(sizes.tokens_after(total) - tokens + 1) - 1, 0)
-        return sizes.steps_until(tokens)
+            return total - max(sizes.count_steps_to_reach(sizes.tokens_after(total) - tokens + 1) - 1, 0)
+        return sizes.count_steps_to_reach(tokens)
     return steps if steps is not None else int(total * (percent or 0.0) / 100)
 
 
@@ -34,7 +34,7 @@ class TokenCounts:
 
     tokens_after: Callable[[int], int]
 
-    def steps_until(self, tokens: int) -> int:
+    def count_steps_to_reach(self, tokens: int) -> int:
         """Return the smallest step count with at least `tokens` tokens."""
         upper = 1
         while self.tokens_after(upper) < tokens:
@@ -48,7 +48,7 @@ def create_token_counts(batching: Batching | None, rows: PackedDataset | None) -
     def tokens_after(steps: int) -> int:
         if batching is None or rows is None:
             raise ValueError("lengths in tokens need the sizes of steps and rows")
-        return batching.first_position(steps + 1) * rows.length
+        return batching.first_row_position(steps + 1) * rows.length
 
     return TokenCounts(tokens_after)
 
@@ -69,13 +69,15 @@ def report_several_units(node: Any, name: str) -> Iterator[Problem]:
         yield node.problem(keys[-1], f"both {keys[0]} and {keys[-1]} are given", "leave one of them out")
 
 
-def count_steps_from_settings(node: Any, name: str, total: int, *, at_end: bool) -> int:
+def convert_length_setting_to_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
     """Return a length in steps from a node's settings; 0 for tokens whose step is known only in the run."""
     steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
     sizes = create_token_counts_from_settings(node)
     if sizes is None and tokens is not None:
         return 0
-    return count_steps_of_length(steps, tokens, percent, total, sizes or create_token_counts(None, None), at_end=at_end)
+    return convert_length_to_steps(
+        steps, tokens, percent, total, sizes or create_token_counts(None, None), at_end=at_end
+    )
 
 
 def find_length_key(node: Any, name: str) -> str:
@@ -83,7 +85,7 @@ def find_length_key(node: Any, name: str) -> str:
     return next(key for unit in UNITS if node.settings[key := f"{name}_{unit}"] is not None)
 
 
-def report_missing_sizes(node: Any, key: Any, text: str) -> Iterator[Problem]:
+def report_missing_batch_or_rows_edge(node: Any, key: Any, text: str) -> Iterator[Problem]:
     """Yield a problem at `key` for a length in tokens if the node has no edge to the batch size or to the rows."""
     missing = [f'{edge} = "@{name}"' for edge, name in SIZES.items() if not node.neighbour(edge)]
     if missing:

@@ -11,7 +11,7 @@ from drawloom.components.learning_rate.lengths import (
     TokenCounts,
     create_token_counts,
     create_token_counts_from_settings,
-    report_missing_sizes,
+    report_missing_batch_or_rows_edge,
 )
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
@@ -55,7 +55,7 @@ class SchedulePiece:
         if self.steps is not None:
             return begin + self.steps
         if self.until_tokens is not None:
-            return sizes.steps_until(self.until_tokens)
+            return sizes.count_steps_to_reach(self.until_tokens)
         return total if self.until_percent is None else int(total * self.until_percent / 100)
 
 
@@ -135,13 +135,13 @@ class Piecewise:
         for number, phase in enumerate(phases):
             if phase.until_tokens is not None:
                 key, text = ("phases", number), f"phases[{number}].until_tokens"
-                yield from report_missing_sizes(node, key, text)
-            for text, hint in _find_faults(phase, reached, last=number == len(phases) - 1):
+                yield from report_missing_batch_or_rows_edge(node, key, text)
+            for text, hint in _find_piece_faults_and_remedies(phase, reached, last=number == len(phases) - 1):
                 yield node.problem(("phases", number), f"phases[{number}] {text}", hint)
             reached = reached if phase.until_percent is None else phase.until_percent
 
 
-def _find_faults(phase: SchedulePiece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
+def _find_piece_faults_and_remedies(phase: SchedulePiece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
     percent = phase.until_percent
     keys = [name for name in ("steps", "until_tokens", "until_percent") if getattr(phase, name) is not None]
     if len(keys) > 1:

@@ -6,23 +6,23 @@ from typing import Any
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
-    count_steps_from_settings,
-    count_steps_of_length,
+    convert_length_setting_to_steps,
+    convert_length_to_steps,
     create_token_counts,
     find_length_key,
-    report_missing_sizes,
+    report_missing_batch_or_rows_edge,
     report_several_units,
 )
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
-from drawloom.graph import Problem, at_least, between, inheritable, setting
+from drawloom.graph import Problem, at_least, between, component_base_class, setting
 
 LENGTHS = ("warmup", "decay")
 
 SHORTEN = "make it shorter, for example {name}_percent = 10.0, or raise `steps` of the trainer"
 
 
-@inheritable
+@component_base_class
 class AfterWarmup:
     """
     Learning rate schedule that rises linearly from `start` to 1, and then follows a curve.
@@ -57,7 +57,7 @@ class AfterWarmup:
 
     def count_warmup_steps(self, total: int) -> int:
         """Return the warm-up length in steps, in a run with `total` steps."""
-        return count_steps_of_length(
+        return convert_length_to_steps(
             self.warmup_steps,
             self.warmup_tokens,
             self.warmup_percent,
@@ -84,7 +84,7 @@ class AfterWarmup:
     def check_total_steps(cls, node: Any, total: int) -> Iterator[Problem]:
         """Report a warm-up longer than the run, and a decay longer than the rest of the run."""
         names = [name for name in LENGTHS if f"{name}_steps" in node.settings]
-        steps = {name: count_steps_from_settings(node, name, total, at_end=name == "decay") for name in names}
+        steps = {name: convert_length_setting_to_steps(node, name, total, at_end=name == "decay") for name in names}
         if steps["warmup"] > total:
             text = f"the warm-up takes {steps['warmup']} steps, and the run has {total}"
             yield node.problem(find_length_key(node, "warmup"), text, SHORTEN.format(name="warmup"))
@@ -99,4 +99,4 @@ class AfterWarmup:
             if f"{name}_steps" in node.settings:
                 yield from report_several_units(node, name)
                 if node.settings[key := f"{name}_tokens"] is not None:
-                    yield from report_missing_sizes(node, key, key)
+                    yield from report_missing_batch_or_rows_edge(node, key, key)

@@ -1,6 +1,6 @@
 """Warmup-stable-decay schedule, WSD (Hu et al. 2024, "MiniCPM", arXiv 2404.06395, section 4.2)."""
 
-from drawloom.components.learning_rate.lengths import count_steps_of_length
+from drawloom.components.learning_rate.lengths import convert_length_to_steps
 from drawloom.components.learning_rate.piecewise import Curve, interpolate
 from drawloom.components.learning_rate.warmup import AfterWarmup
 from drawloom.graph import at_least, component, setting
@@ -30,7 +30,7 @@ class WarmupStableDecay(AfterWarmup):
 
     def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
         """Return 1 before the decay, and then the curve's value."""
-        steps = count_steps_of_length(
+        steps = convert_length_to_steps(
             self.decay_steps,
             self.decay_tokens,
             self.decay_percent,

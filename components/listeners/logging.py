@@ -15,7 +15,7 @@ from drawloom.components.ports.log_records import PRINTED, is_marked
 from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
 from drawloom.graph import Every, UserError, component, setting
-from drawloom.graph.cli.terminal import Stream, print_text
+from drawloom.graph.cli.terminal import Stream, print_escaped_text
 
 log = logging.getLogger("drawloom.run")
 
@@ -124,7 +124,7 @@ class Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message. If standard output fails, log a warning and continue."""
         try:
-            print_text(self.format(record), self._stream)
+            print_escaped_text(self.format(record), self._stream)
         except (BrokenPipeError, UserError) as error:
             why = "the reader of standard output has closed it" if isinstance(error, BrokenPipeError) else error
             log.warning("%s; step lines are not printed any more, and the run continues", why)

@@ -10,7 +10,7 @@ import torch
 
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.memory import MemoryUser, memory_by_kind
+from drawloom.components.ports.memory import MemoryUser, sum_memory_by_kind
 from drawloom.components.ports.pipeline import Schedule, chooses_recompute
 from drawloom.components.ports.run import Batching, Event, EventKind
 from drawloom.components.ports.stages import Stages
@@ -46,7 +46,7 @@ class MemoryReport:
 
     def preview(self) -> str:
         """Return one line with the total first, then every kind."""
-        sizes = memory_by_kind(self.users.values())
+        sizes = sum_memory_by_kind(self.users.values())
         parts = [f"{readable_memory_kind(kind)} {format_byte_size(size)}" for kind, size in sizes.items()]
         return "  ".join([f"memory  {format_byte_size(sum(sizes.values()))}", *parts])
 
@@ -60,7 +60,9 @@ class MemoryReport:
         if not is_out_of_memory(error):
             return None
         peak = self.device.measure_peak_memory()
-        sizes = {readable_memory_kind(kind): size for kind, size in memory_by_kind(self.users.values(), peak).items()}
+        sizes = {
+            readable_memory_kind(kind): size for kind, size in sum_memory_by_kind(self.users.values(), peak).items()
+        }
         table = [f"  {kind:25}  {format_byte_size(size):>12}" for kind, size in [*sizes.items(), ("peak so far", peak)]]
         remedies = [f"  {remedy}" for remedy in self._list_memory_saving_settings()]
         allocation = _describe_failed_allocation(error)

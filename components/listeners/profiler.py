@@ -78,7 +78,7 @@ class Profiler:
     def _begin_or_end_range_for(self, event: Event, step: Step) -> None:
         """Begin or end the trace's range for the step or phase that an event is about."""
         if event.kind == "step_started":
-            self._begin_step_range(step)
+            self._start_profiler_and_step_range(step)
         elif event.kind == "phase_started" and self._is_step_traced:
             self._begin_named_range(event.phase)
         elif event.kind == "phase_ended" and self._is_step_traced:
@@ -91,7 +91,7 @@ class Profiler:
         """Whether the current step is traced."""
         return self._running is not None and self._running.current_action in RECORDING
 
-    def _begin_step_range(self, step: Step) -> None:
+    def _start_profiler_and_step_range(self, step: Step) -> None:
         """Start the profiler if necessary; in a traced step also observe the layers and begin the step's range."""
         if self._running is None:
             self._start_profiler()

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
 from drawloom.components.ports.model import Model
-from drawloom.components.ports.pipeline import LOSSES, MeasuresStep, RepeatingExecutor, make_state_of_batches
+from drawloom.components.ports.pipeline import LOSSES, MeasuresStep, RepeatingExecutor, create_step_state
 from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, replace_leaves
-from drawloom.components.storage.tensor_source import hash_tensor
+from drawloom.components.storage.tensor_source import hash_tensor_bytes
 from drawloom.graph import Problem, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -113,7 +113,7 @@ class Replay:
                 name = names[block]
                 self._hooks.append(block.register_forward_pre_hook(partial(self._hook_input_gradient, name)))
                 is_last = block is blocks[-1]
-                self._hooks.append(block.register_forward_hook(partial(self._record_output, name, is_last)))
+                self._hooks.append(block.register_forward_hook(partial(self._record_output_digest, name, is_last)))
 
     def close(self) -> None:
         """Stop observing layers."""
@@ -124,16 +124,16 @@ class Replay:
         """Record the step's own pass, and compare it with replays after the phase with the losses."""
         step = event.step
         if step is None:
-            self._is_on = self._is_deterministic()
+            self._is_on = self._is_deterministic_else_warn()
         elif event.kind == "step_started":
             self._digests = {} if self._is_on and is_due(self.every, step) else None
         elif self._digests is not None and LOSSES in step.state:
             began = time.monotonic()
             own, self._digests = self._digests, None
-            self._replay_and_compare_with_other_ranks(step, {**own, **_hash_first_loss(step.state)})
+            self._replay_and_log_differing_ranks(step, {**own, **_hash_first_microbatch_loss(step.state)})
             step.excluded_seconds += time.monotonic() - began
 
-    def _is_deterministic(self) -> bool:
+    def _is_deterministic_else_warn(self) -> bool:
         """Return whether passes are repeatable; if they are not, log a warning."""
         if self.device.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
             return True
@@ -141,7 +141,7 @@ class Replay:
         log.warning("passes on a GPU are not replayed, because their results are not repeatable; %s", text)
         return False
 
-    def _replay_and_compare_with_other_ranks(self, step: Step, own: Digests) -> None:
+    def _replay_and_log_differing_ranks(self, step: Step, own: Digests) -> None:
         """Replay the previous rank's microbatch, and decide by another replay if any rank's results differ."""
         group, batch = self._data_ranks, step.state["batches"][0]
         replays = [self._replay(shift_batch_over_ranks(batch, 1, group))]
@@ -152,7 +152,7 @@ class Replay:
             return
         replays.append(self._replay(shift_batch_over_ranks(batch, 2, group)))
         results = group.gather_json([self.mesh.world.rank, own, *replays])
-        difference = find_difference([row[0] for row in results], [row[1:] for row in results])
+        difference = find_earliest_difference([row[0] for row in results], [row[1:] for row in results])
         stage = self.mesh.indices.pipeline
         by_rank = self.mesh.world.gather_json(None if difference is None else [stage, attrs.asdict(difference)])
         if self.mesh.world.rank == 0:
@@ -161,12 +161,12 @@ class Replay:
 
     def _replay(self, batch: Batch) -> Digests:
         """Repeat another rank's microbatch, without a change to gradients, and return the digests."""
-        state = make_state_of_batches([batch])
+        state = create_step_state([batch])
         with self._keep_gradients_on_cpu():
             digests = self._digests = {}
-            self.executor.repeat_passes(state)
+            self.executor.rerun_passes_as_recomputation(state)
         self._digests = None
-        return {**digests, **_hash_first_loss(state)}
+        return {**digests, **_hash_first_microbatch_loss(state)}
 
     @contextmanager
     def _keep_gradients_on_cpu(self) -> Iterator[None]:
@@ -183,15 +183,15 @@ class Replay:
         """Before a recorded forward pass, hook the gradient of the layer's input."""
         name = f"{BACKWARD} of the input of {layer}"
         if (digests := self._get_digests_to_record_into(f"the output of {layer}")) is not None:
-            _hook_first_gradient_digest(digests, name, inputs)
+            _record_gradient_digest_in_backward(digests, name, inputs)
 
-    def _record_output(self, layer: str, is_last: bool, _block: nn.Module, _inputs: Any, output: Any) -> None:
-        """Record a layer's output in the first forward pass, and hook its gradient after the rank's last layer."""
+    def _record_output_digest(self, layer: str, is_last: bool, _block: nn.Module, _inputs: Any, output: Any) -> None:
+        """Record a digest of a layer's output in the first forward pass; of the last layer's also the gradient's."""
         name = f"the output of {layer}"
         if (digests := self._get_digests_to_record_into(name)) is not None:
             digests[name] = _hash_tensors(output)
             if is_last:
-                _hook_first_gradient_digest(digests, f"{BACKWARD} of the output of {layer}", output)
+                _record_gradient_digest_in_backward(digests, f"{BACKWARD} of the output of {layer}", output)
 
     def _get_digests_to_record_into(self, name: str) -> Digests | None:
         """Return the digests to add a name to, if this is a recorded training pass, and the first one of the layer."""
@@ -219,7 +219,7 @@ def shift_batch_over_ranks(batch: Batch, distance: int, group: Group) -> Batch:
     return result
 
 
-def find_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) -> ReplayDifference | None:
+def find_earliest_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) -> ReplayDifference | None:
     """
     Return the earliest difference among all microbatches' results, None without any.
 
@@ -234,11 +234,11 @@ def find_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) 
         name = next((name for name in names if len({digests.get(name) for digests in passes}) > 1), None)
         if name is not None:
             values = [(ranks[computer], digests.get(name)) for computer, digests in zip(computers, passes, strict=True)]
-            differences.append(attrs.evolve(_choose_suspects(name, values), position=names.index(name)))
+            differences.append(attrs.evolve(_find_suspect_ranks(name, values), position=names.index(name)))
     return min(differences, key=lambda difference: (difference.position, not difference.suspects), default=None)
 
 
-def _choose_suspects(tensor: str, values: Sequence[tuple[int, str | None]]) -> ReplayDifference:
+def _find_suspect_ranks(tensor: str, values: Sequence[tuple[int, str | None]]) -> ReplayDifference:
     """Return a difference with the ranks in disagreement with themselves, or else with two other ranks."""
     ranks = [*dict.fromkeys(rank for rank, _ in values)]
     unstable = [rank for rank in ranks if len({value for other, value in values if other == rank}) > 1]
@@ -291,11 +291,11 @@ def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tenso
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
-def _hook_first_gradient_digest(digests: Digests, name: str, tree: Any) -> None:
+def _record_gradient_digest_in_backward(digests: Digests, name: str, tree: Any) -> None:
     """Record the gradient of a tree's first differentiable tensor in its backward pass."""
 
     def record(gradient: Tensor) -> None:
-        digests[name] = hash_tensor(gradient)
+        digests[name] = hash_tensor_bytes(gradient)
 
     for leaf in list_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -305,13 +305,13 @@ def _hook_first_gradient_digest(digests: Digests, name: str, tree: Any) -> None:
 
 def _hash_tensors(tree: Any) -> str:
     """Return one digest for all tensors in a tree."""
-    return ",".join(hash_tensor(leaf) for leaf in list_leaves(tree) if isinstance(leaf, Tensor))
+    return ",".join(hash_tensor_bytes(leaf) for leaf in list_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def _hash_first_loss(state: StepState) -> Digests:
+def _hash_first_microbatch_loss(state: StepState) -> Digests:
     """Return the digest of the first microbatch's loss, on ranks with the last stage."""
     losses: Tensor = state[LOSSES]["loss"]
-    return {"the loss": hash_tensor(losses[0])} if len(losses) else {}
+    return {"the loss": hash_tensor_bytes(losses[0])} if len(losses) else {}
 
 
 def _hash_digests(digests: Mapping[str, str]) -> str:

@@ -94,9 +94,9 @@ class RunSummary:
 
     def _header_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the header as (subject, text): run, model, data, device."""
-        yield "run", f"{self.job.name}, in {self.job.path}"
+        yield "run", f"{self.job.name}, in {self.job.folder_path}"
         for model in self.models.values():
-            whole = _build_whole_model(model)
+            whole = _build_whole_model_on_meta(model)
             count = f"{sum(parameter.numel() for parameter in whole.parameters()):,} parameters"
             yield "model", ", ".join([*_list_architectures(model), count, *self._describe_weight_dtypes(whole)])
         for rows in self.data.values():
@@ -139,7 +139,7 @@ class RunSummary:
             yield "trained", f"{steps} in {timedelta(seconds=round(seconds))}: {self._tokens:,} tokens, {speed} overall"
         if self._best:
             yield "best", f"validation loss {self._best['loss']:.4f} after step {self._best['step']}"
-        folder = self.job.path
+        folder = self.job.folder_path
         names = [path.name for path in folder.iterdir() if path.name not in HIDDEN_FILES] if folder.is_dir() else []
         yield "results", f"in {folder}: {', '.join(sorted(names))}"
 
@@ -171,7 +171,7 @@ def _list_architectures(model: Model) -> list[str]:
     return [str(name) for name in model.hugging_face_config().get("architectures", [])]
 
 
-def _build_whole_model(model: Model) -> nn.Module:
+def _build_whole_model_on_meta(model: Model) -> nn.Module:
     """Build the whole model, without ranks, on the meta device."""
     with torch.device("meta"):
         return model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))

@@ -174,9 +174,9 @@ class Timeouts:
         before, phase = self._where, self._phase
         self._where, self._phase = f"{stage}() of [{node}]", ""
         self.processes.record_step_and_phase(self._where)
-        handler = _SignOfLife(self._start_opening_limit)
+        handler = _SignOfLife(self._start_open_or_close_limit)
         logging.getLogger("drawloom").addHandler(handler)
-        self._start_opening_limit()
+        self._start_open_or_close_limit()
         try:
             yield
         finally:
@@ -185,7 +185,7 @@ class Timeouts:
             self.processes.record_step_and_phase("" if before == BEFORE else self._describe_step_and_phase())
             self._limit_watchdog_and_guard(None)
 
-    def _start_opening_limit(self) -> None:
+    def _start_open_or_close_limit(self) -> None:
         """Start the limit for opening or closing a component."""
         self._limit_watchdog_and_guard(self.opening, warn_after_seconds=min(self.opening / 2, SLOW_OPENING))
 
@@ -199,7 +199,7 @@ class Timeouts:
                 case "step_started":
                     self._limit_watchdog_and_guard(self._next_step_limit_seconds())
                 case "step_ended" if event.step:
-                    self._limit_next_step_or_final_tasks(is_last_step=event.step.is_last)
+                    self._set_limits_after_step(is_last_step=event.step.is_last)
                 case "saving_started":
                     self._limit_collectives_and_step(self.saving)
                 case "saving_ended":
@@ -223,7 +223,7 @@ class Timeouts:
         """Return the current step and phase as text."""
         return f"{self._where}, phase [{self._phase}]" if self._phase else self._where
 
-    def _limit_next_step_or_final_tasks(self, is_last_step: bool) -> None:
+    def _set_limits_after_step(self, is_last_step: bool) -> None:
         """Limit the time until the next step, or for the final tasks after the last step."""
         first, self._stepped = not self._stepped, True
         if is_last_step:
@@ -268,19 +268,19 @@ class Timeouts:
     def _report_and_exit(self, _limit: float) -> None:
         """Report the hang, and exit, unless the run goes on without other ranks. Runs in the watchdog's thread."""
         delay = self._describe_exceeded_limit()
-        healthy: list[str] = []
-        words = delay, healthy
+        survivable_delays: list[str] = []
+        words = delay, survivable_delays
         reporter = threading.Thread(target=self._report_hang, args=words, name="hang report", daemon=True)
         reporter.start()
         reporter.join(REPORT_TIMEOUT)
-        if not healthy:
+        if not survivable_delays:
             self.exit(1)
 
-    def _report_hang(self, delay: str, healthy: list[str]) -> None:
+    def _report_hang(self, delay: str, survivable_delays: list[str]) -> None:
         """
         Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks.
 
-        Adds the delay to `healthy` if this process need not end.
+        Append the delay to `survivable_delays` if this process need not end.
         """
         path = prepare_rank_log_path(self.folder, self.mesh)
         rank = self.mesh.world.rank
@@ -288,5 +288,5 @@ class Timeouts:
             faulthandler.dump_traceback(file, all_threads=True)
         diagnosis = self.processes.diagnose_hang()
         why = f"; {diagnosis}" if diagnosis else ""
-        if not self.processes.fail_all_ranks(f"rank {rank} hangs: {delay}{why}; stacks are in {path}"):
-            healthy.append(delay)
+        if not self.processes.fail_all_or_hanging_ranks(f"rank {rank} hangs: {delay}{why}; stacks are in {path}"):
+            survivable_delays.append(delay)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.loss.reward import make_score_head, mark_last_tokens, report_tensor_parallelism
+from drawloom.components.loss.reward import make_score_head_on_meta, mark_last_tokens, report_tensor_parallelism
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Head, LanguageModel
@@ -46,7 +46,7 @@ class Classifier(DecoderInputs):
     @cached_property
     def module(self) -> nn.Module | None:
         """The head's parameters, on the meta device until the stages are materialized."""
-        return make_score_head(self.model, len(self.labels), self.head)
+        return make_score_head_on_meta(self.model, len(self.labels), self.head)
 
     @property
     def output_names(self) -> list[str]:

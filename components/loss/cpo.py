@@ -26,4 +26,4 @@ class Cpo(PairwiseLoss):
     )
 
     def pair_losses(self, scores: PairScores) -> Tensor:
-        return F.softplus(-scores.margin) + self.alpha * scores.answer_nll
+        return F.softplus(-scores.margin) + self.alpha * scores.chosen_answer_mean_nll

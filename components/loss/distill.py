@@ -85,14 +85,14 @@ class Distill(DecoderInputs):
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:
         """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
-        divergence = (self._divergences(hidden, head, batch) * batch.weights).sum()
+        divergence = (self._compute_token_divergences(hidden, head, batch) * batch.weights).sum()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.task_weight > 0):
             task = head.token_losses(hidden, batch.targets, batch.weights)[0].sum()
         sums = {"divergence": divergence.detach(), "cross_entropy": task.detach()}
         total = divergence if not self.task_weight else (1 - self.task_weight) * divergence + self.task_weight * task
         return total, batch.weights.double().sum(), sums
 
-    def _divergences(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+    def _compute_token_divergences(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the divergence by token, at least float32 (rows, length)."""
         kind, beta = self.divergence, 0.5 if self.beta is None else self.beta
         if self.reference == "model":

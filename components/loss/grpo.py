@@ -24,7 +24,7 @@ from torch import Tensor
 from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.pipeline import LossSums
-from drawloom.components.ports.rollouts import PolicyBatch, policy_logps
+from drawloom.components.ports.rollouts import PolicyBatch, compute_policy_logps
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -113,7 +113,7 @@ class Grpo(DecoderInputs):
         )
 
     def reference_values(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
-        return policy_logps(hidden, head, batch.targets, batch.weights > 0, batch.temperature)
+        return compute_policy_logps(hidden, head, batch.targets, batch.weights > 0, batch.temperature)
 
     def with_reference(self, batch: PolicyBatch, values: Tensor) -> PolicyBatch:
         return batch.evolve(reference=values)
@@ -124,7 +124,7 @@ class Grpo(DecoderInputs):
             raise UserError("the batches have no sampled completions; put the phases rollout and advantages first", 2)
         method = self.variant_with_settings
         is_target = batch.weights > 0
-        logps = policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
+        logps = compute_policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
         ratios = _compute_probability_ratios(differences, counts, method)

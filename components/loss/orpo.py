@@ -39,7 +39,11 @@ class Orpo(PairwiseLoss):
     def pair_losses(self, scores: PairScores) -> Tensor:
         means = (scores.logps / scores.counts).clamp_max(MAX_MEAN_LOGP)
         chosen, rejected = (means - _log1mexp(means)).unbind(-1)
-        nll = scores.answer_nll if self.nll == "answer" or scores.document_nll is None else scores.document_nll
+        nll = (
+            scores.chosen_answer_mean_nll
+            if self.nll == "answer" or scores.chosen_document_mean_nll is None
+            else scores.chosen_document_mean_nll
+        )
         return nll + self.beta * F.softplus(rejected - chosen)
 
 

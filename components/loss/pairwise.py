@@ -15,7 +15,7 @@ from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_targe
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import UserError, above, inheritable, setting
+from drawloom.graph import UserError, above, component_base_class, setting
 
 TIE_ROUNDINGS = 2
 """
@@ -31,14 +31,14 @@ class PairScores:
     Scores for answer pairs; tensors are float64 (rows, pairs, 2), the chosen answer first.
 
     `rewards` are differentiable, as are `logps`, the sums over an answer's tokens. `counts` are its token counts, at
-    least 1. `document_nll`, float64 (rows, pairs), is the mean loss over all tokens in the chosen document, with its
-    prompt, for a loss with `scores_prompts`.
+    least 1. `chosen_document_mean_nll`, float64 (rows, pairs), is the mean loss over all tokens in the chosen document,
+    with its prompt, for a loss with `scores_prompts`.
     """
 
     rewards: Tensor
     logps: Tensor
     counts: Tensor
-    document_nll: Tensor | None
+    chosen_document_mean_nll: Tensor | None
 
     @property
     def margin(self) -> Tensor:
@@ -47,12 +47,12 @@ class PairScores:
         return chosen - rejected
 
     @property
-    def answer_nll(self) -> Tensor:
+    def chosen_answer_mean_nll(self) -> Tensor:
         """The mean loss over the chosen answer's tokens: float64 (rows, pairs)."""
         return -(self.logps / self.counts)[..., 0]
 
 
-@inheritable
+@component_base_class
 class PairwiseLoss(DecoderInputs):
     """
     Base for losses over answer pairs: means over the pairs, weighted.
@@ -66,7 +66,7 @@ class PairwiseLoss(DecoderInputs):
     length_normalized: ClassVar[bool] = False
     """Whether a reward is proportional to the mean log-probability of an answer's tokens, not to their sum."""
     scores_prompts: ClassVar[bool] = False
-    """Whether the loss reads `PairScores.document_nll`."""
+    """Whether the loss reads `PairScores.chosen_document_mean_nll`."""
 
     beta: float
 
@@ -83,15 +83,15 @@ class PairwiseLoss(DecoderInputs):
         documents, is_answer = batch.document_ids, batch.weights > 0
         if self.scores_prompts:
             every = -head.token_losses(hidden, batch.targets)[0]
-            logps, document_nll = every * is_answer, _compute_document_nll(every, batch)
+            logps, chosen_document_mean_nll = every * is_answer, _compute_chosen_document_mean_nll(every, batch)
         else:
-            logps, document_nll = self.token_logps(hidden, head, batch), None
+            logps, chosen_document_mean_nll = self.token_logps(hidden, head, batch), None
         # The difference is of documents, because the data contain sums over documents, not log-probabilities of tokens.
         sums = sum_by_answer(logps, documents)
         counts = sum_by_answer(is_answer, documents).clamp_min(1)
         factor = self.beta / counts if self.length_normalized else self.beta
         rewards = factor * (sums - self._sum_reference_logps_by_answer(batch))
-        scores = PairScores(rewards, sums, counts, document_nll)
+        scores = PairScores(rewards, sums, counts, chosen_document_mean_nll)
         weights = sum_by_answer(batch.weights, documents).sum(-1)
         total = (self.pair_losses(scores) * weights).sum()
         squares = (sum_by_answer(logps.detach().double().square(), documents) * factor**2).sum(-1)
@@ -107,7 +107,7 @@ class PairwiseLoss(DecoderInputs):
         return 0.0
 
 
-@inheritable
+@component_base_class
 class ReferencedLoss(PairwiseLoss):
     """
     Base for losses with rewards relative to a reference model.
@@ -147,7 +147,7 @@ def sum_by_answer(values: Tensor, documents: Tensor) -> Tensor:
     return sums.index_add(0, indices.flatten(), values.double().flatten()).view(rows, -1, 2)
 
 
-def _compute_document_nll(logps: Tensor, batch: TokenBatch) -> Tensor:
+def _compute_chosen_document_mean_nll(logps: Tensor, batch: TokenBatch) -> Tensor:
     """Return the mean loss over all targets in chosen documents, float64 (rows, pairs); logps are (rows, length)."""
     counts = sum_by_answer(batch.targets != IGNORE_INDEX, batch.document_ids).clamp_min(1)
     return -(sum_by_answer(logps, batch.document_ids) / counts)[..., 0]

@@ -50,7 +50,9 @@ class ScoreHead(nn.Module):
             if self.folder is None:
                 self.weight.normal_(std=(self.weight.shape[1] + 1) ** -0.5)
             else:
-                weight = read_head(self.folder, tuple(self.weight.shape)).to(self.weight.device, self.weight.dtype)
+                weight = read_score_head_weight(self.folder, tuple(self.weight.shape)).to(
+                    self.weight.device, self.weight.dtype
+                )
                 self.weight.copy_(convert_tensors(distribute_like(SCORE, self.weight), {SCORE: weight})[SCORE])
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ class ScoreHead(nn.Module):
         return hidden.to(dtype) @ self.weight.to(dtype).T
 
 
-def read_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
+def read_score_head_weight(folder: Path, shape: tuple[int, ...]) -> Tensor:
     """Return a folder's head weight. Raises UserError if the folder has no head with this shape."""
     source = open_safetensors_folder(folder)
     spec = source.specs().get(SCORE)
@@ -70,7 +72,7 @@ def read_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
     return source.tensor(SCORE)
 
 
-def make_score_head(model: LanguageModel, labels: int, folder: Path | None) -> ScoreHead:
+def make_score_head_on_meta(model: LanguageModel, labels: int, folder: Path | None) -> ScoreHead:
     """Return a head for a model, on the meta device. Raises UserError if the model has no hidden_size."""
     width = model.hugging_face_config().get("hidden_size")
     if not isinstance(width, int):
@@ -116,7 +118,7 @@ class RewardModel(DecoderInputs):
     @cached_property
     def module(self) -> nn.Module | None:
         """The head's parameters, on the meta device until the stages are materialized."""
-        return make_score_head(self.model, len(self.output_names), self.head)
+        return make_score_head_on_meta(self.model, len(self.output_names), self.head)
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         assert self.module is not None

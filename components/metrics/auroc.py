@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from drawloom.components.metrics.class_counts import compute_auroc
-from drawloom.components.metrics.named_sums import read_losses, sum_tensor_over_microbatches
+from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_tensor_over_microbatches
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import between, component, setting
 
@@ -28,7 +28,7 @@ class Auroc:
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's histogram, float64 (2, bins), or {} on ranks without the last stage."""
-        losses = read_losses(step)
+        losses = read_losses_on_last_stage(step)
         return (
             {}
             if losses is None

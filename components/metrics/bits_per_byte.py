@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import read_losses, sum_scalar_over_microbatches
+from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_scalar_over_microbatches
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import count_target_bytes
 from drawloom.components.ports.run import Accumulator, Step, Value
@@ -37,7 +37,7 @@ class BitsPerByte:
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return nats and bytes for this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
-        if (losses := read_losses(step)) is None:
+        if (losses := read_losses_on_last_stage(step)) is None:
             return {}
         # batches are on the CPU, so that nothing waits for a device
         counts = [count_target_bytes(batch.targets, batch.weights, self._table) for batch in step.state["batches"]]

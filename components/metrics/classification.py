@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from drawloom.components.metrics.class_counts import Average, compute_class_scores
-from drawloom.components.metrics.named_sums import read_losses, sum_tensor_over_microbatches
+from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_tensor_over_microbatches
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import above, between, component, setting
 
@@ -33,7 +33,7 @@ class Classification:
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's matrix, float64 (classes, classes), or {} on ranks without the last stage."""
-        losses = read_losses(step)
+        losses = read_losses_on_last_stage(step)
         shape = (self.classes, self.classes)
         return {} if losses is None else {"confusion": sum_tensor_over_microbatches(losses, self.of, shape, "classes")}
 

@@ -76,10 +76,10 @@ class ExpertLoad:
         return dict(
             value
             for name, row in zip(self._names, totals["sums"], strict=True)
-            for value in self._values_of_layer(name, row)
+            for value in self._compute_layer_values(name, row)
         )
 
-    def _values_of_layer(self, layer_name: str, layer_sums: Tensor) -> Iterator[tuple[str, Value]]:
+    def _compute_layer_values(self, layer_name: str, layer_sums: Tensor) -> Iterator[tuple[str, Value]]:
         """Yield a layer's values from its row in the totals (experts + 2,)."""
         tokens, entropy, count = layer_sums[:-2], float(layer_sums[-2]), float(layer_sums[-1])
         yield f"expert_imbalance/{layer_name}", float(tokens.max() / tokens.mean()) if count else None

@@ -21,14 +21,14 @@ CHUNK = 2**22
 """Elements that are counted at once, which bounds memory: 64 MB for their bins and bounds."""
 
 
-def describe_invalid_bins(value: int) -> str | None:
+def find_bins_fault(value: int) -> str | None:
     """Check the setting: return why a number of bins is invalid, or None."""
     return at_least(1)(value) or (
         f"{value} is more than {MAX_BINS}, the most that trackers take" if value > MAX_BINS else None
     )
 
 
-def describe_invalid_targets(patterns: list[str]) -> str | None:
+def find_targets_fault(patterns: list[str]) -> str | None:
     """Check the setting: return why parameter name patterns are invalid, or None."""
     return None if patterns else 'an empty list names no parameter; write ["*"] for all'
 
@@ -46,14 +46,14 @@ class Histograms:
     parameters: SpreadParameters
     mesh: Mesh
     device: Device
-    targets: list[str] = setting(check=describe_invalid_targets, doc="parameter name patterns (fnmatch)")
+    targets: list[str] = setting(check=find_targets_fault, doc="parameter name patterns (fnmatch)")
     of: tuple[Literal["gradients", "weights"], ...] = setting(
         default=("gradients", "weights"), doc="tensors to count by parameter"
     )
     per: Literal["parameter", "pattern"] = setting(
         default="parameter", doc="one histogram per parameter, or one per pattern for all its matches"
     )
-    bins: int = setting(default=64, check=describe_invalid_bins, doc=f"bins of a histogram, at most {MAX_BINS}")
+    bins: int = setting(default=64, check=find_bins_fault, doc=f"bins of a histogram, at most {MAX_BINS}")
     every: Cadence = setting(
         default=100, check=describe_cadence_fault, doc='steps between histograms, or "last" or "never"'
     )
@@ -115,11 +115,9 @@ class Histograms:
             for kind in self.of:
                 tensor = parameter if kind == "weights" else parameter.grad
                 chunks = () if tensor is None else torch.split(tensor.detach().flatten(), CHUNK)
-                yield from (
-                    (index, chunk) for index in self._indices_of_counting_histograms(kind, name) for chunk in chunks
-                )
+                yield from ((index, chunk) for index in self._find_histogram_indices(kind, name) for chunk in chunks)
 
-    def _indices_of_counting_histograms(self, kind: str, name: str) -> list[int]:
+    def _find_histogram_indices(self, kind: str, name: str) -> list[int]:
         """Return the indices of the histograms that count a parameter's gradients or weights (`kind`)."""
         matching = [pattern for pattern in self.targets if fnmatchcase(name, pattern)]
         names = matching if self.per == "pattern" else [name] if matching else []

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.metrics.named_sums import (
-    mean_by_microbatch,
-    read_losses,
+    compute_microbatch_means_over_context,
+    read_losses_on_last_stage,
     sum_scalar_over_microbatches,
     sum_weights,
 )
@@ -41,10 +41,10 @@ class Mean:
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return sum and divisor on this rank, 0-dimensional, or {} on ranks without the last stage."""
-        if (losses := read_losses(step)) is None:
+        if (losses := read_losses_on_last_stage(step)) is None:
             return {}
         if self.per == "microbatch":
-            means = mean_by_microbatch(losses, self.of, self.mesh)
+            means = compute_microbatch_means_over_context(losses, self.of, self.mesh)
             return {"total": means.nansum(), "count": (~means.isnan()).sum()}
         return {"total": sum_scalar_over_microbatches(losses, self.of), "count": sum_weights(losses)}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.memory import MEMORY_KINDS, MemoryUser, memory_by_kind
+from drawloom.components.ports.memory import MEMORY_KINDS, MemoryUser, sum_memory_by_kind
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import Every, component, setting
 
@@ -35,7 +35,7 @@ class Memory:
         peak = self.device.measure_peak_memory()
         measured = {"bytes": torch.tensor(peak, dtype=torch.float64)}
         if self.by_kind:
-            sizes = memory_by_kind(self.users.values(), peak)
+            sizes = sum_memory_by_kind(self.users.values(), peak)
             measured["kinds"] = torch.tensor([sizes.get(kind, 0) for kind in MEMORY_KINDS], dtype=torch.float64)
         return measured
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from drawloom.components.metrics.class_counts import Average, compute_label_scores
-from drawloom.components.metrics.named_sums import read_losses, sum_tensor_over_microbatches
+from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_tensor_over_microbatches
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import above, between, component, setting
 
@@ -34,7 +34,7 @@ class Multilabel:
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's counts, float64 (labels, 2, 2), or {} on ranks without the last stage."""
-        losses = read_losses(step)
+        losses = read_losses_on_last_stage(step)
         return (
             {}
             if losses is None

@@ -12,7 +12,7 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 
 
-def read_losses(step: Step) -> Mapping[str, Any] | None:
+def read_losses_on_last_stage(step: Step) -> Mapping[str, Any] | None:
     """Return the step's value `losses`, the losses by microbatch, or None on ranks without the last stage."""
     losses: Mapping[str, Any] | None = step.state.get(LOSSES)
     return None if losses is None or not len(losses["weight"]) else losses
@@ -47,7 +47,7 @@ def sum_tensor_over_microbatches(losses: Mapping[str, Any], name: str, shape: tu
     return total
 
 
-def mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tensor:
+def compute_microbatch_means_over_context(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tensor:
     """
     Divide a named sum by the weights, by microbatch: float64 (microbatches,), NaN if all weights are 0.
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import read_losses, sum_scalar_over_microbatches, sum_weights
+from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_scalar_over_microbatches, sum_weights
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component, setting
 
@@ -23,7 +23,7 @@ class Perplexity:
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return nats and weights on this rank, 0-dimensional, or {} on ranks without the last stage."""
-        losses = read_losses(step)
+        losses = read_losses_on_last_stage(step)
         return (
             {}
             if losses is None

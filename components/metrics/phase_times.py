@@ -46,7 +46,7 @@ class PhaseTimes:
         elif event.kind == "phase_started":
             self._mark_present_time("")
         elif event.kind == "phase_ended":
-            self._mark_present_time(self._choose_label(event.phase))
+            self._mark_present_time(self._classify_phase(event.phase))
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Keep this step's marks until `compute`, which on a GPU is a step later."""
@@ -70,7 +70,7 @@ class PhaseTimes:
             mark = self.clock()
         self._marks.append((name, mark))
 
-    def _choose_label(self, phase_name: str) -> str:
+    def _classify_phase(self, phase_name: str) -> str:
         """Return `forward_backward`, `sync` or `update` by a phase's declared values; otherwise the phase's name."""
         if phase_name not in self.phases:
             return phase_name

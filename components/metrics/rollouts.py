@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import read_losses
+from drawloom.components.metrics.named_sums import read_losses_on_last_stage
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.rollouts import Reward, Scored
 from drawloom.components.ports.run import Accumulator, Step, Value
@@ -44,7 +44,10 @@ class RolloutMetrics:
             for scored in step.state.get("rollouts", []):
                 for name, value in _sum_over_completions(scored, [*self.rewards]).items():
                     values[name] = values[name] + value if name in values else value
-        losses, is_fresh = read_losses(step), all(scored.age == 0 for scored in step.state.get("rollouts", []))
+        losses, is_fresh = (
+            read_losses_on_last_stage(step),
+            all(scored.age == 0 for scored in step.state.get("rollouts", [])),
+        )
         if losses is not None and is_fresh and LARGEST_DIFFERENCE in losses["sums"]:
             values[LARGEST_DIFFERENCE] = losses["sums"][LARGEST_DIFFERENCE].max()
         return values

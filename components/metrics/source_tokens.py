@@ -28,7 +28,7 @@ class SourceTokens:
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the tokens and epochs in all steps up to this one."""
-        tokens = self.progress.tokens_by_source(step.index)
+        tokens = self.progress.cumulative_tokens_by_source(step.index)
         sources = {source.name: source for source in self.rows.row_sources("train") if source.tokens}
         return {
             **{f"tokens/{name or 'all'}": tokens[name] for name in sources},

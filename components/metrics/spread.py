@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import mean_by_microbatch, read_losses
+from drawloom.components.metrics.named_sums import compute_microbatch_means_over_context, read_losses_on_last_stage
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import Problem, between, component, setting
@@ -51,9 +51,9 @@ class Spread:
 
         Return {} on ranks without the last stage.
         """
-        if (losses := read_losses(step)) is None:
+        if (losses := read_losses_on_last_stage(step)) is None:
             return {}
-        means = mean_by_microbatch(losses, self.of, self.mesh)
+        means = compute_microbatch_means_over_context(losses, self.of, self.mesh)
         minimum, maximum = means.nan_to_num(nan=float("inf")).min(), means.nan_to_num(nan=float("-inf")).max()
         if not self.quantiles:
             return {"min": minimum, "max": maximum}

@@ -60,7 +60,10 @@ class Utilization:
                 torch.cuda.get_device_name(device), get_matmul_dtype_key(self.precision.compute)
             )
         frozen = [
-            name for stage in self.stages.local for name, param in stage.named_parameters() if not param.requires_grad
+            name
+            for stage in self.stages.local
+            for name, param in stage.named_masters_or_parameters()
+            if not param.requires_grad
         ]
         frozen_by_rank = self.mesh.pipeline_group.gather_json(frozen)
         self._frozen = {name for names in frozen_by_rank for name in names if not name.startswith(f"{LOSS}.")}

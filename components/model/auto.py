@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
 from drawloom.components.model.decoder.config import find_tensor_parallel_faults, num_experts
-from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_json
-from drawloom.components.model.decoder.rope import find_rope_context_faults
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_config_json
+from drawloom.components.model.decoder.rope import find_rope_context_parallel_faults
 from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
@@ -138,7 +138,9 @@ class AutoModel:
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            yield from find_rope_context_faults(read_config(_find_builder_class(path).family, path).rope_scaling)
+            yield from find_rope_context_parallel_faults(
+                read_config(_find_builder_class(path).family, path).rope_scaling
+            )
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -153,7 +155,7 @@ class AutoModel:
         with suppress(UserError):  # a problem of its own
             return _create_builder_without_kernels(
                 node.settings["path"], node.settings["new_tokens"]
-            ).create_full_model_on_meta()
+            ).build_whole_model_on_meta()
         return None
 
     @cached_property
@@ -187,8 +189,10 @@ class AutoModel:
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return self.builder.blocks(module)
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
-        self.builder.initialise(name, parameter, seed, tensor_slice)
+    def initialize_parameter(
+        self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
+    ) -> None:
+        self.builder.initialize_parameter(name, parameter, seed, tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
         return self.builder.forward_flops()
@@ -223,7 +227,7 @@ def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> Decode
 def _find_builder_class(path: Path) -> type[DecoderBuilder]:
     """Return the builder class for a `config.json`'s family. Raises UserError for an unknown family."""
     file = locate_config_json(path)
-    kind = read_json(file).get("model_type")
+    kind = read_config_json(file).get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UserError(

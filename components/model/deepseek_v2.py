@@ -10,8 +10,8 @@ from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.deepseek_v3 import (
     LatentBuilder,
     LatentConfig,
-    convert_null_query_rank_to_zero,
-    convert_zero_query_rank_to_null,
+    convert_null_q_lora_rank_to_zero,
+    convert_zero_q_lora_rank_to_null,
 )
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.graph import component, setting
@@ -43,22 +43,22 @@ class DeepseekV2Config(LatentConfig):
         )
 
 
-def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """
-    Convert a `config.json`: a null query rank becomes 0, and the greedy method one group. Raises ValueError for other
+    Convert a `config.json`: `q_lora_rank` null becomes 0, and the greedy method one group. Raises ValueError for other
     methods.
     """
     method = config.get("topk_method", METHODS[False])
     if method not in METHODS.values():
         raise ValueError(f"says topk_method = {method!r}, where only {' and '.join(METHODS.values())} can be built")
-    return convert_null_query_rank_to_zero(config) | (
+    return convert_null_q_lora_rank_to_zero(config) | (
         {"n_group": 1, "topk_group": 1} if method == METHODS[False] else {}
     )
 
 
-def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert a query rank of 0 to null, and add the topk_method for the number of groups."""
-    return convert_zero_query_rank_to_null(config) | {"topk_method": METHODS[config["n_group"] > 1]}
+def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert a `q_lora_rank` of 0 to null, and add the topk_method for the number of groups."""
+    return convert_zero_q_lora_rank_to_null(config) | {"topk_method": METHODS[config["n_group"] > 1]}
 
 
 DEEPSEEK_V2 = Family(
@@ -71,8 +71,8 @@ DEEPSEEK_V2 = Family(
     hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
     fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
     renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
-    read=_config_from_files,
-    write=_config_to_files,
+    read=_convert_config_from_hf,
+    write=_convert_config_to_hf,
 )
 
 

@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_
 from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.components.model.decoder.values import COUNT, declare_config_key
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.graph import between, component, inheritable, setting
+from drawloom.graph import between, component, component_base_class, setting
 from drawloom.kernels.attention_options import AttentionOptions
 
 
@@ -80,19 +80,19 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     rope_interleave: bool = True
 
 
-def convert_null_query_rank_to_zero(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose query rank is 0 instead of null, because recipes have no null."""
+def convert_null_q_lora_rank_to_zero(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config whose `q_lora_rank` is 0 instead of null, because recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
-def convert_zero_query_rank_to_null(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose query rank is null instead of 0."""
+def convert_zero_q_lora_rank_to_null(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config whose `q_lora_rank` is null instead of 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 
 
 def _convert_layer_types_to_dense_count(config: dict[str, Any]) -> dict[str, Any]:
     """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
-    config, types = convert_null_query_rank_to_zero(config), config.get("mlp_layer_types")
+    config, types = convert_null_q_lora_rank_to_zero(config), config.get("mlp_layer_types")
     if types is None:
         return config
     dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
@@ -105,7 +105,7 @@ def _convert_dense_count_to_layer_types(config: dict[str, Any]) -> dict[str, Any
     """Convert `first_k_dense_replace` to `mlp_layer_types`, as in GLM-4.7-Flash's files."""
     dense = config["first_k_dense_replace"]
     types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
-    return {**convert_zero_query_rank_to_null(config), "mlp_layer_types": types}
+    return {**convert_zero_q_lora_rank_to_null(config), "mlp_layer_types": types}
 
 
 MTP = "model.layers.{layers}.*"
@@ -128,8 +128,8 @@ DEEPSEEK_V3 = Family(
         "routed_scaling_factor": 2.5,
         "num_experts_per_tok": 8,
     },
-    read=convert_null_query_rank_to_zero,
-    write=convert_zero_query_rank_to_null,
+    read=convert_null_q_lora_rank_to_zero,
+    write=convert_zero_q_lora_rank_to_null,
     renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
     other_types=("kimi_k2",),
     nested_types={"kimi_k25": "model.language_model."},
@@ -168,7 +168,7 @@ GLM4_MOE_LITE = attrs.evolve(
 )
 
 
-@inheritable
+@component_base_class
 class LatentBuilder(GroupedExpertsBuilder):
     """Builder for a decoder with latent attention."""
 

@@ -53,7 +53,7 @@ class Gemma3Config(LayerTypesConfig):
         )
 
 
-def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rope_parameters by layer type, and derive missing layer types from `sliding_window_pattern`."""
     config = split_rope_by_layer_type(config, "rope_local_base_freq", SLIDING_THETA)
     interval, layers = config.pop("sliding_window_pattern", None), config.get("num_hidden_layers")
@@ -62,7 +62,7 @@ def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rotary positions to rope_parameters by layer type."""
     return join_rope_by_layer_type(config, config["rope_local_base_freq"])
 
@@ -93,8 +93,8 @@ GEMMA3 = Family(
     derives_head_dim=False,
     nested_types={"gemma3": "model.language_model."},
     ignored=tuple(f"{start}{part}.*" for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
-    read=_config_from_files,
-    write=_config_to_files,
+    read=_convert_config_from_hf,
+    write=_convert_config_to_hf,
 )
 
 

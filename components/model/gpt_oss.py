@@ -95,7 +95,7 @@ def _create_parameter_mapper(name: str) -> Mapper:
     return transpose(name, 1, 2) if name.endswith(".experts.down_proj") else identity(name)
 
 
-def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Add transformers' default rotary scaling to a config without one."""
     if config.get("rope_scaling") or config.get("rope_parameters"):
         return config
@@ -103,7 +103,7 @@ def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": 150_000.0, **config, "rope_parameters": yarn}
 
 
-def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}, **config}
 
 
@@ -124,8 +124,8 @@ GPT_OSS = Family(
     hf_defaults={"max_position_embeddings": 131_072, "head_dim": 64, "num_key_value_heads": 8},
     renamed={"num_experts": "num_local_experts"},
     derives_head_dim=False,
-    read=_config_from_files,
-    write=_config_to_files,
+    read=_convert_config_from_hf,
+    write=_convert_config_to_hf,
     mapper=_create_family_mapper,
 )
 

@@ -76,7 +76,7 @@ class Granite(ParametrizedBuilder):
     def build_architecture(self) -> DecoderConfig:
         """Return the config with the parametrization's multipliers."""
         config: Any = super().build_architecture()
-        scaling = self.scale(config)
+        scaling = self.compute_scaling(config)
         scaled: DecoderConfig = attrs.evolve(
             config,
             residual_multiplier=config.residual_multiplier * scaling.residual_multiplier,

@@ -22,7 +22,7 @@ from drawloom.components.ports.parameter_roles import (
     TABLE_ROLE,
     Role,
 )
-from drawloom.kernels.logsumexp import logsumexp_by_halves
+from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
 from drawloom.kernels.results import TokenLosses
 
 VOCABULARY = SplitDim(0, uneven=True)
@@ -104,7 +104,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return {"weight": MATRIX_ROLE, "bias": BIAS_ROLE}
 
 
-def multiplies_in_float8(layer: nn.Module) -> bool:
+def is_plain_float8_linear(layer: nn.Module) -> bool:
     """Return whether a layer is a plain product in float8: no adapter, bias, quantized weight, or hook."""
     if type(layer) is not Linear or layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks:
         return False
@@ -285,7 +285,7 @@ class ChunkedHead(_Chunked):
 def _gather_target_logit_and_lse(logits: Tensor, targets: Tensor) -> Tensor:
     """Return by token the target's logit (arbitrary if ignored) and the log-sum-exp: (tokens, 2), at least float32."""
     wide = logits.to(_at_least_float32(logits))
-    return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], logsumexp_by_halves(wide)], -1)
+    return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], logsumexp_in_fixed_order(wide)], -1)
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

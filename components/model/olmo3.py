@@ -35,7 +35,7 @@ class Olmo3Config(LayerTypesConfig):
         return super().rope_of(layer) if self.window_of(layer) is None else Rope(self.rotary_dim, self.rope_theta)
 
 
-def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Replace the rotary bases by layer type by a single base. Raises ValueError if they differ."""
     config = split_rope_by_layer_type(config, "sliding_theta", THETA)
     full = config.get("rope_parameters") or {}
@@ -47,7 +47,7 @@ def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
+def _join_rope_parameters_for_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rotary positions to rope_parameters by layer type, with one base."""
     return join_rope_by_layer_type(config, config["rope_theta"])
 
@@ -59,8 +59,8 @@ OLMO3 = Family(
     "olmo3",
     "Olmo3ForCausalLM",
     hf_defaults={"max_position_embeddings": 2048, "rope_theta": THETA, "rms_norm_eps": 1e-5},
-    read=_config_from_files,
-    write=_config_to_files,
+    read=_convert_config_from_hf,
+    write=_join_rope_parameters_for_hf,
 )
 
 

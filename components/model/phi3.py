@@ -46,7 +46,7 @@ class Phi3Config(DecoderConfig):
                 yield InvalidSetting((key, "rope_type"), why, 'write "longrope"')
 
 
-def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Rename rotary scaling `su` to `longrope`: the first files have the old name."""
     rope = config.get("rope_scaling")
     if isinstance(rope, Mapping) and rope.get("type") == "su":
@@ -54,7 +54,7 @@ def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _config_to_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
     """
     Copy the original length from the rotary scaling to the top of a config, where transformers would use a default.
     """
@@ -90,8 +90,8 @@ PHI3 = Family(
     hf_defaults={"rope_theta": 1e4},
     fixed={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
     nullable=("sliding_window",),
-    read=_config_from_files,
-    write=_config_to_files,
+    read=_convert_config_from_hf,
+    write=_convert_config_to_hf,
     mapper=_create_family_mapper,
 )
 

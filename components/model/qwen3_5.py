@@ -11,8 +11,8 @@ from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridBuilder,
     HybridConfig,
+    convert_hybrid_config_from_hf,
     find_delta_net_paths,
-    hybrid_config_from_files,
 )
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel, sequential
@@ -25,7 +25,7 @@ class Qwen35Config(HybridConfig):
     """Config of Qwen3.5."""
 
 
-def create_convolution_mapper(net: str, config: HybridConfig) -> Mapper:
+def create_joined_convolution_mapper(net: str, config: HybridConfig) -> Mapper:
     """Return the mapper that joins the convolutions of a gated delta net (channels, taps): (channels, 1, taps)."""
     joined, delta = f"{net}.conv1d.weight", config.delta
     sizes = [delta.key_heads * delta.key_dim] * 2 + [delta.value_heads * delta.value_dim]
@@ -36,18 +36,22 @@ def create_qwen3_5_mapper(parameters: Iterable[str], architecture: DecoderConfig
     """Return the mapper to files, in which queries, keys and values of gated delta nets are joined."""
     names = list(parameters)
     joined = parallel(
-        *(mapper for net in find_delta_net_paths(names) for mapper in _create_projection_mappers(net, architecture))
+        *(
+            mapper
+            for net in find_delta_net_paths(names)
+            for mapper in _create_joined_projection_mappers(net, architecture)
+        )
     )
     return parallel(joined, identity(*(name for name in names if name not in set(joined.inputs))))
 
 
-def _create_projection_mappers(net: str, config: Any) -> Iterator[Mapper]:
+def _create_joined_projection_mappers(net: str, config: Any) -> Iterator[Mapper]:
     """Yield mappers that join a gated delta net's q, k and v projections, and its convolutions, as in files."""
     delta = config.delta
     sizes = [delta.key_heads * delta.key_dim] * 2 + [delta.value_heads * delta.value_dim]
     parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]
     yield concatenate(parts, f"{net}.in_proj_qkv.weight", sizes=sizes)
-    yield create_convolution_mapper(net, config)
+    yield create_joined_convolution_mapper(net, config)
 
 
 QWEN3_5 = Family(
@@ -60,7 +64,7 @@ QWEN3_5 = Family(
     derives_head_dim=False,
     nested_types={"qwen3_5": "model."},
     ignored=("mtp.*", "model.visual.*"),
-    read=hybrid_config_from_files,
+    read=convert_hybrid_config_from_hf,
     mapper=create_qwen3_5_mapper,
 )
 

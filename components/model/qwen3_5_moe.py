@@ -10,13 +10,13 @@ from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridBuilder,
     HybridConfig,
-    hybrid_config_from_files,
+    convert_hybrid_config_from_hf,
 )
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
 from drawloom.components.ports.recurrence import HybridKernels
-from drawloom.graph import at_least, component, inheritable, setting
+from drawloom.graph import at_least, component, component_base_class, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -34,12 +34,12 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
         return attrs.evolve(spec, shared="shared_expert", shared_gate=True) if isinstance(spec, ExpertSpec) else spec
 
 
-def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
     choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
     if "intermediate_size" not in config and type(choices) is int and type(width) is int:
         config = {**config, "intermediate_size": choices * width}
-    return hybrid_config_from_files(config)
+    return convert_hybrid_config_from_hf(config)
 
 
 QWEN3_5_MOE = Family(
@@ -53,12 +53,12 @@ QWEN3_5_MOE = Family(
     derives_head_dim=False,
     nested_types={"qwen3_5_moe": "model."},
     ignored=("mtp.*", "model.visual.*"),
-    read=_config_from_files,
+    read=_convert_config_from_hf,
     mapper=create_qwen3_5_mapper,
 )
 
 
-@inheritable
+@component_base_class
 class HybridMoeBuilder(HybridBuilder):
     """Builder of a decoder with gated delta nets and experts."""
 

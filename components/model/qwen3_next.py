@@ -7,9 +7,13 @@ import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig, Qwen3MoeConfig, create_size_check
 from drawloom.components.model.decoder.hugging_face import Family, create_decoder_mapper
-from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, find_delta_net_paths, hybrid_config_from_files
+from drawloom.components.model.decoder.hybrid import (
+    HYBRID_DEFAULTS,
+    convert_hybrid_config_from_hf,
+    find_delta_net_paths,
+)
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.components.model.qwen3_5 import create_convolution_mapper
+from drawloom.components.model.qwen3_5 import create_joined_convolution_mapper
 from drawloom.components.model.qwen3_5_moe import HybridMoeBuilder, Qwen35MoeConfig
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel
@@ -26,14 +30,18 @@ def _create_family_mapper(parameters: Iterable[str], architecture: DecoderConfig
     """Return the mapper to files, in which projections in gated delta nets are joined."""
     names = list(parameters)
     joined = parallel(
-        *(mapper for net in find_delta_net_paths(names) for mapper in _create_projection_mappers(net, architecture))
+        *(
+            mapper
+            for net in find_delta_net_paths(names)
+            for mapper in _create_joined_projection_mappers(net, architecture)
+        )
     )
     return parallel(
         joined, create_decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture)
     )
 
 
-def _create_projection_mappers(net: str, config: Any) -> Iterator[Mapper]:
+def _create_joined_projection_mappers(net: str, config: Any) -> Iterator[Mapper]:
     """Yield mappers that join a gated delta net's projections as in files: key head by key head."""
     delta = config.delta
     group = delta.value_heads // delta.key_heads
@@ -42,7 +50,7 @@ def _create_projection_mappers(net: str, config: Any) -> Iterator[Mapper]:
         parts = [f"{net}.in_proj_{part}.weight" for part in sizes]
         target = f"{net}.in_proj_{''.join(sizes)}.weight"
         yield concatenate_blocks(parts, target, delta.key_heads, list(sizes.values()))
-    yield create_convolution_mapper(net, config)
+    yield create_joined_convolution_mapper(net, config)
 
 
 QWEN3_NEXT = Family(
@@ -56,7 +64,7 @@ QWEN3_NEXT = Family(
     | {"num_key_value_heads": 2, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "intermediate_size": 5632},
     derives_head_dim=False,
     ignored=("mtp.*",),
-    read=hybrid_config_from_files,
+    read=convert_hybrid_config_from_hf,
     mapper=_create_family_mapper,
 )
 

@@ -55,7 +55,7 @@ class SmolLm3Config(LlamaConfig):
             yield InvalidSetting("no_rope_layers", why, f"write {layers} numbers, or leave no_rope_layers out")
 
 
-def _config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Add `no_rope_layers`, if a config lacks it, computed from `no_rope_layer_interval`."""
     interval, layers = config.get("no_rope_layer_interval", 4), config.get("num_hidden_layers")
     if config.get("no_rope_layers") is None and type(layers) is int and type(interval) is int and interval > 0:
@@ -71,7 +71,7 @@ SMOLLM3 = Family(
     "SmolLM3ForCausalLM",
     hf_defaults={"max_position_embeddings": 32_768, "rope_theta": 2e6, "num_key_value_heads": 4},
     nullable=("sliding_window",),
-    read=_config_from_files,
+    read=_convert_config_from_hf,
 )
 
 

@@ -57,7 +57,7 @@ def find_new_tokens_fault(value: Any) -> str | None:
 
 
 @attrs.frozen
-class Split:
+class NewTokenSplit:
     """
     Vocabulary split: token ids from `first` on have separate rows, the others a table with `rows` rows.
 
@@ -79,10 +79,10 @@ class Split:
         """The number of token ids."""
         return max(self.rows, self.end_id)
 
-    def id_ranges(self) -> Iterator[tuple[str, int, int]]:
-        """Yield every name with its first id and the id after its last one."""
+    def id_ranges(self) -> Iterator[tuple[str, range]]:
+        """Yield every name with its ids."""
         ends = accumulate(self.sizes.values(), initial=self.first)
-        yield from ((name, end, end + size) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
+        yield from ((name, range(end, end + size)) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
 
     def join_rows(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join the table (rows, hidden_size) and the separate rows to one table (size, hidden_size)."""
@@ -102,7 +102,7 @@ class Split:
         return [table, *torch.split(torch.cat([known, missing]), [*self.sizes.values()])]
 
 
-def _register_new_row_parameters(layer: nn.Module, split: Split, width: int) -> None:
+def _register_new_row_parameters(layer: nn.Module, split: NewTokenSplit, width: int) -> None:
     """Register an uninitialized parameter (ids, width) for every name in the split."""
     for name, size in split.sizes.items():
         layer.register_parameter(name, nn.Parameter(torch.empty(size, width)))
@@ -111,7 +111,7 @@ def _register_new_row_parameters(layer: nn.Module, split: Split, width: int) -> 
 class SplitEmbedding(Embedding):
     """Embedding with a table `weight` (rows, hidden_size), and a parameter (ids, hidden_size) per name in the split."""
 
-    def __init__(self, base: Embedding, split: Split) -> None:
+    def __init__(self, base: Embedding, split: NewTokenSplit) -> None:
         rows, width = base.weight.shape
         super().__init__(rows, width, base.kernels)
         self.weight, self.split = base.weight, split
@@ -121,10 +121,10 @@ class SplitEmbedding(Embedding):
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
         is_new = (tokens >= self.split.first) & (tokens < self.split.end_id)
         vectors = self.kernels.embedding(tokens.masked_fill(is_new, 0), self.weight)
-        for name, first, end in self.split.id_ranges():
-            needs_named_nodes = (tokens >= first) & (tokens < end)
-            rows = self.kernels.embedding((tokens - first).masked_fill(~needs_named_nodes, 0), self.get_parameter(name))
-            vectors = torch.where(needs_named_nodes[..., None], rows.to(vectors.dtype), vectors)
+        for name, ids in self.split.id_ranges():
+            is_in_range = (tokens >= ids.start) & (tokens < ids.stop)
+            rows = self.kernels.embedding((tokens - ids.start).masked_fill(~is_in_range, 0), self.get_parameter(name))
+            vectors = torch.where(is_in_range[..., None], rows.to(vectors.dtype), vectors)
         return vectors
 
     def head(self) -> Head:
@@ -138,7 +138,7 @@ class SplitEmbedding(Embedding):
 class SplitHead(Linear):
     """Head with a table `weight` (rows, hidden_size), and a parameter (ids, hidden_size) per name in the split."""
 
-    def __init__(self, base: Linear, split: Split) -> None:
+    def __init__(self, base: Linear, split: NewTokenSplit) -> None:
         rows, width = base.weight.shape
         super().__init__(width, rows, base.kernels)
         self.weight, self.split = base.weight, split
@@ -162,7 +162,7 @@ def _compute_logits(layer: SplitEmbedding | SplitHead, hidden: Tensor) -> Tensor
     return torch.cat([table[..., : layer.split.first], *new, table[..., layer.split.end_id :]], -1)
 
 
-def replace_by_split_layers(module: nn.Module, split: Split) -> nn.Module:
+def replace_by_split_layers(module: nn.Module, split: NewTokenSplit) -> nn.Module:
     """Replace a module's embeddings and heads, with `split.rows` rows, by split ones in place; return the module."""
     for name, layer in list(module.named_modules()):
         owner, _, leaf = name.rpartition(".")
@@ -173,7 +173,7 @@ def replace_by_split_layers(module: nn.Module, split: Split) -> nn.Module:
     return module
 
 
-def create_join_mapper(names: Sequence[str], split: Split) -> Mapper:
+def create_vocabulary_join_mapper(names: Sequence[str], split: NewTokenSplit) -> Mapper:
     """
     Return a mapper that joins the tables and separate rows for all embeddings and heads among the parameter names.
     """

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.decoder.builder import fill_with_initial_weights
-from drawloom.components.model.decoder.hugging_face import locate_config_json, read_json
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
 from drawloom.components.model.fallback.build import (
     allocate_parameters,
-    build_on_meta_device,
+    build_transformers_model_on_meta,
     find_float32_patterns,
     load_transformers_config,
 )
@@ -59,7 +59,7 @@ class Transformers:
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Warn about a folder that a faster component reads."""
         with suppress(UserError):  # reported elsewhere
-            kind = read_json(locate_config_json(node.settings["path"])).get("model_type")
+            kind = read_config_json(locate_config_json(node.settings["path"])).get("model_type")
             if kind in FAMILIES:
                 native = FAMILIES[kind].family.component
                 text = f"{kind} has the component {native}, which is faster and has every mesh dimension"
@@ -79,7 +79,7 @@ class Transformers:
             self._check_path()
             _ = self._self_check_result
             if self.weights:
-                open_and_check_folder(self.path, self._build_meta_span(), self.hugging_face_mapper().inverse())
+                open_and_check_folder(self.path, self._build_whole_span_on_meta(), self.hugging_face_mapper().inverse())
             self._check_tokenizer()
         except UserError as error:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
@@ -88,7 +88,7 @@ class Transformers:
         """Raise UserError if the path, its config.json, or safetensors files to load are missing."""
         if not self.path.exists():
             raise UserError(f"there is no folder {self.path}; write one with a config.json")
-        read_json(locate_config_json(self.path))
+        read_config_json(locate_config_json(self.path))
         if self.weights and not (self.path.is_dir() and any(self.path.glob("*.safetensors"))):
             raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
 
@@ -123,7 +123,7 @@ class Transformers:
     @cached_property
     def _meta_model(self) -> Any:
         """transformers' whole model on the meta device, to look up names and shapes; it must not be changed."""
-        return build_on_meta_device(self._config)
+        return build_transformers_model_on_meta(self._config)
 
     @property
     def initial_weights(self) -> Path | None:
@@ -151,7 +151,9 @@ class Transformers:
         reason = self._self_check_result.no_stages
         if reason and not (span.embedding and span.head):
             raise self._create_check_error("stages", f"{reason}, so that it has only one pipeline stage")
-        module = TransformersLM(build_on_meta_device(self._config), self._self_check_result.parts, span, self.kernels)
+        module = TransformersLM(
+            build_transformers_model_on_meta(self._config), self._self_check_result.parts, span, self.kernels
+        )
         if (device := torch.get_default_device()).type != "meta":
             allocate_parameters(module, device)
         return module
@@ -159,7 +161,9 @@ class Transformers:
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [block for part in module.modules() if isinstance(part, TransformersLM) for block in part.blocks]
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
+    def initialize_parameter(
+        self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
+    ) -> None:
         constant = self._self_check_result.constants.get(replace_layer_number_by_star(name))
         std = first_config_value(self._config, "initializer_range", "init_std") or 0.02
         role = Role(False, "normal" if constant is None else constant)
@@ -167,11 +171,11 @@ class Transformers:
             name, parameter, role, seed=seed, layers=self.num_hidden_layers, std=std, tensor_slice=tensor_slice
         )
 
-    def uncast_parameters(self) -> Sequence[str]:
+    def uncast_parameter_patterns(self) -> Sequence[str]:
         return find_float32_patterns(self._meta_model)
 
     def forward_flops(self) -> ForwardFlops:
-        whole = self._build_meta_span()
+        whole = self._build_whole_span_on_meta()
         shapes = dict(whole.named_parameters())
         by_parameter = {
             name: 2.0 * shapes[name].numel() * self._count_products_per_token(name, shapes[name], role)
@@ -211,16 +215,20 @@ class Transformers:
 
     def hugging_face_config(self) -> dict[str, Any]:
         # A file may leave the tie out, and adapters of a table depend on it.
-        return read_json(locate_config_json(self.path)) | {"tie_word_embeddings": self._self_check_result.parts.tied}
+        return read_config_json(locate_config_json(self.path)) | {
+            "tie_word_embeddings": self._self_check_result.parts.tied
+        }
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self._build_meta_span())]
+        names = [*persistent_tensors(self._build_whole_span_on_meta())]
         try:
             return create_conversion_mapper(self._meta_model, names)
         except SelfCheckError as error:
             raise self._create_check_error(error.check, error.reason) from error
 
-    def _build_meta_span(self) -> TransformersLM:
+    def _build_whole_span_on_meta(self) -> TransformersLM:
         """Build drawloom's span with all layers on the meta device."""
         span = LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
-        return TransformersLM(build_on_meta_device(self._config), self._self_check_result.parts, span, self.kernels)
+        return TransformersLM(
+            build_transformers_model_on_meta(self._config), self._self_check_result.parts, span, self.kernels
+        )

@@ -8,10 +8,10 @@ from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fau
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, inheritable, setting
+from drawloom.graph import above, component_base_class, setting
 
 
-@inheritable
+@component_base_class
 class AdamSettings(TorchOptimizer):
     """Settings and state size of torch's Adam and AdamW, which differ in their weight decay."""
 

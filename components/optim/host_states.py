@@ -11,7 +11,7 @@ from drawloom.components.optim.streamed_states import ALIGNMENT, SLOTS
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.memory_policy import MemoryPolicy
-from drawloom.graph import Problem, above, inheritable, setting
+from drawloom.graph import Problem, above, component_base_class, setting
 from drawloom.graph.wiring.node import NodeView
 
 DEFAULT_SLOT_BYTES = 2**28
@@ -20,7 +20,7 @@ MAX_TENSORS = 8
 """Tensors in a parameter's state, at most; each begins at an aligned address."""
 
 
-@inheritable
+@component_base_class
 class HostStates:
     """Settings for the state's memory, and its bytes on the device and on the host."""
 
@@ -61,19 +61,19 @@ class HostStates:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the state on the device, with the slots for a state in host memory."""
-        sizes, on_host = self._count_state_bytes(), self._choose_host_parameters()
+        sizes, on_host = self._count_state_bytes(), self._choose_parameters_with_host_state()
         host = sum(sizes[name] for name in on_host)
-        return {"optimizer_state": sum(sizes.values()) - host + SLOTS * self._compute_slot_size(on_host)}
+        return {"optimizer_state": sum(sizes.values()) - host + SLOTS * self._compute_slot_bytes(on_host)}
 
     def host_bytes(self) -> int:
         sizes = self._count_state_bytes()
-        return sum(sizes[name] for name in self._choose_host_parameters())
+        return sum(sizes[name] for name in self._choose_parameters_with_host_state())
 
     def _count_state_bytes(self) -> Mapping[str, int]:
         """Return the bytes of the state by parameter."""
         raise NotImplementedError
 
-    def _choose_host_parameters(self) -> list[str]:
+    def _choose_parameters_with_host_state(self) -> list[str]:
         """Return the parameters whose state is in host memory: the first ones, as many as policy or setting choose."""
         fraction = float(self.states == "host")
         if self.memory is not None:
@@ -86,7 +86,7 @@ class HostStates:
                 moved += size
         return names
 
-    def _compute_slot_size(self, on_host: list[str]) -> int:
+    def _compute_slot_bytes(self, on_host: list[str]) -> int:
         """Return the bytes of a slot for these parameters' state: no more than their state needs, 0 without any."""
         sizes = self._count_state_bytes()
         rounded = [sizes[name] + MAX_TENSORS * ALIGNMENT for name in on_host]

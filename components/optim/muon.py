@@ -75,7 +75,7 @@ class Muon(TorchOptimizer):
 
     def count_update_flops(self) -> float:
         """Return this rank's FLOPs for the orthogonalisation. Ranks with a common matrix split the work."""
-        slices, matrices = self.parameters.slices(), self._find_muon_matrices()
+        slices, matrices = self.parameters.parameter_slices(), self._find_muon_matrices()
         parts = ((slices[name], part) for name, part in self.parameters.named_parameters() if part in matrices)
         shapes = (tuple(part.shape) if tensor_slice is None else tensor_slice.shape for tensor_slice, part in parts)
         return sum(count_orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing_group.size
@@ -96,7 +96,7 @@ class Muon(TorchOptimizer):
         for group in muon_groups:  # AdamW's rates shrink with the width; Muon's follow from the base model's shapes
             group["lr_multiplier"] *= group["width"]
             group["weight_decay"] /= group["width"]
-        known = self.parameters.slices()
+        known = self.parameters.parameter_slices()
         matrices = {name: part for name, part in self.parameters.named_parameters() if part in chosen}
         slices = {name: known[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
         shared = SharedMatrices(slices, self._sharing_group)
@@ -149,7 +149,7 @@ class MuonStep(WideGradientStep):
         """Update the running means of the parameters in `param_groups`, and keep their updates for `step`."""
         for group in self.param_groups:
             for part in group["params"]:
-                self._updates[self._names[part]] = self._average_gradient(part, group)
+                self._updates[self._names[part]] = self._update_momentum_buffer(part, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -166,7 +166,7 @@ class MuonStep(WideGradientStep):
                 updated = part * (1 - group["lr"] * group["weight_decay"])
                 self._copy_unless_inf_found(part, updated.add_(directions[name], alpha=-rate))
 
-    def _average_gradient(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    def _update_momentum_buffer(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise."""
         state, gradient = self.state[parameter], get_or_create_gradient(parameter).to(parameter.dtype)
         gradient = -gradient if group["maximize"] else gradient
@@ -179,9 +179,9 @@ class MuonStep(WideGradientStep):
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, tensor, value))
 
 
-def _compute_lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...], width: float) -> float:
-    """Return the learning-rate multiplier for whole matrices (..., rows, columns), `width` times the base model's."""
+def _compute_lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...], width_ratio: float) -> float:
+    """Return the learning-rate multiplier for whole matrices, `width_ratio` times as wide as the base's."""
     rows, columns = shape[-2:]
     if adjustment == "original":
         return math.sqrt(max(1, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns) / width)
+    return 0.2 * math.sqrt(max(rows, columns) / width_ratio)

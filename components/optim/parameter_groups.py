@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import attrs
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import build_known_module
+from drawloom.components.ports.model import build_meta_module_if_known
 from drawloom.components.ports.parameter_roles import UNSCALED, Role, Scaling, parameter_roles
 from drawloom.components.ports.pipeline import TrainableLoss
 from drawloom.components.ports.stages import Parameters
@@ -93,7 +93,7 @@ def _scale_options(options: dict[str, Any], scaling: Scaling, eps: float) -> dic
         **options,
         "lr_multiplier": options["lr_multiplier"] * scaling.lr,
         "weight_decay": options["weight_decay"] / scaling.lr,
-        "width": scaling.width,
+        "width": scaling.width_ratio,
         **({"eps": eps * scaling.eps} if scaling.eps != 1 else {}),
     }
 
@@ -112,8 +112,8 @@ def warn_unmatched_patterns(node: NodeView) -> Iterator[Problem]:
     """
     Yield a warning for every pattern, in groups or the optimizer's `targets`, without a model parameter.
 
-    Only models with `build_known_module` are checked, because adapters, transforms and a `TrainableLoss` change the
-    parameters when the run starts. `targets` select matrices only.
+    Only models with `build_meta_module_if_known` are checked, because adapters, transforms and a `TrainableLoss` change
+    the parameters when the run starts. `targets` select matrices only.
     """
     groups, own_targets = node.settings["groups"], node.settings.get("targets")
     kinds: list[tuple[ParameterKind, dict[str, list[str]], list[KeyPath]]] = [
@@ -138,7 +138,7 @@ def _find_model_parameter_roles(stages: NodeView) -> dict[str, Role]:
     trains_loss = loss and loss.implements(TrainableLoss)
     if model is None or trains_loss or stages.neighbours("adapters") or stages.neighbours("transforms"):
         return {}
-    module = build_known_module(model)
+    module = build_meta_module_if_known(model)
     return {} if module is None else dict(parameter_roles(module))
 
 

@@ -105,7 +105,7 @@ class SharedMatrices:
                     outputs[share.name][part.index(self._slices[share.name])] = result[part.index(share.region)]
                 elif part is not None:
                     results[rank].append(result[part.index(share.region)].reshape(-1))
-        self._send_results_to_slice_ranks(results, outputs)
+        self._exchange_results_into_outputs(results, outputs)
         return outputs
 
     def _exchange_parts_with_owners(self, updates: Mapping[str, Tensor]) -> dict[tuple[int, int], Tensor]:
@@ -147,7 +147,7 @@ class SharedMatrices:
             whole[part.index(share.region)] = piece
         return whole
 
-    def _send_results_to_slice_ranks(self, results: Sequence[Sequence[Tensor]], outputs: dict[str, Tensor]) -> None:
+    def _exchange_results_into_outputs(self, results: Sequence[Sequence[Tensor]], outputs: dict[str, Tensor]) -> None:
         """Send results to the ranks with slices of them, and copy received results to `outputs`."""
         if not self._exchanges:
             return

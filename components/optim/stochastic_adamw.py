@@ -133,8 +133,8 @@ class StochasticAdamW(HostStates):
 
     def open(self) -> None:
         """Create all parameters' optimizer state, filled with zeros."""
-        slices, named = self.parameters.slices(), self.parameters.named_parameters()
-        on_host = self._choose_host_parameters()
+        slices, named = self.parameters.parameter_slices(), self.parameters.named_parameters()
+        on_host = self._choose_parameters_with_host_state()
         if on_host:
             self._transfers = self.open_transfers(self.device.device)
         self.state_slices()  # raises an error for slices that cut blocks
@@ -159,8 +159,8 @@ class StochasticAdamW(HostStates):
             for part in group["params"]:
                 kind = part in streamed_parameters, group["lr_multiplier"], betas, eps
                 kinds.setdefault(kind, []).append(part)
-        resident, states = self._choose_stepper(), self._states_by_parameter()
-        streamed = self._make_streamed_stepper(resident, on_host)
+        resident, states = self._choose_stepper_class(), self._states_by_parameter()
+        streamed = self._make_streamed_stepper_factory(resident, on_host)
         for (is_streamed, lr_multiplier, betas, eps), parts in kinds.items():
             stepper = (streamed if is_streamed else resident)([states[part] for part in parts], self.maximize)
             self._launches.append(_Launch(parts, stepper, lr_multiplier, betas, eps))
@@ -172,16 +172,18 @@ class StochasticAdamW(HostStates):
         A group multiplies the learning rate by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        step.apply_update(partial(self._update_weights, lr, self._steps_taken() + 1, step.take_deferred_factors()))
+        step.apply_update_unless_skipped(
+            partial(self._update_weights, lr, self._wait_and_count_steps() + 1, step.take_deferred_factors())
+        )
         self._last = step
         for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
 
-    def _update_weights(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
+    def _update_weights(self, lr: float, step_number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
-            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, launch.eps, number)
+            scalars = compute_step_scalars(lr * launch.lr_multiplier, launch.betas, launch.eps, step_number)
             launch.stepper.step(
-                [get_or_create_gradient(part) for part in launch.parameters], scalars, number, skip, factors
+                [get_or_create_gradient(part) for part in launch.parameters], scalars, step_number, skip, factors
             )
         if self._streamed_steps:
             self._streamed_steps[0].stream.start_prefetch()
@@ -198,7 +200,7 @@ class StochasticAdamW(HostStates):
         fields |= {"max_square": "max_exp_avg_sq"} if self.amsgrad else {}
         return fields | ({"remainder": "remainder"} if self.split_master_weights else {})
 
-    def _compute_state_shapes(self, parameter: nn.Parameter) -> Specs:
+    def _compute_state_specs(self, parameter: nn.Parameter) -> Specs:
         """Return (shape, dtype) by ParamState's fields for a parameter's state."""
         shape, means = tuple(parameter.shape), DTYPES[self.state_dtype]
         has_codes = means == torch.uint8 and parameter.ndim > 1
@@ -216,7 +218,7 @@ class StochasticAdamW(HostStates):
         self, parameters: Mapping[str, nn.Parameter], on_host: Sequence[str]
     ) -> dict[str, dict[str, Tensor]]:
         """Return zeros by parameter and by ParamState's fields, on the device or in host memory."""
-        specs = {name: self._compute_state_shapes(parameter) for name, parameter in parameters.items()}
+        specs = {name: self._compute_state_specs(parameter) for name, parameter in parameters.items()}
         state = {
             name: {
                 field: torch.zeros(shape, dtype=dtype, device=parameter.device)
@@ -232,18 +234,18 @@ class StochasticAdamW(HostStates):
                 fields["exp_avg"].fill_(ZERO_CODE)
         return state
 
-    def _make_streamed_stepper(self, implementation: Any, on_host: list[str]) -> Any:
+    def _make_streamed_stepper_factory(self, implementation: Any, on_host: list[str]) -> Any:
         """Return a function from ParamStates to a stepper that streams them; None without state in host memory."""
         if self._transfers is None:
             return None
-        slots = Slots(self._transfers, self.device.device, self._compute_slot_size(on_host))
+        slots = Slots(self._transfers, self.device.device, self._compute_slot_bytes(on_host))
         slots.allocate_slots()
         return partial(StreamedStep, implementation, slots)
 
     def _states_by_parameter(self) -> dict[nn.Parameter, ParamState]:
         return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
 
-    def _steps_taken(self) -> int:
+    def _wait_and_count_steps(self) -> int:
         """Return the number of steps without the skipped ones, after waiting for the last step."""
         if self._last is not None:
             self._steps += not self._last.skip_reason
@@ -253,27 +255,27 @@ class StochasticAdamW(HostStates):
     def _count_state_bytes(self) -> dict[str, int]:
         """Return the bytes of the state by parameter."""
         return {
-            name: sum(prod(shape) * dtype.itemsize for shape, dtype in self._compute_state_shapes(parameter).values())
+            name: sum(prod(shape) * dtype.itemsize for shape, dtype in self._compute_state_specs(parameter).values())
             for name, parameter in self.parameters.named_parameters()
         }
 
-    def count_update_arithmetic(self) -> float:
+    def count_elementwise_update_ops(self) -> float:
         """Return the operations for means of 8 bits; updates of other means take as long as their memory traffic."""
         named = self.parameters.named_parameters()
-        coded = (parameter for _, parameter in named if "exp_avg_scale" in self._compute_state_shapes(parameter))
+        coded = (parameter for _, parameter in named if "exp_avg_scale" in self._compute_state_specs(parameter))
         return CODES_ARITHMETIC * sum(parameter.numel() for parameter in coded)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        slices = dict(self.parameters.slices())
+        slices = dict(self.parameters.parameter_slices())
         return slices | {
             f"{name}{SCALES}": compute_scales_slice(name, slices[name])
             for name, parameter in self.parameters.named_parameters()
-            if "exp_avg_scale" in self._compute_state_shapes(parameter)
+            if "exp_avg_scale" in self._compute_state_specs(parameter)
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return running means by parameter (its shape, `state_dtype`), and the step count."""
-        steps = self._steps_taken()
+        steps = self._wait_and_count_steps()
         if self._transfers is not None:
             self._transfers.synchronize()
         state = {
@@ -291,7 +293,7 @@ class StochasticAdamW(HostStates):
         return {
             name: {key: scale for key, scale in scales.items() if scale is not None}
             for name, scales in named.items()
-            if self._params[name].has_8bit_means
+            if self._params[name].has_8bit_moments
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -317,7 +319,7 @@ class StochasticAdamW(HostStates):
                 scale.copy_(state[name][key])
         self._steps, self._last = steps.pop() if steps else 0, None
 
-    def _choose_stepper(self) -> Any:
+    def _choose_stepper_class(self) -> Any:
         """Return the stepper class. Raises UserError if `implementation` is triton and the device can't run it."""
         wanted, problem = self.implementation, ""
         if wanted == "auto" and self.device.device.type == "cpu":

@@ -46,7 +46,7 @@ class Slots:
         # The allocator may hand out memory that computation still uses.
         self.free = [self.transfers.mark_computation()] * SLOTS
 
-    def take_next_slot(self) -> int:
+    def assign_slot_round_robin(self) -> int:
         """Return the next slot's number; slots take turns."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
         return slot
@@ -85,7 +85,8 @@ def allocate_state_in_host_memory(
     keys = [(name, field) for name in specs for field in specs[name]]
     sizes = [math.prod(specs[name][field][0]) * specs[name][field][1].itemsize for name, field in keys]
     parts = torch.split(
-        transfers.allocate_in_host_memory(sum(map(round_up_to_alignment, sizes))), [*map(round_up_to_alignment, sizes)]
+        transfers.allocate_pinned_host_memory(sum(map(round_up_to_alignment, sizes))),
+        [*map(round_up_to_alignment, sizes)],
     )
     state: dict[str, dict[str, Tensor]] = {name: {} for name in specs}
     for (name, field), size, part in zip(keys, sizes, parts, strict=True):
@@ -97,10 +98,10 @@ def allocate_state_in_host_memory(
 def cut_into_ranges(number: int, param: ParamState, size: int) -> Iterator[Range]:
     """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
     state = {name: tensor.view(-1) for name, tensor in list_state_tensors(param).items()}
-    unit, count = PIECE if param.is_contiguous else param.width, param.weight.numel()
-    if param.has_8bit_means:
+    unit, count = PIECE if param.is_one_flat_range else param.width, param.weight.numel()
+    if param.has_8bit_moments:
         # An even number of whole rows, since blocks end with rows.
-        unit = math.lcm(PER_DRAW * param.weight.shape[-1], unit if not param.is_contiguous else 1)
+        unit = math.lcm(PER_DRAW * param.weight.shape[-1], unit if not param.is_one_flat_range else 1)
     unit_bytes = sum(tensor.nbytes for tensor in state.values()) * unit // max(count, 1)
     step = max((size - ALIGNMENT * len(state)) // unit_bytes, 1) * unit if count else 1
     for start in range(0, count, step):
@@ -138,7 +139,7 @@ class StateStream:
         self._stored: list[Ticket] = [None] * len(self.pieces)
         self._arrivals: list[Ticket] = []
 
-    def pass_pieces(self) -> Iterator[Piece]:
+    def stream_pieces(self) -> Iterator[Piece]:
         """Yield every piece when its state is on the device; it leaves when the caller asks for the next one."""
         arrivals, self._arrivals = self._arrivals, []
         for number, piece in enumerate(self.pieces):
@@ -179,7 +180,7 @@ class StateStream:
         if (needed := sum(part.state_bytes for part in group)) > self._slots.size:
             text = f"a row's optimizer state takes {needed} bytes, and a slot has {self._slots.size}"
             raise UserError(f"optim.stochastic_adamw: {text}; write a larger slot_bytes", exit_code=2)
-        slot, offset = self._slots.take_next_slot(), 0
+        slot, offset = self._slots.assign_slot_round_robin(), 0
         memory, on_device, fetches = self._slots.memory[slot], list[Mapping[str, Tensor]](), []
         for part in group:
             state = {}
@@ -218,7 +219,7 @@ class StreamedStep:
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step; scalars (6,)."""
         flat = [grad.reshape(-1) for grad in grads]
-        for piece, stepper in zip(self.stream.pass_pieces(), self._steppers, strict=True):
+        for piece, stepper in zip(self.stream.stream_pieces(), self._steppers, strict=True):
             parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]
             stepper.step(parts, scalars, counter, found_inf, factors)
 
@@ -240,9 +241,9 @@ class StreamedTorchStep:
                 for number, part in enumerate(self.parameters)
             ],
         )
-        self.attach_host_state()
+        self.point_optimizer_to_host_state()
 
-    def attach_host_state(self) -> None:
+    def point_optimizer_to_host_state(self) -> None:
         """Let the optimizer's state be that in host memory."""
         for part in self.parameters:
             self._optimizer.state[part].update(self._states[part])
@@ -251,20 +252,22 @@ class StreamedTorchStep:
         """Call `advance` for the parameters with state on the device, and for every piece while its state is there."""
         groups = self._optimizer.param_groups
         try:
-            self._select_parameters(groups, {part for group in groups for part in group["params"]} - {*self.parameters})
+            self._restrict_optimizer_groups(
+                groups, {part for group in groups for part in group["params"]} - {*self.parameters}
+            )
             advance()
-            for piece in self.stream.pass_pieces():
+            for piece in self.stream.stream_pieces():
                 members = [self.parameters[part.number] for part in piece.ranges]
                 for member, state in zip(members, piece.on_device, strict=True):
                     on_device = {name: tensor.view(member.shape) for name, tensor in state.items()}
                     self._optimizer.state[member].update(on_device)
-                self._select_parameters(groups, {*members})
+                self._restrict_optimizer_groups(groups, {*members})
                 advance()
         finally:
             self._optimizer.param_groups = groups
-            self.attach_host_state()
+            self.point_optimizer_to_host_state()
 
-    def _select_parameters(self, groups: Sequence[dict[str, Any]], members: Collection[nn.Parameter]) -> None:
+    def _restrict_optimizer_groups(self, groups: Sequence[dict[str, Any]], members: Collection[nn.Parameter]) -> None:
         """Let the optimizer's groups have only these parameters."""
         chosen = [group | {"params": [part for part in group["params"] if part in members]} for group in groups]
         self._optimizer.param_groups = [group for group in chosen if group["params"]]
@@ -272,10 +275,10 @@ class StreamedTorchStep:
 
 def _slice_param_state(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
     """Return a weight's range as its own ParamState, with the same noise as within the whole weight."""
-    before = part.start if param.is_contiguous else part.start // param.width * param.stride
-    width = ALL if param.is_contiguous else param.width
+    before = part.start if param.is_one_flat_range else part.start // param.width * param.stride
+    width = ALL if param.is_one_flat_range else param.width
     weight = param.weight.view(-1)[part.start : part.stop]
-    if param.has_8bit_means:
+    if param.has_8bit_moments:
         rows = weight.numel() // param.weight.shape[-1]
         weight, state = weight.view(rows, -1), {name: tensor.view(rows, -1) for name, tensor in state.items()}
     changes: dict[str, Any] = {"weight": weight, "first": param.first + before, "width": width, **state}

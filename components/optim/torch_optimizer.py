@@ -23,7 +23,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, inheritable
+from drawloom.graph import Problem, component_base_class
 from drawloom.graph.wiring.node import NodeView
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -70,7 +70,7 @@ def _copy_tensors(parts: dict[str, Any], omitted: Collection[str]) -> dict[str, 
     return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in kept.items()}
 
 
-def _describe_state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:
+def _create_state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:
     """Return the shapes and dtypes in torch's state for a parameter."""
     state = {name: torch.empty_like(parameter, device="meta") for name in moments}
     # torch's optimizers with two means count the steps of each parameter for the bias correction
@@ -92,7 +92,7 @@ def _cast_gradients_to_parameter_dtypes(optimizer: torch.optim.Optimizer) -> Ite
         part.grad, part.grad_dtype = None, dtype
 
 
-@inheritable
+@component_base_class
 class TorchOptimizer(HostStates):
     """
     Training phase and saved state for torch optimizers, which subclasses create.
@@ -139,7 +139,7 @@ class TorchOptimizer(HostStates):
     def open(self) -> None:
         """Create the optimizers, and allocate state in host memory."""
         self._optimizers = self._create_optimizers()
-        on_host = self._choose_host_parameters()
+        on_host = self._choose_parameters_with_host_state()
         if not on_host:
             return
         named, moments = dict(self.parameters.named_parameters()), self.moment_names_by_parameter()
@@ -147,7 +147,7 @@ class TorchOptimizer(HostStates):
         self._transfers = self.open_transfers(device)
         specs = {name: dict.fromkeys(moments[name], (tuple(named[name].shape), named[name].dtype)) for name in on_host}
         self._host_state = allocate_state_in_host_memory(self._transfers, specs)
-        self._slots = slots = Slots(self._transfers, device, self._compute_slot_size(on_host))
+        self._slots = slots = Slots(self._transfers, device, self._compute_slot_bytes(on_host))
         slots.allocate_slots()
         states = {named[name]: state for name, state in self._host_state.items()}
         self._streamed = {optimizer: StreamedTorchStep(optimizer, slots, states) for optimizer in self._optimizers}
@@ -165,10 +165,10 @@ class TorchOptimizer(HostStates):
         moments = self.moment_names_by_parameter()
         return {name: len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()}
 
-    def forecast_state(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> dict[str, Any]:
         """Return the state after a step with a gradient for every parameter, on the meta device."""
         moments = self.moment_names_by_parameter()
-        return {name: _describe_state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
+        return {name: _create_state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
 
     def run_phase(self, step: Step) -> None:
         """
@@ -184,7 +184,7 @@ class TorchOptimizer(HostStates):
         for optimizer in self._optimizers:
             if isinstance(optimizer, AdamWTriton):
                 optimizer.factors = factors
-            step.apply_update(partial(self._update_weights, optimizer, lr))
+            step.apply_update_unless_skipped(partial(self._update_weights, optimizer, lr))
             optimizer.zero_grad()
         for streamed in [*self._streamed.values()][:1]:
             streamed.stream.start_prefetch()
@@ -212,7 +212,7 @@ class TorchOptimizer(HostStates):
         return create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        return self.parameters.slices()
+        return self.parameters.parameter_slices()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name; tensors of any shape."""
@@ -231,5 +231,5 @@ class TorchOptimizer(HostStates):
                 tensor.zero_() if saved is None else tensor.copy_(saved)
         for streamed in self._streamed.values():
             streamed.stream.drop_prefetched()
-            streamed.attach_host_state()
+            streamed.point_optimizer_to_host_state()
         self._create_step_counters()

@@ -72,7 +72,7 @@ class DataParallel:
         if replicas.size == 1 or not self.overlaps:
             return ParameterStore.from_modules(modules, self.precision)
         has_same_replicas = not self.experts or self.mesh.expert_data_group.size == replicas.size
-        return ReplicatedStore.replicate(
+        return ReplicatedStore.from_replicated_modules(
             modules,
             self.blocks,
             self.precision,
@@ -85,7 +85,7 @@ class DataParallel:
         """Return the parameter store for modules on the meta device, for a plan."""
         if (ranks := self.mesh.shard_group).size == 1:
             return ParameterStore.from_modules(modules, self.precision)
-        return SlicedStore.slice_parameters(
+        return SlicedStore.from_sliced_modules(
             modules,
             self.blocks,
             ranks,

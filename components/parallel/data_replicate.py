@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.buckets import BucketedSums
-from drawloom.components.parallel.dimension import Dimension, SharedParameters
+from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.stages import ReducedPart, get_or_create_gradient
+from drawloom.components.ports.stages import ReductionUnit, get_or_create_gradient
 from drawloom.components.state.trees import list_leaves
 
 
@@ -29,20 +29,20 @@ class DataReplicateDimension(Dimension):
 
     name: ClassVar[str] = "data_replicate"
 
-    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """
         If one copy of the experts spans several replicas, return the dense parameters on all but the first of these.
         """
         # Several replicas together have one copy of the experts if `expert` is larger than a replica.
-        replicas_per_copy = self.mesh.sizes.data_replicate // self.mesh.replicas.size
+        replicas_per_copy = self.mesh.sizes.data_replicate // self.mesh.replica_group.size
         if self.mesh.indices.data_replicate % replicas_per_copy:
             return parameters.trained.keys() - parameters.experts
         return frozenset()
 
-    def sum_gradients(self, parameters: SharedParameters) -> None:
+    def sum_remaining_gradients(self, parameters: RankParameters) -> None:
         """Sum dense parameters' gradients over all ranks with other tokens: replicas, shards and contexts."""
         unsummed = [name for name in parameters.trained if name not in parameters.summed | parameters.experts]
-        parameters.sum_named_over_group(unsummed, self.mesh.data_group)
+        parameters.sum_named_gradients_over_group(unsummed, self.mesh.data_group)
 
 
 @attrs.define(eq=False)
@@ -72,7 +72,7 @@ class ReplicatedModule:
         unshared = {param for param in self._trained if name_counts[param] == 1}
         for index, block in enumerate(blocks):
             self._blocks.append([param for param in block.parameters() if param in unshared])
-            block.register_forward_pre_hook(partial(self._hook_input_gradient, index))
+            block.register_forward_pre_hook(partial(self._hook_block_gradient_sum, index))
 
     def unshard(self) -> None:
         """Do nothing: all parameters are on this rank."""
@@ -91,10 +91,10 @@ class ReplicatedModule:
     def stop_reducing_in_backward(self) -> None:
         """Do nothing: remaining gradients are sent at the end of the step."""
 
-    def list_reduced_parts(self) -> list[ReducedPart]:
+    def list_reduction_units(self) -> list[ReductionUnit]:
         """Return the blocks, last to first, for a pass with weight gradients alone, which calls no input hooks."""
         return [
-            ReducedPart(set(map(id, block)), partial(self._send_gradients, block)) for block in reversed(self._blocks)
+            ReductionUnit(set(map(id, block)), partial(self._send_gradients, block)) for block in reversed(self._blocks)
         ]
 
     def reduce_remaining_gradients(self) -> None:
@@ -102,14 +102,14 @@ class ReplicatedModule:
         self._send_gradients(list(self._unsent))
         self.sums.start_bucket_sum()
 
-    def finish_sums(self) -> None:
+    def send_remaining_and_wait_for_sums(self) -> None:
         """Send remaining gradients, and wait for the step's sums, which replace the gradients."""
         if self._reduces:
             self.reduce_remaining_gradients()
         self._reduces = False
         self.sums.wait_and_write_sums()
 
-    def _hook_input_gradient(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _hook_block_gradient_sum(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
         """
         Before a block's forward pass, hook its input: once the input's gradient exists, the block's weight gradients
         are sent.
@@ -144,7 +144,7 @@ class ReplicatedStore(ParameterStore):
     parameters_summed_in_backward: Set[str] = frozenset()
 
     @classmethod
-    def replicate(
+    def from_replicated_modules(
         cls,
         modules: Sequence[nn.Module],
         blocks: Blocks,
@@ -168,11 +168,11 @@ class ReplicatedStore(ParameterStore):
             store.parameters_summed_in_backward |= own.keys()
         return store
 
-    def hand_over_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         """Wait for the sums, and move the copies' gradients to the masters."""
         for module in self.modules.values():
-            module.finish_sums()
-        super().hand_over_gradients()
+            module.send_remaining_and_wait_for_sums()
+        super().move_gradients_to_masters()
 
     def get_shards(self, module: nn.Module) -> ReplicatedModule:
         """Return the replicated module for `module`."""

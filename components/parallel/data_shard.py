@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
+from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, choose_layer_dtype
 from drawloom.components.parallel.shard_transfers import (
@@ -30,7 +30,7 @@ from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import HeadLayer, LinearLayer
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS, ReducedPart
+from drawloom.components.ports.stages import LOSS, ReductionUnit
 from drawloom.components.weights.adapted import adapter_parameter_names
 from drawloom.graph import Problem
 
@@ -59,18 +59,18 @@ class DataShardDimension(Dimension):
     def notes(cls, nodes: StageNodes) -> Iterator[str]:
         sizes = nodes.sizes
         if (ranks := sizes.data_shard * sizes.context) > 1:
-            gathers_per_block = gathers_by_block(nodes.stages.settings["reshard_after_forward"], sizes.pipeline)
+            gathers_per_block = should_gather_per_block(nodes.stages.settings["reshard_after_forward"], sizes.pipeline)
             frequency = "by layer" if gathers_per_block else "once a step"
             yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {frequency}"
 
-    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """Return the unsharded parameters, such as the loss's, without experts; none on the first rank, their owner."""
         if not self.mesh.shard_group.rank:
             return frozenset()
         return parameters.trained.keys() - parameters.sharded - parameters.experts
 
 
-def gathers_by_block(setting: bool | None, pipeline_ranks: int) -> bool:
+def should_gather_per_block(setting: bool | None, pipeline_ranks: int) -> bool:
     """Return whether layers are gathered when they are used, by the setting and the number of pipeline ranks."""
     # In a pipeline, each microbatch would gather each block anew; so the whole stage is gathered once a step.
     return pipeline_ranks == 1 if setting is None else setting
@@ -160,8 +160,8 @@ class ShardedModule:
         """Modules gathered and reduced one by one, outer ones before inner ones."""
         return [self.root, *self.heads, *chain(*self.blocks)]
 
-    def allocate_buffers(self, gradient: torch.dtype) -> None:
-        """Allocate torch's buffers before the first use; gradients are accumulated in dtype `gradient`."""
+    def initialize_fsdp_buffers(self, gradient_dtype: torch.dtype) -> None:
+        """Allocate torch's buffers before the first use; gradients are accumulated in `gradient_dtype`."""
         for group in chain(*map(_get_fsdp_param_groups, self.units)):
             group.lazy_init()
             for param in group.fsdp_params:
@@ -172,7 +172,7 @@ class ShardedModule:
                 param.init_all_gather_outputs(sizes, dtypes, group._all_gather_process_group.size(), group.device)
                 param.init_unsharded_param()
                 if param.sharded_param.requires_grad:
-                    param.unsharded_param.grad_dtype = gradient
+                    param.unsharded_param.grad_dtype = gradient_dtype
                 param.free_unsharded_param()
 
     def drop_gathered_and_delay_reduction(self) -> None:
@@ -207,12 +207,12 @@ class ShardedModule:
         if self.reduces_per_microbatch:
             self._set_gradient_reduction(False)
 
-    def list_reduced_parts(self) -> list[ReducedPart]:
+    def list_reduction_units(self) -> list[ReductionUnit]:
         """Return the units, for a pass with weight gradients alone, which runs no torch hooks."""
         # Heads first, because they are large; the root last, because the embedding's gradient is last.
         ordered = (*self.heads, *reversed([*chain(*self.blocks)]), self.root)
         return [
-            ReducedPart(
+            ReductionUnit(
                 {id(param.unsharded_param) for param in _iterate_fsdp_params(unit)},
                 partial(_reduce_unit_gradients, unit),
             )
@@ -270,7 +270,7 @@ class ShardedStore:
         whole = ParameterStore.from_modules((module.root for module in modules), precision)
         masters, slices, pairs = dict(whole.masters), dict[str, TensorSlice](), []
         for module in modules:
-            module.allocate_buffers(precision.gradient)
+            module.initialize_fsdp_buffers(precision.gradient)
             for name, parameter in module.iterate_sharded_parameters():
                 # A plain parameter that shares the memory of torch's DTensor, so that optimizers, clippers and stagers
                 # need not know about shards.
@@ -292,9 +292,9 @@ class ShardedStore:
                 module.drop_gathered_and_delay_reduction()
         self._gathered_at = versions
 
-    def hand_over_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         """Move the reduced gradients to the slices."""
-        self._whole.hand_over_gradients()
+        self._whole.move_gradients_to_masters()
         for master, parameter in self._pairs:
             if parameter.grad is not None:
                 gradient, parameter.grad = get_local_slice(parameter.grad), None

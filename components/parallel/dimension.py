@@ -31,7 +31,7 @@ class StageNodes:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class SharedParameters:
+class RankParameters:
     """
     This rank's trained parameters, and sets of names by the way ranks share the parameters.
 
@@ -59,14 +59,14 @@ class SharedParameters:
             return get_or_create_gradient(self.trained[name])
         return torch.zeros(shape, dtype=self.precision.gradient, device=self.device)
 
-    def sum_over_group(self, gradients: Sequence[Tensor], group: Group) -> None:
+    def sum_gradients_over_group(self, gradients: Sequence[Tensor], group: Group) -> None:
         """Sum gradients over a group, in place, in `precision.reduce` or in their own wider dtype."""
         dtype = torch.promote_types(self.precision.gradient, self.precision.reduce)
         sum_in_buckets(gradients, group, dtype, self.bucket_bytes)
 
-    def sum_named_over_group(self, names: Iterable[str], group: Group) -> None:
+    def sum_named_gradients_over_group(self, names: Iterable[str], group: Group) -> None:
         """Sum the named parameters' gradients over a group, in place."""
-        self.sum_over_group([self.get_gradient_or_zeros(name) for name in names], group)
+        self.sum_gradients_over_group([self.get_gradient_or_zeros(name) for name in names], group)
 
 
 @attrs.define(eq=False)
@@ -107,9 +107,9 @@ class Dimension:
     def find_replicated_parameters(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Determine which other ranks have this rank's parameters; a collective over the dimension's ranks."""
 
-    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """List this rank's parameters that another rank along this dimension owns, such as replicas."""
         return frozenset()
 
-    def sum_gradients(self, parameters: SharedParameters) -> None:
+    def sum_remaining_gradients(self, parameters: RankParameters) -> None:
         """Sum gradients over the dimension's ranks, except gradients summed in backward passes; a collective."""

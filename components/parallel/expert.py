@@ -12,7 +12,7 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
-from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
+from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
@@ -73,16 +73,16 @@ class ExpertDimension(Dimension):
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_experts(module, self.mesh.expert_group)
 
-    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """Return the experts' parameters that several ranks in one model copy have, except on the first rank."""
         if not parameters.experts or not self.mesh.indices.expert_shard:
             return frozenset()
         return parameters.experts - parameters.sharded
 
-    def sum_gradients(self, parameters: SharedParameters) -> None:
+    def sum_remaining_gradients(self, parameters: RankParameters) -> None:
         """Sum experts' gradients over the ranks with the same experts."""
         if parameters.experts:
-            parameters.sum_named_over_group(
+            parameters.sum_named_gradients_over_group(
                 [name for name in parameters.trained if name in parameters.experts - parameters.summed],
                 self.mesh.expert_data_group,
             )
@@ -95,16 +95,16 @@ def set_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
             submodule.dispatcher = dispatcher
 
 
-def split_experts(module: nn.Module, ranks: Group) -> dict[str, RankSlice]:
+def split_experts(module: nn.Module, group: Group) -> dict[str, RankSlice]:
     """
     Partition a meta model's experts over ranks, and return their parameters' slices by name.
 
     Raises UserError if the expert count is not divisible by the rank count.
     """
     splits: dict[str, RankSlice] = {}
-    for path, submodule in module.named_modules() if ranks.size > 1 else ():
+    for path, submodule in module.named_modules() if group.size > 1 else ():
         if isinstance(submodule, ExpertParallel):
             for leaf, _ in list(submodule.named_parameters(recurse=False)):
                 name = f"{path}.{leaf}" if path else leaf
-                splits[name] = replace_by_rank_slice(module, name, ranks, ExpertDimension.name, SplitDim(0))
+                splits[name] = replace_by_rank_slice(module, name, group, ExpertDimension.name, SplitDim(0))
     return splits

@@ -14,12 +14,12 @@ from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import Float8Layer, JointLayers, LinearLayer, build_known_module
+from drawloom.components.ports.model import Float8Layer, JointLayers, LinearLayer, build_meta_module_if_known
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.experts_float8 import KeptExperts
-from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
-from drawloom.kernels.linear_float8 import KeptWeights
+from drawloom.kernels.experts_float8 import CachedFloat8Experts
+from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY, lacks_float8
+from drawloom.kernels.linear_float8 import CachedFloat8Weights
 
 
 def find_float8_candidates(module: nn.Module) -> dict[str, Float8Layer]:
@@ -48,9 +48,9 @@ def find_float8_layers(module: nn.Module, precision: Precision) -> dict[str, Flo
     }
 
 
-def set_float8_format(module: nn.Module, precision: Precision) -> None:
+def enable_float8_layers(module: nn.Module, precision: Precision) -> None:
     """
-    Set the format of the layers of a stage's module, after ranks have split their weights.
+    Enable float8 in a stage's module, after ranks have split their weights.
 
     Raises UserError for a layer whose widths tensor cores can't multiply.
     """
@@ -60,38 +60,38 @@ def set_float8_format(module: nn.Module, precision: Precision) -> None:
                 continue  # blocks have multiples of 16 columns, and ranks split no block
             if fault := describe_width_fault(tuple(weight.shape)):
                 raise UserError(
-                    f"precision.linear: a weight of {name} {fault}; {format_exclusion_remedy(name)}", exit_code=2
+                    f"precision.linear: a weight of {name} {fault}; {format_float8_remedy(name)}", exit_code=2
                 )
         layer.uses_float8 = True
 
 
 @attrs.define(eq=False)
-class KeptFloat8:
+class CachedFloat8Layers:
     """Weights whose float8 elements are kept from one update to the next, by operation."""
 
-    _kept: Sequence[KeptWeights]
-    _rounded_at: list[int] = attrs.field(factory=list)
+    _kept: Sequence[CachedFloat8Weights]
+    _quantized_at: list[int] = attrs.field(factory=list)
 
     @classmethod
     def allocate(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
         """Allocate memory for the weights in stages' real modules, if the recipe keeps them."""
         if precision.linear_weights == "pass":
             return cls([])
-        return cls([kept for module in modules for kept in _allocate_by_operation(module, precision)])
+        return cls([kept for module in modules for kept in _allocate_float8_weights_by_operation(module, precision)])
 
-    def round_weights(self, only_if_changed: bool = False) -> None:
-        """Round the weights; with `only_if_changed`, only if a step or a load may have changed one."""
+    def requantize_weights(self, only_if_changed: bool = False) -> None:
+        """Quantize the weights again; with `only_if_changed`, only if a step or a load may have changed one."""
         versions = [weight._version for kept in self._kept for weight in kept.weights]
-        if only_if_changed and versions == self._rounded_at:
+        if only_if_changed and versions == self._quantized_at:
             return
         for kept in self._kept:
             if not kept.is_current or any(weight.requires_grad for weight in kept.weights):
-                kept.round_again()
-        self._rounded_at = versions
+                kept.requantize()
+        self._quantized_at = versions
 
     def mark_all_changed(self) -> None:
-        """Make `round_weights` round all trained weights: a fused optimizer updates no version numbers."""
-        self._rounded_at = []
+        """Make `requantize_weights` quantize all trained weights: a fused optimizer updates no version numbers."""
+        self._quantized_at = []
 
     @property
     def nbytes(self) -> int:
@@ -99,16 +99,16 @@ class KeptFloat8:
         return sum(tensor.nbytes for kept in self._kept for tensor in kept.rows)
 
 
-def _allocate_by_operation(module: nn.Module, precision: Precision) -> Iterator[KeptWeights]:
+def _allocate_float8_weights_by_operation(module: nn.Module, precision: Precision) -> Iterator[CachedFloat8Weights]:
     """Yield memory for layers in float8; one operation multiplies an input by several linear layers' weights."""
     joint = [
         group for part in module.modules() if isinstance(part, JointLayers) for group in part.list_fused_float8_layers()
     ]
-    yield from (KeptWeights([layer.weight for layer in group]) for group in joint)
+    yield from (CachedFloat8Weights([layer.weight for layer in group]) for group in joint)
     members = {id(layer) for group in joint for layer in group}
     for layer in find_float8_layers(module, precision).values():
         if id(layer) not in members:
-            kind = KeptWeights if isinstance(layer, LinearLayer) else KeptExperts
+            kind = CachedFloat8Weights if isinstance(layer, LinearLayer) else CachedFloat8Experts
             weights = layer.float8_weights()
             yield from (kind([weight]) for leaf, weight in weights.items() if leaf not in layer.weight_formats)
 
@@ -120,7 +120,7 @@ def describe_width_fault(shape: tuple[int, ...]) -> str:
     return f"is {' x '.join(map(str, shape))} on each rank, and float8 needs widths that are divisible by {ALIGNMENT}"
 
 
-def format_exclusion_remedy(name: str) -> str:
+def format_float8_remedy(name: str) -> str:
     """Return the remedy for a layer unable to use float8: a pattern to keep it in the compute dtype."""
     pattern = f"*.{name.rpartition('.')[2]}"
     return f'write linear_in_compute = ["{pattern}"], or linear = "compute"'
@@ -128,10 +128,8 @@ def format_exclusion_remedy(name: str) -> str:
 
 def check_gpu_supports_float8(device: torch.device) -> None:
     """Raise UserError for a GPU without products in float8."""
-    if device.type != "cuda":
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
+    if lacks_float8(device):
+        capability = torch.cuda.get_device_capability(device)
         has, needs = (f"{major}.{minor}" for major, minor in (capability, MIN_CAPABILITY))
         raise UserError(
             f"precision.linear: {torch.cuda.get_device_name(device)} has compute capability {has}, and products in "
@@ -150,7 +148,7 @@ def check_float8(nodes: StageNodes) -> Iterator[Problem]:
     if nodes.precision.settings["linear_weights"] == "step" and nodes.sizes.data_shard * nodes.sizes.context > 1:
         text = "shards are gathered for every use, so that nothing can keep their weights in float8"
         yield nodes.precision.problem("linear_weights", text, 'write linear_weights = "pass"')
-    layers, excluded = _find_used_and_other_layers(nodes)
+    layers, excluded = _find_used_and_unused_float8_layers(nodes)
     names = [*layers, *excluded]
     for number, pattern in enumerate(nodes.precision.settings["linear_in_compute"]):
         if names and not any(fnmatchcase(name, pattern) for name in names):
@@ -159,13 +157,13 @@ def check_float8(nodes: StageNodes) -> Iterator[Problem]:
     for name, layer in layers.items():
         for shape in _get_local_weight_shapes(layer, nodes.sizes.tensor):
             if fault := describe_width_fault(shape):
-                yield nodes.precision.problem("linear", f"a weight of {name} {fault}", format_exclusion_remedy(name))
+                yield nodes.precision.problem("linear", f"a weight of {name} {fault}", format_float8_remedy(name))
                 return
 
 
 def describe_float8(nodes: StageNodes) -> Iterator[str]:
     """Yield how many linear layers and experts of the model multiply in float8."""
-    layers, excluded = _find_used_and_other_layers(nodes)
+    layers, excluded = _find_used_and_unused_float8_layers(nodes)
     if layers:
         yield f"float8: {format_layer_count(layers, layers | excluded)}; MFU is still relative to the peak of bfloat16"
 
@@ -183,10 +181,10 @@ def format_layer_count(used: Mapping[str, Float8Layer], supported: Mapping[str, 
     return f"{' and '.join(counts)} multiply in float8"
 
 
-def _find_used_and_other_layers(nodes: StageNodes) -> tuple[dict[str, Float8Layer], dict[str, Float8Layer]]:
+def _find_used_and_unused_float8_layers(nodes: StageNodes) -> tuple[dict[str, Float8Layer], dict[str, Float8Layer]]:
     """Return the layers of the recipe's whole model that use float8, and the others that could."""
     built = None if nodes.precision is None else build_precision(nodes.precision)
-    module = None if nodes.model is None else build_known_module(nodes.model)
+    module = None if nodes.model is None else build_meta_module_if_known(nodes.model)
     if built is None or module is None:
         return {}, {}
     layers = find_float8_layers(module, built)

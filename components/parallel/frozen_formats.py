@@ -13,7 +13,7 @@ from drawloom.components.parallel.float8_layers import build_precision
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import QuantizableLayer, build_known_module
+from drawloom.components.ports.model import QuantizableLayer, build_meta_module_if_known
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import Problem, UserError
 from drawloom.kernels.weight_formats import FORMATS, WeightFormat
@@ -58,7 +58,7 @@ def replace_by_quantized_storage(
         weight_format, split = FORMATS[precision.frozen], splits.get(name)
         weight_slice = None if split is None else split.tensor_slice
         if fault := describe_block_fault(weight_format, weight_slice, tuple(weight.shape)):
-            raise UserError(f"precision.frozen: {name} {fault}; {format_quantization_exclusion(name)}", exit_code=2)
+            raise UserError(f"precision.frozen: {name} {fault}; {format_quantization_remedy(name)}", exit_code=2)
         if split is not None:
             splits[name] = attrs.evolve(split, tensor_slice=compute_storage_slice(weight_format, split.tensor_slice))
         stored = weight.new_empty(weight_format.storage_shape(tuple(weight.shape)))
@@ -87,7 +87,7 @@ def describe_block_fault(weight_format: WeightFormat, weight_slice: TensorSlice 
     return ""
 
 
-def format_quantization_exclusion(name: str) -> str:
+def format_quantization_remedy(name: str) -> str:
     """Return the remedy for a weight without quantization: a pattern to keep it in the compute dtype."""
     owner, _, leaf = name.rpartition(".")
     pattern = f"*.{owner.rpartition('.')[2]}.{leaf}"
@@ -107,7 +107,7 @@ def check_frozen_weight_format(nodes: StageNodes) -> Iterator[Problem]:
         text = f"torch.compile does not trace quantized weights, which [{nodes.precision.name}] asks for"
         yield nodes.stages.problem("compile", text, 'write compile = false, or frozen = "compute"')
     precision = build_precision(nodes.precision)
-    module = None if nodes.model is None else build_known_module(nodes.model)
+    module = None if nodes.model is None else build_meta_module_if_known(nodes.model)
     if precision is None or module is None:
         return
     names = list(find_quantizable_weights(module))
@@ -120,14 +120,14 @@ def check_frozen_weight_format(nodes: StageNodes) -> Iterator[Problem]:
         shape = tuple(module.get_parameter(name).shape)
         first = _get_first_rank_slice(layer, leaf, shape, nodes.sizes.tensor)
         if fault := describe_block_fault(weight_format, first, shape):
-            yield nodes.precision.problem("frozen", f"{name} {fault}", format_quantization_exclusion(name))
+            yield nodes.precision.problem("frozen", f"{name} {fault}", format_quantization_remedy(name))
             return
 
 
 def describe_frozen_weight_format(nodes: StageNodes) -> Iterator[str]:
     """Yield how many model weights are stored in the quantized format, and their bytes."""
     precision = None if nodes.precision is None else build_precision(nodes.precision)
-    module = None if nodes.model is None else build_known_module(nodes.model)
+    module = None if nodes.model is None else build_meta_module_if_known(nodes.model)
     if precision is None or module is None or not (chosen := select_weights_to_quantize(module, precision)):
         return
     units, block = FORMATS[precision.frozen].units, FORMATS[precision.frozen].block

@@ -69,7 +69,7 @@ class ParameterStore:
             torch._foreach_copy_([copy for _, copy in self._pairs], [master for master, _ in self._pairs])
         self._cast_at = versions
 
-    def hand_over_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         """Move the copies' gradients to the masters, or add them to the masters' existing gradients."""
         for master, copy in self._pairs:
             if copy.grad is not None:

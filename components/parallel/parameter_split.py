@@ -23,7 +23,7 @@ class SplitDim:
 
 
 def replace_by_rank_slice(
-    module: nn.Module, name: str, ranks: Group, mesh_dimension: str, split_dim: SplitDim
+    module: nn.Module, name: str, group: Group, mesh_dimension: str, split_dim: SplitDim
 ) -> RankSlice:
     """
     Replace a parameter on the meta device by this rank's slice.
@@ -32,14 +32,14 @@ def replace_by_rank_slice(
     """
     owner, _, leaf = name.rpartition(".")
     whole = module.get_parameter(name)
-    tensor_slice = _compute_rank_slice(name, tuple(whole.shape), split_dim, ranks, mesh_dimension)
+    tensor_slice = _compute_rank_slice(name, tuple(whole.shape), split_dim, group, mesh_dimension)
     local = torch.empty(tensor_slice.size, dtype=whole.dtype, device=whole.device)
     setattr(module.get_submodule(owner), leaf, nn.Parameter(local, whole.requires_grad))
-    return RankSlice(tensor_slice, ranks)
+    return RankSlice(tensor_slice, group)
 
 
 def _compute_rank_slice(
-    name: str, shape: tuple[int, ...], split_dim: SplitDim, ranks: Group, mesh_dimension: str
+    name: str, shape: tuple[int, ...], split_dim: SplitDim, group: Group, mesh_dimension: str
 ) -> TensorSlice:
     """
     Return this rank's slice along the split dimension.
@@ -48,14 +48,14 @@ def _compute_rank_slice(
     """
     dim, unit = split_dim.dim, split_dim.unit
     units = shape[dim] // unit
-    if units < ranks.size if split_dim.uneven else units % ranks.size:
+    if units < group.size if split_dim.uneven else units % group.size:
         part = f"{units} heads of {unit} channels" if unit > 1 else f"dimension {dim} of size {units}"
         fault, remedy = ("", f"at most {units}") if split_dim.uneven else (" evenly", f"a divisor of {units}")
         raise UserError(
-            f"mesh.{mesh_dimension} = {ranks.size} ranks can't partition {part} of {name}{fault}; write {remedy}",
+            f"mesh.{mesh_dimension} = {group.size} ranks can't partition {part} of {name}{fault}; write {remedy}",
             exit_code=2,
         )
-    local_units = divide_into_shares(units, ranks.size)[ranks.rank]
+    local_units = divide_into_shares(units, group.size)[group.rank]
     offsets = [0] * len(shape)
     offsets[dim] = local_units.start * unit
     return TensorSlice(shape, tuple(offsets), (*shape[:dim], len(local_units) * unit, *shape[dim + 1 :]))

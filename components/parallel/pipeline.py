@@ -8,7 +8,7 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
-from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
+from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, Schedule
@@ -40,13 +40,13 @@ class PipelineDimension(Dimension):
         self._copies = {name: shape_by_name[name] for name in sorted(copy_counts) if copy_counts[name] > 1}
         self._on_earlier_ranks = {name for by_name in shapes[: group.rank] for name in by_name}
 
-    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         return self._on_earlier_ranks
 
-    def sum_gradients(self, parameters: SharedParameters) -> None:
+    def sum_remaining_gradients(self, parameters: RankParameters) -> None:
         """Sum the copies' gradients. Ranks without a copy add zeros, because all ranks join the collective."""
         gradients = [parameters.get_gradient_or_zeros(name, shape) for name, shape in self._copies.items()]
-        parameters.sum_over_group(gradients, self.mesh.pipeline_group)
+        parameters.sum_gradients_over_group(gradients, self.mesh.pipeline_group)
 
 
 def find_layer_conflicts(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
@@ -72,7 +72,7 @@ def find_layer_conflicts(schedule: NodeView, mesh: NodeView, model: NodeView) ->
             yield schedule.problem("use", str(error))
     elif isinstance(layers, int) and isinstance(built, OuterLayersSchedule):
         try:
-            built.count_layers_in_all_stages(ranks, layers)
+            built.get_pipelined_layer_count(ranks, layers)
         except UserError as error:
             yield schedule.problem("pipeline_parallel_layers", str(error))
 

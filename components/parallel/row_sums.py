@@ -22,7 +22,7 @@ class RowSums(TensorParallel):
 
     context: Group = SingleProcess()
 
-    def row_length(self, weights: Tensor) -> int:
+    def whole_row_length(self, weights: Tensor) -> int:
         """Return the whole rows' sequence length, from this rank's weights (rows, length)."""
         return weights.shape[1] * self.context.size
 

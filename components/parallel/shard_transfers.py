@@ -111,16 +111,16 @@ class StandIn(Tensor):
 @attrs.frozen(eq=False)
 class DirectAllGather:
     """
-    All-gather of slices directly into the parameters, allocated by `outputs`; for `set_custom_all_gather`.
+    All-gather of slices directly into the parameters, allocated by `allocate_parameters`; for `set_custom_all_gather`.
 
     A gather started by the program (`async_op`) first waits for earlier work on the current stream, which then owns the
     memory. Other gathers, in a forward pass without a gather before it, run in a torch stream and need a buffer.
     """
 
-    outputs: Callable[[], Sequence[Tensor]]
+    allocate_parameters: Callable[[], Sequence[Tensor]]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a stand-in for all ranks' slices (ranks * n,)."""
+        """Return a stand-in without memory for FSDP2's buffer of all ranks' slices (ranks * n,)."""
         return StandIn.empty(size, dtype, device)
 
     def __call__(self, output_tensor: StandIn, input_tensor: StandIn, group: Any, async_op: bool = False) -> Any:
@@ -128,7 +128,7 @@ class DirectAllGather:
         listed = output_tensor.listed
         if async_op:
             # `data` keeps the version counters: tensors that a backward pass has saved get the values they had.
-            outputs = [output.data for output in self.outputs()]
+            outputs = [output.data for output in self.allocate_parameters()]
             return group.allgather_into_tensor_coalesced(outputs, list(listed.tensors))
         listed.buffer = torch.empty(output_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
         own_part = listed.buffer.chunk(group.size())[group.rank()]
@@ -151,7 +151,7 @@ class Float8AllGather:
     widths: Callable[[], Sequence[int]]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a stand-in for all ranks' slices (ranks * n,)."""
+        """Return a stand-in without memory for FSDP2's buffer of all ranks' slices (ranks * n,)."""
         return StandIn.empty(size, dtype, device)
 
     def __call__(self, output_tensor: StandIn, input_tensor: StandIn, group: Any, async_op: bool = False) -> Any:

@@ -44,11 +44,11 @@ class SlicedStore(ParameterStore):
     _local_bytes: Mapping[Tensor, int] = attrs.field(factory=dict)
 
     @classmethod
-    def slice_parameters(
+    def from_sliced_modules(
         cls,
         modules: Sequence[nn.Module],
         blocks: Blocks,
-        ranks: Group,
+        group: Group,
         precision: Precision,
         gathers_per_block: bool,
         experts: Set[str] = frozenset(),
@@ -63,8 +63,8 @@ class SlicedStore(ParameterStore):
             for name, parameter in module.named_parameters():
                 if parameter in whole:
                     continue
-                shards = expert_ranks if name in experts else ranks.size
-                tensor_slice = _slice_rows(tuple(parameter.shape), shards, ranks.rank % shards)
+                shards = expert_ranks if name in experts else group.size
+                tensor_slice = _slice_rows(tuple(parameter.shape), shards, group.rank % shards)
                 masters[name] = nn.Parameter(parameter.detach().new_empty(tensor_slice.size), parameter.requires_grad)
                 slices[name], local_bytes[parameter] = tensor_slice, masters[name].nbytes
                 parameter.data = parameter.data.to(precision.compute)
@@ -74,7 +74,7 @@ class SlicedStore(ParameterStore):
         store = cls.from_modules(modules, precision)
         store.masters = {**store.masters, **masters}
         store.slices, store.gathers_per_block, store._local_bytes = slices, gathers_per_block, local_bytes
-        store.gathered = [_count_gathered_bytes(module, blocks(module), local_bytes) for module in modules]
+        store.gathered = [_count_gathered_bytes_by_block(module, blocks(module), local_bytes) for module in modules]
         return store
 
     def local_bytes(self, tensor: Tensor) -> int:
@@ -96,7 +96,7 @@ def _slice_rows(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
     return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), size)
 
 
-def _count_gathered_bytes(
+def _count_gathered_bytes_by_block(
     module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]
 ) -> GatheredBytes:
     """Return the bytes of a module's sharded parameters while gathered: outside blocks, and by block."""

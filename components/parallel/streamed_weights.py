@@ -1,5 +1,5 @@
 """
-Quantized frozen weights in host memory: a weight is copied to the device where it is used, in both passes.
+Frozen weights in host memory: a weight is copied to the device where it is used, in both passes.
 
 Steps use weights in the same order, so the next weights of the last step, about a block's, are on their way while the
 device computes. ZeRO-Infinity prefetches by a trace, too (Rajbhandari et al. 2021, arXiv 2104.07857, section 6.2).
@@ -7,7 +7,7 @@ Frozen weights do not change, so nothing is copied back.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import attrs
@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.dimension import StageNodes
+from drawloom.components.parallel.frozen_formats import find_quantizable_weights
 from drawloom.components.ports.memory import Ticket, Transfers
 from drawloom.components.ports.model import QuantizableLayer
 from drawloom.graph import Problem
-from drawloom.kernels.weight_formats import fetch_on_meta
+from drawloom.kernels.weight_formats import ComputeFormat, fetch_on_meta
 
 WINDOW_BYTES = 2**28
 """Bytes on their way to the device, ahead of the weight in use; at least one weight."""
+
+ALIGNMENT = 16
+"""Weights begin at multiples of these bytes, whatever their dtypes."""
 
 
 @attrs.define(eq=False)
@@ -35,36 +39,41 @@ class StreamedWeights:
     _fetched: list[Tensor] = attrs.field(init=False, factory=list)
     _arriving: deque[tuple[Tensor, Ticket]] = attrs.field(init=False, factory=deque)
 
-    def move_to_host(self, modules: Iterable[nn.Module]) -> None:
-        """Move modules' quantized weights to host memory; a module of the meta device gets a plan's copies."""
+    def stream(self, modules: Iterable[nn.Module]) -> None:
+        """Replace modules' frozen weights on the meta device by host memory, which is still to be filled."""
         for module in modules:
-            layers = [part for part in module.modules() if isinstance(part, QuantizableLayer)]
-            weights = [getattr(layer, leaf) for layer in layers for leaf in layer.weight_formats]
-            self.byte_count += sum(weight.nbytes for weight in weights)
-            is_meta = any(weight.is_meta for weight in weights)
-            if not is_meta:
-                self._move_data(weights)
-            fetch = fetch_on_meta if is_meta else self.fetch
-            for layer in layers:
-                formats = layer.weight_formats.items()
-                layer.weight_formats = {leaf: replace(kind, fetch=fetch) for leaf, kind in formats}
+            frozen = [*self._set_formats(module, self.fetch)]
+            sizes = [-(-getattr(layer, leaf).nbytes // ALIGNMENT) * ALIGNMENT for layer, leaf in frozen]
+            memory = self.transfers.allocate_pinned_host_memory(sum(sizes))
+            for (layer, leaf), part in zip(frozen, torch.split(memory, sizes), strict=True):
+                weight = getattr(layer, leaf)
+                data = part[: weight.nbytes].view(weight.dtype).view(weight.shape)
+                setattr(layer, leaf, nn.Parameter(data, requires_grad=False))
 
-    def _move_data(self, weights: Sequence[nn.Parameter]) -> None:
-        """Move the weights' data to one allocation in host memory."""
-        parts = torch.split(
-            self.transfers.allocate_in_host_memory(sum(weight.nbytes for weight in weights)),
-            [weight.nbytes for weight in weights],
-        )
-        for weight, memory in zip(weights, parts, strict=True):
-            weight.data = memory.view(weight.dtype).view(weight.shape).copy_(weight.data)
+    def plan(self, modules: Iterable[nn.Module]) -> None:
+        """Let modules on the meta device copy frozen weights to the device, for plans."""
+        for module in modules:
+            _ = [*self._set_formats(module, fetch_on_meta)]
+
+    def _set_formats(
+        self, module: nn.Module, fetch: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[QuantizableLayer, str]]:
+        """Let layers fetch their frozen weights; yield layers and parameter names, and count bytes."""
+        for layer, leaf in find_quantizable_weights(module).values():
+            weight = getattr(layer, leaf)
+            if not weight.requires_grad:
+                self.byte_count += weight.nbytes
+                kind = layer.weight_formats.get(leaf, ComputeFormat())
+                layer.weight_formats = {**layer.weight_formats, leaf: replace(kind, fetch=fetch)}
+                yield layer, leaf
 
     @property
     def window_bytes(self) -> int:
         """Return the bytes on the device for weights on their way."""
         return min(WINDOW_BYTES, self.byte_count)
 
-    def begin_step(self) -> None:
-        """Expect the order since the last call again."""
+    def expect_last_fetch_order(self) -> None:
+        """Expect the order of fetches since the last call again."""
         self._drop_arriving()
         self._order, self._fetched = self._fetched, []
 
@@ -105,12 +114,19 @@ class StreamedWeights:
 
 
 def check_streamed_weights(nodes: StageNodes) -> Iterator[Problem]:
-    """Yield problems for streamed weights without a quantized format, in CUDA graphs, or with shards."""
+    """Yield problems for streamed weights if none is frozen, in CUDA graphs, with shards, or rounded to float8."""
     if not nodes.stages.settings["stream_frozen"]:
         return
-    if nodes.precision is None or nodes.precision.settings.get("frozen") in (None, "compute"):
-        text = "only quantized frozen weights are streamed"
-        yield nodes.stages.problem("stream_frozen", text, 'write precision.frozen = "nf4", or stream_frozen = false')
+    if not nodes.stages.neighbours("adapters") and not nodes.stages.neighbours("transforms"):
+        text = f"no weight is frozen, since [{nodes.stages.name}] has no adapters"
+        yield nodes.stages.problem("stream_frozen", text, "write adapters, or stream_frozen = false")
+    precision = {} if nodes.precision is None else nodes.precision.settings
+    if precision.get("linear") == "float8" and precision.get("frozen") == "compute":
+        text = "layers that multiply in float8 round weights on the device"
+        yield nodes.stages.problem("stream_frozen", text, 'write precision.frozen = "nf4", or linear = "compute"')
+    if nodes.stages.settings["compile"]:
+        text = "torch.compile does not trace copies from host memory"
+        yield nodes.stages.problem("stream_frozen", text, "write compile = false, or stream_frozen = false")
     if nodes.stages.settings["capture"]:
         text = "a CUDA graph has its weights in fixed places on the device"
         yield nodes.stages.problem("stream_frozen", text, "write capture = false, or stream_frozen = false")

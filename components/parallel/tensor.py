@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
+from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
 from drawloom.components.ports.distributed import Group
@@ -52,7 +52,7 @@ class TensorRanks:
         gathered = _apply_collective(hidden, self.group, _gather_first_dimension, _reduce_scatter)
         return gathered if shape is None else _unpad(gathered, shape)
 
-    def gather_tokens_for_all(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
+    def gather_tokens_without_grad_sum(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
         """
         Gather all ranks' split tokens, (*shape, width), for the same computation on all ranks.
 
@@ -178,17 +178,17 @@ class TensorDimension(Dimension):
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_over_ranks(module, TensorRanks(self.mesh.tensor_group))
 
-    def list_names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         return parameters.trained.keys() - parameters.split if self.mesh.indices.tensor else frozenset()
 
-    def sum_gradients(self, parameters: SharedParameters) -> None:
+    def sum_remaining_gradients(self, parameters: RankParameters) -> None:
         """Sum whole parameters' gradients, such as norms', over the ranks' tokens."""
         whole = [
             name
             for name in parameters.trained
             if name in parameters.model_parameter_names and name not in parameters.split
         ]
-        parameters.sum_named_over_group(whole, self.mesh.tensor_group)
+        parameters.sum_named_gradients_over_group(whole, self.mesh.tensor_group)
 
 
 def _unpad(tokens: Tensor, shape: Sequence[int]) -> Tensor:

@@ -32,7 +32,7 @@ class CompareReplicas:
 
     def run_phase(self, step: Step) -> None:
         """Compare one digest of all parameters, and each parameter's digest after a difference. Raises UserError."""
-        replicas = self.mesh.replicas
+        replicas = self.mesh.replica_group
         if replicas.size == 1 or not is_due(self.every, step):
             return
         parameters = self.parameters.named_parameters()

@@ -32,17 +32,17 @@ class Divergence:
         """Judge the step, or the previous step if a device computes the loss. Raises UserError on all ranks alike."""
         late, self._late = self._late, None
         if late is not None:
-            self._count_lost_steps_or_raise(late)
+            self._count_diverged_steps_or_raise(late)
         # All ranks have the loss on a device of the same kind, and judge the same step.
-        if not step.state.needs_host_copy(step.state["loss"]) or step.is_last:
-            self._count_lost_steps_or_raise(step)
+        if not step.state.is_on_gpu(step.state["loss"]) or step.is_last:
+            self._count_diverged_steps_or_raise(step)
         else:
             self._late = step
 
     def state_dict(self) -> dict[str, Any]:
         """Return `first`, the run's first loss, and `lost`, the number of consecutive lost steps."""
         if self._late is not None:
-            self._count_lost_steps_or_raise(self._late)
+            self._count_diverged_steps_or_raise(self._late)
             self._late = None
         return {"first": self._first, "lost": self._lost}
 
@@ -51,18 +51,18 @@ class Divergence:
         self._lost = int(state["lost"])
         self._late = None
 
-    def _count_lost_steps_or_raise(self, step: Step) -> None:
+    def _count_diverged_steps_or_raise(self, step: Step) -> None:
         """Count consecutive lost steps. Raises UserError after `steps` lost steps in a row."""
         loss, norm = step.state.number("loss"), step.state.number("grad_norm")
         if step.goes_back or (math.isfinite(norm) and not math.isfinite(loss)):
             return  # there was no token to learn from
         if self._first is None and math.isfinite(loss):
             self._first = loss
-        self._lost = self._lost + 1 if self._is_lost_step(loss, norm) else 0
+        self._lost = self._lost + 1 if self._is_diverged_step(loss, norm) else 0
         if self._lost >= self.steps:
             raise UserError(self._describe_divergence(step.index, loss, norm))
 
-    def _is_lost_step(self, loss: float, norm: float) -> bool:
+    def _is_diverged_step(self, loss: float, norm: float) -> bool:
         return not math.isfinite(norm) or norm == 0 or loss > self._max_loss
 
     @property

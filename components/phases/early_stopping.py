@@ -36,7 +36,7 @@ class EarlyStopping:
         if self.metric not in step.state:
             return
         value = step.state.number(self.metric)
-        if self._improves_best_value(value):
+        if self._is_improvement(value):
             self._best, self._best_step, self._waited = value, step.index, 0
         else:
             self._waited += 1
@@ -59,7 +59,7 @@ class EarlyStopping:
         self._best = None if state["best"] is None else float(state["best"])
         self._best_step, self._waited = int(state["step"]), int(state["waited"])
 
-    def _improves_best_value(self, value: float) -> bool:
+    def _is_improvement(self, value: float) -> bool:
         if not math.isfinite(value):
             return False
         if self._best is None:

@@ -39,7 +39,7 @@ class WeightAverage:
                 for name, part in self.parameters.named_parameters()
             }
         else:
-            step.apply_update(self._update_average)
+            step.apply_update_unless_skipped(self._update_average)
 
     def _update_average(self, skip: Tensor | None) -> None:
         """Update the average, unless the flag `skip`, float32 () on the device, is 1."""
@@ -76,14 +76,14 @@ class WeightAverage:
         return {"optimizer_state": sum(sizes)}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        return self.parameters.slices()
+        return self.parameters.parameter_slices()
 
     def state_dict(self) -> dict[str, Any]:
         """Return every parameter's `average`, in float32 or wider; an empty entry before the first step."""
         averages = self._averages
         return {name: {"average": averages[name]} if averages else {} for name, _ in self.parameters.named_parameters()}
 
-    def forecast_state(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> dict[str, Any]:
         """Return the averages' shapes and dtypes, on the meta device."""
         return {
             name: {"average": torch.empty_like(part, dtype=_float32_or_wider(part.dtype), device="meta")}

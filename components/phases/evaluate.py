@@ -6,7 +6,7 @@ import attrs
 
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Executor, make_state_of_batches, sum_losses
+from drawloom.components.ports.pipeline import Executor, create_step_state, sum_losses_and_weights
 from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.graph import component, setting
@@ -37,10 +37,10 @@ class Evaluate:
 
     _initial: float | None = attrs.field(init=False, default=None)
 
-    def after_restore(self, done: int) -> None:
+    def after_restore(self, restored_step: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure_loss_per_token() if done == 0 else None
+            self._initial = self._measure_loss_per_token() if restored_step == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """
@@ -60,10 +60,10 @@ class Evaluate:
     def _measure_loss_per_token(self) -> float | None:
         """Return the mean loss per token; None if the split is empty. A collective."""
         with use_averages_if_any(self.average):
-            state = make_state_of_batches(self.data.batches())
+            state = create_step_state(self.data.batches())
             self.executor.evaluate(state)
         # sums are reduced, not means, because ranks may have different numbers of tokens
-        sums = sum_losses(state)
+        sums = sum_losses_and_weights(state)
         self.mesh.pipeline_group.sum(sums)
         self.mesh.data_group.sum(sums)
         total, weight = sums.tolist()

@@ -50,10 +50,10 @@ class EvaluateRewards:
         """Connect the ranks with the same rows."""
         self._copy = self.mesh.group("pipeline", "tensor")
 
-    def after_restore(self, done: int) -> None:
+    def after_restore(self, restored_step: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure_mean_reward() if done == 0 else None
+            self._initial = self._measure_mean_reward() if restored_step == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """Write `validation_reward` at `every`'s steps; a new run's first step gets `initial_validation_reward`."""
@@ -76,7 +76,7 @@ class EvaluateRewards:
         with use_averages_if_any(self.average):
             self.rollouts.update_weights("validation", 0)
             while loaded := [*islice(prompts, MAX_SAMPLED)]:
-                sums += self._complete_and_sum_scores(loaded, row)
+                sums += self._sample_and_sum_scores(loaded, row)
                 row += sum(batch.row_count for batch in loaded)
         self.mesh.data_group.sum(sums)
         (completions, tokens, truncated, total, scored), by_reward = sums[:5].tolist(), sums[5:].view(-1, 2).tolist()
@@ -91,7 +91,7 @@ class EvaluateRewards:
             truncated=truncated / completions if completions else None,
         )
 
-    def _complete_and_sum_scores(self, batches: Sequence[PromptBatch], first_row: int) -> Tensor:
+    def _sample_and_sum_scores(self, batches: Sequence[PromptBatch], first_row: int) -> Tensor:
         """
         Complete and score batches whose first prompt is this rank's `first_row`-th; return sums, float64.
 

@@ -44,4 +44,4 @@ class ForwardBackward:
         self.events.emit(Event("data_loaded", step))
         step.state.clear_for_new_step(len(microbatches), STEP_SPECS)
         step.state["batches"] = microbatches
-        self.executor.train(step.state)
+        self.executor.run_forward_and_backward(step.state)

@@ -61,11 +61,11 @@ class LossSpikes:
                     "rate or clip more, or write a larger go_back"
                 )
             self._times += 1
-            self._position = self.data.position
+            self._position = self.data.next_row_position
             step.goes_back = True
             step.skip(f"{spike}; the run goes back, time {self._times} of {self.go_back}")
 
-    def after_restore(self, done: int) -> None:
+    def after_restore(self, restored_step: int) -> None:
         """Continue the data after the spike's rows, if the run went back."""
         if self._position is not None:
             self.data.skip_to_position(self._position)

@@ -21,7 +21,7 @@ class Measurements:
     distributions: Mapping[str, Histogram]
 
 
-def compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
+def wait_and_compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
     """Compute a measured step's metrics from their totals, after waiting until the totals are on the host."""
     rest = {
         op: iter(_split_accumulators(metrics, op, packed))
@@ -66,7 +66,7 @@ def _flatten_accumulators(
         "activations": True,
         "data": is_first,
         "rows": is_first and mesh.indices.context == 0,
-        "model": mesh.replicas.rank == 0,
+        "model": mesh.replica_group.rank == 0,
     }
     for accumulators, update in parts:
         for name, accumulator in accumulators.items():

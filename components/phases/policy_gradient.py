@@ -13,4 +13,4 @@ class PolicyGradient:
 
     def run_phase(self, step: Step) -> None:
         """Run the pipeline program on the batches, and write this rank's `losses`."""
-        self.executor.train(step.state)
+        self.executor.run_forward_and_backward(step.state)

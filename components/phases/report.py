@@ -9,7 +9,11 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.phases.metric_totals import Measurements, compute_measurements, reduce_metrics_over_ranks
+from drawloom.components.phases.metric_totals import (
+    Measurements,
+    reduce_metrics_over_ranks,
+    wait_and_compute_measurements,
+)
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.log_records import STEP_LINE
 from drawloom.components.ports.run import (
@@ -100,10 +104,12 @@ class Report:
         self._report_waiting_step()
         if self._first is None:
             properties = tomllib.loads(self.recipe.text)
-            self._call_with_each_tracker(lambda tracker: _send_properties(tracker, properties))
+            self._call_trackers_and_drop_failing(lambda tracker: _send_properties(tracker, properties))
         if self._first is None or step.index <= self._newest:
             # a run that was killed, or goes back, may have tracked steps after its checkpoint
-            self._call_with_each_tracker(lambda tracker: tracker.rewind(step.index - 1 if step.index > 1 else -1))
+            self._call_trackers_and_drop_failing(
+                lambda tracker: tracker.rewind(step.index - 1 if step.index > 1 else -1)
+            )
         if self._first is None:
             self._first = step
         elif self._second is None:
@@ -131,7 +137,9 @@ class Report:
         names = [name for name in VALIDATION if f"initial_{name}" in step.state]
         if names:
             values = {name: step.state.number(f"initial_{name}") for name in names}
-            self._call_with_each_tracker(lambda tracker: _send_measurements(tracker, 0, Measurements(values, {})))
+            self._call_trackers_and_drop_failing(
+                lambda tracker: _send_measurements(tracker, 0, Measurements(values, {}))
+            )
             if isinstance(self.every, int):
                 log.info("%s", format_step_line(Step(0, step.total), values), extra={"step_line": True})
 
@@ -140,20 +148,20 @@ class Report:
         with self._lock:
             step, self._waiting = self._waiting, None
             if step is not None:
-                self._track_and_log_step(step, compute_measurements(self.metrics, step))
+                self._track_and_log_step(step, wait_and_compute_measurements(self.metrics, step))
 
     def _track_and_log_step(self, step: Step, measurements: Measurements) -> None:
         """Send a step to the trackers, and log its line or why it was skipped."""
         values = measurements.values
-        self._call_with_each_tracker(lambda tracker: _send_measurements(tracker, step.index, measurements))
+        self._call_trackers_and_drop_failing(lambda tracker: _send_measurements(tracker, step.index, measurements))
         if step.skip_reason:
             log.warning("step %d/%d skipped: %s", step.index, step.total, step.skip_reason)
-        elif self._logs_step(step, values):
+        elif self._should_log_step(step, values):
             seconds = self._estimate_seconds_left(step)
             left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
             log.info("%s%s", format_step_line(step, values), left, extra={STEP_LINE: True})
 
-    def _logs_step(self, step: Step, values: Mapping[str, Value]) -> bool:
+    def _should_log_step(self, step: Step, values: Mapping[str, Value]) -> bool:
         """Return whether the log gets a line for a step."""
         news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
         return is_due(self.every, step) or (news and isinstance(self.every, int))
@@ -165,7 +173,7 @@ class Report:
             return 0.0
         return (step.started - second.started) / (step.index - second.index) * (step.total - step.index)
 
-    def _call_with_each_tracker(self, call: Callable[[Tracker], object]) -> None:
+    def _call_trackers_and_drop_failing(self, call: Callable[[Tracker], object]) -> None:
         """Call a function with every tracker; a tracker that raises is not used again."""
         for index, tracker in enumerate(self.trackers):
             if index not in self._dropped:

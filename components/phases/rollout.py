@@ -114,25 +114,25 @@ class Rollout:
         if self._held is None:
             self._held = self._collect_from_ranks(self._sample_and_score_minibatches(step, 1))
         else:
-            step.state.clear_for_new_step(len(self.batching.microbatch_positions(1)), STEP_SPECS)
-        numbers = self._list_prompt_numbers(1)
+            step.state.clear_for_new_step(len(self.batching.microbatch_row_positions(1)), STEP_SPECS)
+        numbers = self._list_prompt_numbers_by_microbatch(1)
         step.state["rollouts"] = [
             self._held.get_completions_of_prompts(rows, self.group_size, self.rewards.names) for rows in numbers
         ]
         self._held = self._held.get_rollout_of_next_step(self.epochs)
 
-    def _list_prompt_numbers(self, index: int) -> list[list[int]]:
+    def _list_prompt_numbers_by_microbatch(self, index: int) -> list[list[int]]:
         """Return the numbers of this rank's prompts in a step's global batch, by microbatch."""
-        first = self.batching.first_position(index)
-        return [[position - first for position in rows] for rows in self.batching.microbatch_positions(index)]
+        first = self.batching.first_row_position(index)
+        return [[position - first for position in rows] for rows in self.batching.microbatch_row_positions(index)]
 
     def _sample_and_score_minibatches(self, step: Step, index: int) -> list[list[Scored]]:
         """Sample and score the next minibatches, which have the batch sizes of the step `index`, by microbatch."""
         loaded = [[require_prompts(batch) for batch in self.data.next_step()] for _ in range(self.minibatches)]
         self.events.emit(Event("data_loaded", step))
         step.state.clear_for_new_step(len(loaded[0]), STEP_SPECS)
-        numbers = self._list_prompt_numbers(index)
-        size = self.batching.first_position(index + 1) - self.batching.first_position(index)
+        numbers = self._list_prompt_numbers_by_microbatch(index)
+        size = self.batching.first_row_position(index + 1) - self.batching.first_row_position(index)
         prompts = [
             repeat_prompts(batch, [number * size + row for row in rows], self.group_size)
             for number, batches in enumerate(loaded)
@@ -154,8 +154,12 @@ class Rollout:
         """Return all ranks' completions, in the order of the prompts. A collective."""
         length = torch.tensor(max(part.completions.tokens.shape[1] for parts in minibatches for part in parts))
         self.mesh.data_group.max(length)
-        size = (self.batching.first_position(2) - self.batching.first_position(1)) * self.group_size
-        rows = [row for rows in self._list_prompt_numbers(1) for row in _list_completion_rows(rows, self.group_size)]
+        size = (self.batching.first_row_position(2) - self.batching.first_row_position(1)) * self.group_size
+        rows = [
+            row
+            for rows in self._list_prompt_numbers_by_microbatch(1)
+            for row in _list_completion_rows(rows, self.group_size)
+        ]
         tensors: dict[str, Tensor] = {}
         for name in HELD:
             parts = [

@@ -80,7 +80,7 @@ class RouterBias:
             # Ranks of these groups have the same routers, and different tokens.
             self.mesh.data_group.sum(self._tokens)
             self.mesh.tensor_group.sum(self._tokens)
-            step.apply_update(self._move_biases)
+            step.apply_update_unless_skipped(self._adjust_biases_by_load)
             self._tokens.zero_()
 
     def _sum_token_counts_over_pipeline(self) -> None:
@@ -92,7 +92,7 @@ class RouterBias:
         for row, summed in zip(rows, torch.split(total, [*self._repeated.values()]), strict=True):
             row.copy_(summed)
 
-    def _move_biases(self, skip: Tensor | None) -> None:
+    def _adjust_biases_by_load(self, skip: Tensor | None) -> None:
         """Change the biases, unless the flag `skip`, float32 () on the device, is 1."""
         # Integers, so that equal loads compare as equal: experts * (mean - load).
         missing = self._tokens.sum(1, keepdim=True) - self._tokens.shape[1] * self._tokens

@@ -14,13 +14,13 @@ from drawloom.components.parallel.context import ContextPart
 from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import (
-    build_program_for_lowering,
+    build_program_of_rank_and_neighbours,
     check_ranks_agree_on_program,
     insert_offload_actions,
     insert_shard_actions,
     lower_to_rank_program,
 )
-from drawloom.components.pipeline.runtime.capture import Captures
+from drawloom.components.pipeline.runtime.capture import RankGraphs
 from drawloom.components.pipeline.runtime.offloads import Offloads
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
@@ -31,7 +31,7 @@ from drawloom.components.ports.adapters import trains_base_weights
 from drawloom.components.ports.data import uses_document_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.memory import Transfers
-from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, build_known_module
+from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, build_meta_module_if_known
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, iterate_actions
 from drawloom.components.ports.stages import FrozenModel, Stage, StageInputs, TrainableStages
@@ -120,33 +120,33 @@ class ProgramExecutor:
         """Return the stages' ranks."""
         return self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
 
-    def train(self, state: StepState) -> None:
+    def run_forward_and_backward(self, state: StepState) -> None:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._plan_training_and_compare_ranks(state.microbatches)
         self.stages.cast_weights()
-        inputs = self._add_step_sums(self._prepare_inputs_with_references(state["batches"]))
+        inputs = self._add_step_sums(self._upload_inputs_with_references(state["batches"]))
         if self._cuda_graphs is not None:
-            inputs = self._cuda_graphs.unify_whole_rows_flags(inputs)
+            inputs = self._cuda_graphs.unify_one_document_flags(inputs)
         runner = self._create_runner(inputs, state, training.stages, training.split)
-        runner.streams = self._streams
+        runner.streams, runner.before_action = self._streams, self.mesh.world.raise_if_broken
         if self._cuda_graphs is None:
             runner.run(training.actions)
         else:
             self._cuda_graphs.record_missing_graphs(training.actions)
             runner.run(training.actions)
-            self._cuda_graphs.keep_gradient_tensors()
-        self.stages.hand_over_gradients()
+            self._cuda_graphs.reuse_gradient_tensors()
+        self.stages.move_gradients_to_masters()
         self._release_frozen_model()
         self._fill_missing_losses(state)
 
-    def repeat_passes(self, state: StepState) -> None:
+    def rerun_passes_as_recomputation(self, state: StepState) -> None:
         with mark_as_recomputation():
-            self.train(state)
+            self.run_forward_and_backward(state)
 
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
-        inputs = self._add_step_sums(self._prepare_inputs_with_references(state["batches"]))
+        inputs = self._add_step_sums(self._upload_inputs_with_references(state["batches"]))
         runner = self._create_runner(inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
@@ -180,36 +180,38 @@ class ProgramExecutor:
         """
         if not isinstance(self.objective, Referenced):
             raise UserError("the recipe's loss has no reference model; use a recipe with loss.dpo", 2)
-        return self._compute_references(self.objective, [self._prepare_inputs(batch)]).get(0)
+        return self._compute_references(self.objective, [self._upload_inputs(batch)]).get(0)
 
     def infer_microbatches(
         self,
         microbatches: Sequence[tuple[Tensor, BatchContext]],
-        each_output: Callable[[int, Any], None],
+        on_output: Callable[[int, Any], None],
         finish: Finish = _compute_logits,
     ) -> None:
         """
-        Compute logits by microbatch, and pass them to `each_output` on the last stage's rank.
+        Compute logits by microbatch, and pass them to `on_output` on the last stage's rank.
 
-        `each_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or `finish` result.
+        `on_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or `finish` result.
         """
         self.stages.cast_weights(only_if_changed=True)
         moved = [
             (self._uploads.start_upload(tokens), self._uploads.start_upload(shared)) for tokens, shared in microbatches
         ]
         inputs = [MicrobatchInputs(tokens, shared, finish=finish) for tokens, shared in moved]
-        self._infer_microbatches(inputs, each_output)
+        self._run_forward_in_inference_mode(inputs, on_output)
 
-    def _infer_microbatches(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
-        """Run microbatches forward without gradients, and pass numbers and results to `each_output`."""
+    def _run_forward_in_inference_mode(
+        self, inputs: Sequence[MicrobatchInputs], on_output: Callable[[int, Any], None]
+    ) -> None:
+        """Run microbatches forward without gradients, and pass numbers and results to `on_output`."""
         runner = self._create_runner(inputs, StepState(), self.stages.local)
-        runner.each_output = each_output
+        runner.on_output = on_output
         with torch.inference_mode():
             runner.run(self._build_forward_program(len(inputs)))
 
-    def _prepare_inputs_with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
+    def _upload_inputs_with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
         """Return the batches' inputs, on the last stage's rank with the reference model's values."""
-        inputs = [self._prepare_inputs(batch) for batch in microbatches]
+        inputs = [self._upload_inputs(batch) for batch in microbatches]
         if not isinstance(self.objective, Referenced) or self.objective.reference not in ("adapters", "model"):
             return inputs
         references = self._compute_references(self.objective, inputs)
@@ -225,7 +227,7 @@ class ProgramExecutor:
             return inputs
         outputs: dict[int, Tensor] = {}
         finishing = [_replace_loss(objective.measure_step_sums, microbatch) for microbatch in inputs]
-        self._infer_microbatches(finishing, outputs.__setitem__)
+        self._run_forward_in_inference_mode(finishing, outputs.__setitem__)
         if not outputs:  # alike on all ranks of the data group, which have the same stages
             return inputs
         sums = torch.stack([outputs[number] for number in range(len(inputs))]).sum(0)
@@ -241,7 +243,7 @@ class ProgramExecutor:
             return self._run_frozen_model(finishing)
         outputs: dict[int, Tensor] = {}
         with disable_adapters(stage.module for stage in self.stages.local):
-            self._infer_microbatches(finishing, outputs.__setitem__)
+            self._run_forward_in_inference_mode(finishing, outputs.__setitem__)
         # A tensor of inference mode can't be part of an autograd graph, but its clone can.
         return {number: logps.clone() for number, logps in outputs.items()}
 
@@ -265,7 +267,7 @@ class ProgramExecutor:
         stages.cast_weights(only_if_changed=True)
         runners = {stage.index: StageRunner(stage, self.objective) for stage in stages.local}
         runner = ProgramRunner(runners, inputs, stages, P2PBuffers(self._links, self.device.device))
-        runner.each_output = outputs.__setitem__
+        runner.on_output = outputs.__setitem__
         # Not in inference mode, whose tensors can't be part of the loss's autograd graph.
         with torch.no_grad():
             runner.run(self._frozen_forward[len(inputs)])
@@ -294,14 +296,14 @@ class ProgramExecutor:
         stages = {stage.index: new(stage, state=state, split=stage.index in split_stages) for stage in local_stages}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
-    def _prepare_inputs(self, batch: Batch) -> MicrobatchInputs:
+    def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
         group = self.mesh.context_group
         if group.size == 1:
             moved: Batch = self._uploads.start_upload(batch)
             inputs, shared = self.objective.inputs(moved)
-            if batch.has_whole_rows():
-                shared = attrs.evolve(shared, whole_rows=True)
+            if batch.has_one_document_per_row():
+                shared = attrs.evolve(shared, one_document_per_row=True)
             return MicrobatchInputs(inputs, shared, moved)
         length = batch.length
         if length not in self._parts:  # cached: a copy to a GPU would wait
@@ -313,10 +315,10 @@ class ProgramExecutor:
         return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
 
     @cached_property
-    def _cuda_graphs(self) -> Captures | None:
+    def _cuda_graphs(self) -> RankGraphs | None:
         """Return CUDA graphs if a stage captures its passes."""
         captured = any(stage.capture for stage in self.stages.local)
-        return Captures.create_on_gpu(self.device.device, self.objective) if captured else None
+        return RankGraphs.create_on_gpu(self.device.device, self.objective) if captured else None
 
     @cached_property
     def _offloads(self) -> Offloads:
@@ -339,7 +341,7 @@ class ProgramExecutor:
         # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
         if microbatches not in self._training:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
-            program = build_program_for_lowering(self.schedule, rank, ranks, microbatches)
+            program = build_program_of_rank_and_neighbours(self.schedule, rank, ranks, microbatches)
             check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
             policies = program.recompute
             local = [
@@ -436,7 +438,7 @@ def _find_vocab_size(model: NodeView) -> int | None:
     """Count the ids in a model's embedding; None if the tokenizer determines them, or they are unknown."""
     if all(model.settings.get(key) is None for key in ("vocab_size", "config", "path")):
         return None
-    module = build_known_module(model)
+    module = build_meta_module_if_known(model)
     tables = [] if module is None else [part for part in module.modules() if isinstance(part, nn.Embedding)]
     return tables[0].num_embeddings if tables else None
 

@@ -15,7 +15,7 @@ from drawloom.components.ports.flops import ForwardFlops
 
 
 @attrs.frozen
-class Rows:
+class MicrobatchRows:
     """`count` rows of `length` tokens; documents have the mean length `document`, or inf for one document per row."""
 
     count: int
@@ -33,7 +33,7 @@ class Rows:
         return float(((self.length - distances) * self._continuation_probability**distances).sum())
 
     @property
-    def single_document_probability(self) -> float:
+    def one_document_per_row_probability(self) -> float:
         """Return the probability that every row is a single document."""
         return self._continuation_probability ** (self.count * (self.length - 1))
 
@@ -47,16 +47,21 @@ class AttentionFractions:
 
 
 def estimate_attention_fractions(
-    forward_flops: ForwardFlops | None, rows: Rows, single_document_probability: float
+    forward_flops: ForwardFlops | None, rows: MicrobatchRows, one_document_per_row_probability: float
 ) -> AttentionFractions:
     """
     Estimate a model's fractions for causal attention inside documents and windows, averaged over its layers.
 
-    `single_document_probability` is for rows to which layers without a window apply the kernel for single documents.
+    `one_document_per_row_probability` is for rows to which layers without a window apply the kernel for single
+    documents.
     """
     per_pair: Mapping[int | None, float] = (
         forward_flops.per_pair if forward_flops is not None and forward_flops.per_pair else {None: 1.0}
     )
     seen = sum(flops * rows.count_expected_pairs(window) for window, flops in per_pair.items())
-    whole = per_pair.get(None, 0.0) * single_document_probability * Rows(rows.count, rows.length).count_expected_pairs()
+    whole = (
+        per_pair.get(None, 0.0)
+        * one_document_per_row_probability
+        * MicrobatchRows(rows.count, rows.length).count_expected_pairs()
+    )
     return AttentionFractions(seen / sum(per_pair.values()) / rows.length**2, 1 - whole / seen)

@@ -52,7 +52,7 @@ Fitted like the defaults of `Reached`, on a GPU whose additions reach 4.27 TB/s.
 
 
 @attrs.frozen
-class Sizes:
+class CalibrationSizes:
     """Sizes that saturate a device: matrix order, vector size in bytes, and sequence length."""
 
     matrix: int
@@ -60,7 +60,7 @@ class Sizes:
     length: int
 
 
-SIZES = {"cpu": Sizes(1024, 2**27, 512), "cuda": Sizes(8192, 2**31, 4096)}
+SIZES = {"cpu": CalibrationSizes(1024, 2**27, 512), "cuda": CalibrationSizes(8192, 2**31, 4096)}
 
 
 def choose_local_device() -> torch.device:
@@ -68,7 +68,7 @@ def choose_local_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def calibration_path(device: torch.device) -> Path:
+def get_calibration_path(device: torch.device) -> Path:
     """Return the path of a device's calibration."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).replace("/", "-")
@@ -102,7 +102,7 @@ def load_local_device_model() -> DeviceModel:
 
 def _find_local_device_model(device: torch.device) -> DeviceModel:
     """Return a device's calibration, or its table entry. Raises UserError without either."""
-    if (path := calibration_path(device)).is_file():
+    if (path := get_calibration_path(device)).is_file():
         try:
             return find_device_model(str(path))
         except UserError as error:
@@ -116,23 +116,25 @@ def _find_local_device_model(device: torch.device) -> DeviceModel:
     return known
 
 
-def measure_and_save_calibration(device: torch.device, sizes: Sizes | None = None, seconds: float = SECONDS) -> Path:
+def measure_and_save_calibration(
+    device: torch.device, sizes: CalibrationSizes | None = None, seconds: float = SECONDS
+) -> Path:
     """Measure a device for less than a minute, save its speeds as TOML, and return the path."""
-    path = calibration_path(device)
+    path = get_calibration_path(device)
     text = "\n".join(_measure_calibration_lines(device, sizes or SIZES[device.type], seconds))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, f"{text}\n".encode())
     return path
 
 
-def _measure_calibration_lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
+def _measure_calibration_lines(device: torch.device, sizes: CalibrationSizes, seconds: float) -> Iterator[str]:
     """Yield the calibration as TOML; values that are not measured, such as links between devices, are the table's."""
     known = find_gpu_model(torch.cuda.get_device_name(device)) if device.type == "cuda" else find_device_model("cpu")
     known = known or find_device_model("a100")
-    wide, *others = _dtypes_to_measure(device)
+    wide, *others = _list_dtypes_to_measure(device)
     speeds = _measure_speeds(device, sizes, wide, 3 * seconds)
     rates = {wide: speeds.products} | {
-        dtype: _count_product_flops(sizes)
+        dtype: _count_matrix_product_flops(sizes)
         / _measure_seconds_per_call(device, _make_matrix_product(device, dtype, sizes), seconds)
         for dtype in others
     }
@@ -143,17 +145,17 @@ def _measure_calibration_lines(device: torch.device, sizes: Sizes, seconds: floa
     yield f"bandwidth = {speeds.bandwidth / 1e9:.6g}"
     yield f"link = {known.link / 1e9:.6g}"
     yield f"network = {known.network / 1e9:.6g}"
-    yield f"host_link = {_measure_host_link(device, sizes.vector // 2, seconds) / 1e9:.6g}"
+    yield f"host_link = {_measure_host_link_bandwidth(device, sizes.vector // 2, seconds) / 1e9:.6g}"
     launch, host = _measure_device_and_host_launch_seconds(device, seconds)
     yield "\n[reached]"
     yield "products = 1.0"
     yield f"attention = {speeds.attention / speeds.products:.4g}"
-    yield f"memory = {_reachable_bandwidth_fraction(device)}"
+    yield f"memory = {_get_reachable_bandwidth_fraction(device)}"
     yield f"launch = {launch:.4g}"
     yield f"host = {host:.4g}"
 
 
-def _dtypes_to_measure(device: torch.device) -> list[torch.dtype]:
+def _list_dtypes_to_measure(device: torch.device) -> list[torch.dtype]:
     """Return the dtypes whose matrix products are measured; the first is also the dtype for attention."""
     return [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32, torch.bfloat16, torch.float64]
 
@@ -190,7 +192,7 @@ class _Speeds:
     bandwidth: float
 
 
-def _measure_speeds(device: torch.device, sizes: Sizes, dtype: torch.dtype, seconds: float) -> _Speeds:
+def _measure_speeds(device: torch.device, sizes: CalibrationSizes, dtype: torch.dtype, seconds: float) -> _Speeds:
     """
     Measure every operation's sustained speed while the operations alternate as in a step.
 
@@ -209,7 +211,7 @@ def _measure_speeds(device: torch.device, sizes: Sizes, dtype: torch.dtype, seco
     pairs, bandwidth = ROWS * HEADS * sizes.length**2 / 2, 2 * (sizes.vector // 4 * 4) / addition
     flops = sum(attention_flops(pairs, HEAD_SIZE, HEAD_SIZE, backward=backward) for backward in (False, True))
     inside = attention - _estimate_attention_traffic_seconds(device, dtype, sizes, bandwidth)
-    return _Speeds(_count_product_flops(sizes) / products, flops / max(inside, attention / 2), bandwidth)
+    return _Speeds(_count_matrix_product_flops(sizes) / products, flops / max(inside, attention / 2), bandwidth)
 
 
 def _measure_alternating_seconds(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
@@ -235,10 +237,10 @@ def _measure_alternating_seconds(runs: Sequence[Callable[[], object]], seconds: 
     ]
 
 
-def _measure_host_link(device: torch.device, size: int, seconds: float) -> float:
+def _measure_host_link_bandwidth(device: torch.device, size: int, seconds: float) -> float:
     """Return bytes/s in each direction, for copies of this size to host memory and back at once."""
     transfers = DeviceTransfers(device)
-    arriving, leaving = (transfers.allocate_in_host_memory(size) for _ in range(2))
+    arriving, leaving = (transfers.allocate_pinned_host_memory(size) for _ in range(2))
     on_device = torch.zeros(2, size, dtype=torch.uint8, device=device)
 
     def copy_in_both_directions() -> None:
@@ -251,12 +253,12 @@ def _measure_host_link(device: torch.device, size: int, seconds: float) -> float
     return rate
 
 
-def _count_product_flops(sizes: Sizes) -> float:
+def _count_matrix_product_flops(sizes: CalibrationSizes) -> float:
     """Return the FLOPs in a product of two square matrices."""
     return 2.0 * sizes.matrix**3
 
 
-def _make_matrix_product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
+def _make_matrix_product(device: torch.device, dtype: torch.dtype, sizes: CalibrationSizes) -> Callable[[], object]:
     """Return a function that multiplies square matrices."""
     a = torch.randn(sizes.matrix, sizes.matrix, device=device).to(dtype)
     return lambda: a @ a
@@ -268,22 +270,22 @@ def _make_vector_addition(device: torch.device, size: int) -> Callable[[], objec
     return lambda: x.add_(1)
 
 
-def _make_attention_pass(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
+def _make_attention_pass(device: torch.device, dtype: torch.dtype, sizes: CalibrationSizes) -> Callable[[], object]:
     """Return a function that runs causal attention forward and backward."""
     # The import takes a second, and plans do not need it.
-    from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
+    from drawloom.kernels.attention_cudnn import ONE_DOCUMENT_PER_ROW, attention_cudnn
 
     shapes = ((ROWS, sizes.length, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
     grad = torch.ones_like(q)
-    return lambda: torch.autograd.grad(attention_cudnn(q, k, v, WHOLE_ROWS), (q, k, v), grad)
+    return lambda: torch.autograd.grad(attention_cudnn(q, k, v, ONE_DOCUMENT_PER_ROW), (q, k, v), grad)
 
 
 def _estimate_attention_traffic_seconds(
-    device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float
+    device: torch.device, dtype: torch.dtype, sizes: CalibrationSizes, bandwidth: float
 ) -> float:
     """Return a plan's seconds for attention's memory traffic."""
-    reached = Reached(attention=math.inf, memory=_reachable_bandwidth_fraction(device), launch=0.0, host=0.0)
+    reached = Reached(attention=math.inf, memory=_get_reachable_bandwidth_fraction(device), launch=0.0, host=0.0)
     model = attrs.evolve(find_device_model("h200"), bandwidth=bandwidth, reached=reached)
     return _record_pass_cost(_make_attention_pass(torch.device("meta"), dtype, sizes), model).seconds
 
@@ -297,7 +299,7 @@ def _record_pass_cost(run: Callable[[], object], model: DeviceModel) -> PassCost
         return recorder.end_pass()
 
 
-def _reachable_bandwidth_fraction(device: torch.device) -> float:
+def _get_reachable_bandwidth_fraction(device: torch.device) -> float:
     """Return which fraction of the memory bandwidth kernels reach."""
     return MEMORY_REACHED if device.type == "cuda" else 1.0
 
@@ -315,7 +317,7 @@ def _measure_device_and_host_launch_seconds(device: torch.device, seconds: float
         start = time.perf_counter()
         layers()
         times.append(time.perf_counter() - start)
-    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _count_planned_operations()
+    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _count_host_bound_operations()
 
 
 def _make_host_bound_pass(device: torch.device) -> Callable[[], object]:
@@ -338,7 +340,7 @@ def _make_host_bound_pass(device: torch.device) -> Callable[[], object]:
     return run_layers
 
 
-def _count_planned_operations() -> float:
+def _count_host_bound_operations() -> float:
     """Return how many small operations a plan counts in the measured layers."""
     model = attrs.evolve(find_device_model("h200"), reached=Reached(host=1.0))
     return _record_pass_cost(_make_host_bound_pass(torch.device("meta")), model).host

@@ -75,11 +75,11 @@ class PlanCheck:
         elif event.kind == "step_ended" and event.step is not None:
             self._seconds.append(self.clock() - self._started - event.step.excluded_seconds)
             if event.step.is_last and self.processes.rank == 0:
-                self._write_comparison()
+                self._write_comparison_file()
         elif event.kind == "run_ended" and self._text:
             log.info("%s", self._text)
 
-    def _write_comparison(self) -> None:
+    def _write_comparison_file(self) -> None:
         """Compare the plan with measured memory and median step time, and write the line to `plan.txt`."""
         self._plan = self._plan or self._try_to_plan()
         if self._plan is None:

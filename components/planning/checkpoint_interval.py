@@ -22,7 +22,7 @@ SAVED_KINDS = ("parameters", "masters", "optimizer_state")
 
 
 @attrs.frozen
-class Interval:
+class CheckpointInterval:
     """
     Proposal for the checkpointer `node`: a save `every` so many steps.
 
@@ -52,14 +52,16 @@ class Interval:
         return f"{self.toml_line}  # {why}; saves and lost steps take {self.lost_time_fraction:.2%} of the time"
 
 
-def propose_interval(nodes: Nodes, planned: Plan, mtbf: float, save_seconds: float | None = None) -> Interval:
-    """Propose an interval for hosts with `mtbf` seconds between failures; `save_seconds` are estimated if None."""
+def propose_checkpoint_interval(
+    nodes: Nodes, planned: Plan, host_mtbf_seconds: float, save_seconds: float | None = None
+) -> CheckpointInterval:
+    """Propose an interval, given a host's mean time between failures; `save_seconds` are estimated if None."""
     hosts = math.ceil(planned.ranks / planned.device.per_host)
-    between = mtbf / hosts
+    between = host_mtbf_seconds / hosts
     if save_seconds is None:
         save_seconds = estimate_blocking_save_seconds(nodes, planned)
     every = max(1, round(math.sqrt(2 * save_seconds * between) / planned.time.seconds))
-    return Interval(nodes.checkpointer_node, every, save_seconds, between, planned.time.seconds)
+    return CheckpointInterval(nodes.checkpointer_node, every, save_seconds, between, planned.time.seconds)
 
 
 def estimate_blocking_save_seconds(nodes: Nodes, planned: Plan) -> float:
@@ -72,5 +74,5 @@ def estimate_blocking_save_seconds(nodes: Nodes, planned: Plan) -> float:
     if nodes.has_node_for(Stager):
         return max(sizes) / COPY_BANDWIDTH
     # The state of replicas is written once.
-    whole = sum(sizes) * planned.ranks // len(sizes) // planned.mesh.replicas.size
+    whole = sum(sizes) * planned.ranks // len(sizes) // planned.mesh.replica_group.size
     return whole / (WRITE_BANDWIDTH * math.ceil(planned.ranks / planned.device.per_host))

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop
-from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, build_list_schedule
+from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, SchedulingTask, build_list_schedule
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.partition import partition_evenly
-from drawloom.components.pipeline.program.recomputation import recomputed_fraction
+from drawloom.components.pipeline.program.recomputation import estimate_recomputed_forward_fraction
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
 from drawloom.components.planning.stage_costs import Passes
-from drawloom.components.planning.timeline import peak_of
+from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.planning.traces import TracedStep
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
@@ -60,7 +60,7 @@ class CostSource(Protocol):
 
 
 @attrs.frozen
-class Units:
+class UnitCosts:
     """Costs per rank in any unit, divided evenly among its stages."""
 
     given: Costs
@@ -72,7 +72,7 @@ class Units:
         costs = self.given.divide_by_stages(stages_per_rank)
         if not recompute:
             return costs
-        again = costs.forward * np.array([recomputed_fraction(policy) for policy in recompute])
+        again = costs.forward * np.array([estimate_recomputed_forward_fraction(policy) for policy in recompute])
         zeros = np.zeros_like(again)
         columns = [costs.forward + zeros, costs.backward + again, costs.backward_input + again]
         return CostTable(**attrs.asdict(costs), lengths=np.stack([*columns, costs.backward_weight + zeros], axis=1))
@@ -87,7 +87,7 @@ class Units:
 
 
 @attrs.frozen(eq=False)
-class Traced:
+class TracedCosts:
     """Seconds of a traced step, redistributed evenly if the stage count differs from the traced one."""
 
     measured: TracedStep
@@ -95,7 +95,7 @@ class Traced:
     @cached_property
     def _cost_table_of_trace(self) -> CostTable:
         """The traced costs by stage and op."""
-        return self.measured.table()
+        return self.measured.compute_cost_table()
 
     def stage_costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
@@ -108,11 +108,11 @@ class Traced:
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return two slices per rank; a stage's costs besides its layers are not known."""
-        return auto_schedule_slices(self._cost_table_of_trace.resample_to_sizes((1,) * (2 * ranks)))
+        return build_auto_schedule_slices(self._cost_table_of_trace.resample_to_sizes((1,) * (2 * ranks)))
 
 
 @attrs.frozen
-class PlacedSchedule:
+class FixedPartitionSchedule:
     """Schedule with split backward passes for stages with given sizes, recompute policies and ranks."""
 
     placement: tuple[int, ...]
@@ -130,12 +130,12 @@ class PlacedSchedule:
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return a program with forward passes as early as possible, with the given recompute policies."""
         activations = (1.0,) * len(self.placement)
-        task = Task(self.placement, microbatches, Costs(), activations, microbatches * sum(activations))
+        task = SchedulingTask(self.placement, microbatches, Costs(), activations, microbatches * sum(activations))
         return attrs.evolve(build_list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
 
 
 @attrs.frozen(eq=False)
-class Planned:
+class PlannedCosts:
     """Seconds and bytes from plans, made once for every partition into stages."""
 
     recipe: Recipe
@@ -143,13 +143,13 @@ class Planned:
     cache: PlanCache | None = None
     _plans: dict[Hashable, Plan] = attrs.field(init=False, factory=dict)
 
-    def plan(self, ranks: int, stages_per_rank: int, cut: PlacedSchedule | None = None) -> Plan:
+    def plan(self, ranks: int, stages_per_rank: int, partition: FixedPartitionSchedule | None = None) -> Plan:
         """
         Plan a pipeline with split backward passes, for the costs of both parts.
 
-        Stages are partitioned by `cut`, or as in the recipe. Raises UserError if there are more stages than layers.
+        Stages have the given partition, or the recipe's. Raises UserError if there are more stages than layers.
         """
-        key = cut or (ranks, stages_per_rank)
+        key = partition or (ranks, stages_per_rank)
         if key not in self._plans:
             nodes = Nodes.of(self.recipe)
             layers = nodes.settings_of_node(nodes.model_node).get("num_hidden_layers")
@@ -159,7 +159,7 @@ class Planned:
                 )
             schedule = {"use": "pipeline.schedules.zero_bubble_1p", "stages_per_rank": stages_per_rank}
             values = {nodes.mesh_node: {PipelineDimension.name: ranks}, nodes.schedule_node: schedule}
-            self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, cut)
+            self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, partition)
         return self._plans[key]
 
     def _plan_with_partition(
@@ -170,7 +170,7 @@ class Planned:
             return self.plan(ranks, stages_per_rank)
         placement = assign_stages_in_loop(ranks, stages_per_rank)
         sizes = sizes or partition_evenly(self.plan(ranks, 1).layers, len(placement))
-        return self.plan(ranks, stages_per_rank, PlacedSchedule(placement, tuple(sizes), tuple(recompute)))
+        return self.plan(ranks, stages_per_rank, FixedPartitionSchedule(placement, tuple(sizes), tuple(recompute)))
 
     def stage_costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
@@ -184,7 +184,7 @@ class Planned:
             program.ranks, program.stages // program.ranks, sizes, program.recompute
         ).costs
         whole, none = merge_split_backwards(program), dict.fromkeys(costs, 0)
-        return [peak_of(whole, rank, costs, none).bytes for rank in range(program.ranks)]
+        return [compute_peak_memory(whole, rank, costs, none).bytes for rank in range(program.ranks)]
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """
@@ -199,25 +199,25 @@ class Planned:
         """
         one = self.plan(ranks, 1)
         count = one.layers
-        cut = PlacedSchedule(tuple(layer * ranks // count for layer in range(count)), (1,) * count)
-        by_layer = self.plan(ranks, 1, cut)
+        partition = FixedPartitionSchedule(tuple(layer * ranks // count for layer in range(count)), (1,) * count)
+        by_layer = self.plan(ranks, 1, partition)
         excess = by_layer.table.lengths.sum(0) - one.table.lengths.sum(0)
         per_stage = np.clip(excess / max(1, count - ranks), 0, 0.9 * by_layer.table.lengths.min(0))
         lengths = by_layer.table.lengths - per_stage
-        settings = auto_schedule_slices(attrs.evolve(one.table, lengths=lengths))
+        settings = build_auto_schedule_slices(attrs.evolve(one.table, lengths=lengths))
         settings["per_stage"] = _round_to_nanoseconds(per_stage)
         if self.device.memory:
-            activations, plans = _live_bytes_by_stage_after(by_layer, "F"), [one]
+            activations, plans = _get_live_bytes_by_stage_after(by_layer, "F"), [one]
             nodes = Nodes.of(self.recipe)
             if nodes.settings_of_node(nodes.stages_node)["recompute"] == "none":
                 recompute = {}
                 for policy in POLICIES:
-                    again = self.plan(ranks, 1, attrs.evolve(cut, recompute=(policy,) * count))
+                    again = self.plan(ranks, 1, attrs.evolve(partition, recompute=(policy,) * count))
                     recompute[policy] = {
                         "again": _divide_and_round(
                             (again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]
                         ),
-                        "kept": _divide_and_round(_live_bytes_by_stage_after(again, "F"), activations),
+                        "kept": _divide_and_round(_get_live_bytes_by_stage_after(again, "F"), activations),
                     }
                     plans.append(self._plan_with_partition(ranks, 1, partition_evenly(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
@@ -226,12 +226,12 @@ class Planned:
             used = max(_sum_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used
             settings["activations"] = activations.tolist()
-            settings["pending"] = _live_bytes_by_stage_after(by_layer, "I").tolist()
+            settings["pending"] = _get_live_bytes_by_stage_after(by_layer, "I").tolist()
             settings["memory"] = max(1.0, min(float(room), float(MAX_ACTIVATIONS * activations.sum())))
         return settings
 
 
-def _live_bytes_by_stage_after(by_layer: Plan, op: str) -> NDArray[np.float64]:
+def _get_live_bytes_by_stage_after(by_layer: Plan, op: str) -> NDArray[np.float64]:
     """Return the bytes by stage alive after a pass `op` of one microbatch, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
@@ -244,18 +244,18 @@ def _divide_and_round(dividends: NDArray[np.float64], divisors: NDArray[np.float
 
 def _sum_non_activation_bytes(planned: Plan, rank: RankMemory) -> int:
     """Sum a rank's bytes besides activations: persistent bytes, gradients, buffers, and temporary tensors."""
-    temporary = (_max_temporary_bytes(planned.costs[stage].passes) for stage in rank.stages)
+    temporary = (_find_max_temporary_bytes(planned.costs[stage].passes) for stage in rank.stages)
     return sum(rank.persistent.values()) + rank.whole_gradients + sum(rank.buffers.values()) + max(temporary)
 
 
-def _max_temporary_bytes(passes: Passes) -> int:
+def _find_max_temporary_bytes(passes: Passes) -> int:
     """Return the maximum bytes alive in a pass beyond its inputs and results."""
     forward, pending = passes["F"].total_kept_bytes, passes["I"].total_kept_bytes
     growth = {"F": forward, "I": max(0, pending - forward)}
     return max(cost.peak_delta - growth.get(op, 0) for op, cost in passes.items())
 
 
-def auto_schedule_slices(table: CostTable) -> dict[str, Any]:
+def build_auto_schedule_slices(table: CostTable) -> dict[str, Any]:
     """Return settings for `pipeline.schedules.auto` whose slices are the stages in a cost table."""
     # A pass without duration, such as the gradients of frozen weights, could be anywhere in a schedule.
     lengths = np.maximum(table.lengths, MIN_SLICE_SECONDS)

@@ -1,4 +1,4 @@
-"""Memory policy from plans: keep, recompute or offload, within limits."""
+"""Memory policy from plans: keep, recompute, offload or quantize, within limits."""
 
 import logging
 import tomllib
@@ -27,9 +27,10 @@ class PlannedMemory:
     """
     The fastest planned memory use within limits, chosen before the run allocates.
 
-    For each stage it chooses among keeping activations, recomputing them (activation checkpointing), and offloading
-    them to host memory; and for each rank, how much of the optimizer's state is in host memory, if the optimizer can
-    stream it. Rates are the device model's. `drawloom plan` shows the choice and its cost.
+    For each stage it chooses among keeping activations, recomputing them (activation checkpointing), offloading them to
+    host memory, and with `quantize` keeping some in 8 bits; and for each rank, how much of the optimizer's state is in
+    host memory, if the optimizer can stream it. Rates are the device model's. `drawloom plan` shows the choice and its
+    cost.
     """
 
     recipe: ResolvedRecipe
@@ -42,6 +43,11 @@ class PlannedMemory:
         default=None,
         check=above(0),
         doc="bytes that a rank may use in host memory; default: its share of 85 % of the host's memory on a GPU",
+    )
+    quantize: bool = setting(
+        default=False,
+        impact="changes_training",
+        doc="whether inputs of norms and gates may be kept in 8 bits, which rounds gradients; other choices are exact",
     )
 
     @classmethod

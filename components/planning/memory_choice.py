@@ -1,6 +1,6 @@
 """
-Choice among keeping, recomputing and offloading activations by stage, and of the optimizer's state in host memory: the
-fastest within a rank's memory.
+Choice among keeping, recomputing, offloading and quantizing activations by stage, and of the optimizer's state in host
+memory: the fastest within a rank's memory.
 
 All are chosen together: recomputation shrinks transfers, and the less activations take, the more state stays on the
 device. They leave other ranks' memory unchanged, so the choice is made rank by rank, as in
@@ -26,8 +26,15 @@ from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
 
-POLICIES: tuple[Recompute, ...] = ("none", "selective", *sorted(set(ONE_OF) - {1}, reverse=True), "blocks")
+POLICIES: tuple[Recompute, ...] = ("none", "selective", "quantized", *sorted(set(ONE_OF) - {1}, reverse=True), "blocks")
 """Recompute policies from the least recomputation to the most."""
+
+
+def list_policies(may_quantize: bool, compiled: bool) -> list[Recompute]:
+    """Return the policies to choose from; `compiled` blocks leave the choice of tensors to torch."""
+    by_tensor: dict[Recompute, bool] = {"selective": not compiled, "quantized": may_quantize and not compiled}
+    return [policy for policy in POLICIES if by_tensor.get(policy, True)]
+
 
 HOST_FRACTIONS = tuple(part / 16 for part in range(17))
 """Fractions of the optimizer's state in host memory among which a rank chooses."""
@@ -77,7 +84,7 @@ class _RankChoice:
 
 
 @attrs.frozen(eq=False)
-class StagePolicies:
+class MemoryChoiceSearch:
     """
     Search for every stage's policy and every rank's optimizer state, for a program without merged costs.
 
@@ -107,21 +114,21 @@ class StagePolicies:
 
     def _choose_for_rank(self, rank: int) -> _RankChoice:
         """Return the fastest fitting choice for a rank, or the smallest."""
-        alone = self.program.select_actions(self.program.rank_by_action == rank)
-        stages = np.unique(alone.stage).tolist()
+        rank_program = self.program.select_actions(self.program.rank_by_action == rank)
+        stages = np.unique(rank_program.stage).tolist()
         best = _RankChoice(dict.fromkeys(stages, "none"), frozenset(), 0.0)  # for a rank without stages
         best_seconds, smallest, update = np.inf, (np.inf, np.inf), self.placements[rank][0].seconds
         for busy, offloaded, policies, table in sorted(
-            self._list_choices(alone, stages), key=lambda item: item.busy_seconds
+            self._iterate_candidates(rank_program, stages), key=lambda item: item.busy_seconds
         ):
             if busy + update >= best_seconds:
                 break  # waits for the link only add to the busy time
             program = attrs.evolve(self.program, offloaded=offloaded)
             needed = self.count_bytes(rank, program, self._select_costs(policies))
-            placement = self._place_state(rank, needed)
+            placement = self._choose_state_placement(rank, needed)
             device = needed.device - placement.saved
             fits = _is_within(device, self.limit) and _is_within(needed.host + placement.host, self.host_limit)
-            passes = simulate(attrs.evolve(alone, offloaded=offloaded), table).makespan if offloaded else busy
+            passes = simulate(attrs.evolve(rank_program, offloaded=offloaded), table).makespan if offloaded else busy
             seconds, choice = passes + placement.seconds, _RankChoice(policies, offloaded, placement.host_fraction)
             if fits and seconds < best_seconds:
                 best, best_seconds = choice, seconds
@@ -129,16 +136,16 @@ class StagePolicies:
                 best, smallest = choice, (device, seconds)
         return best
 
-    def _place_state(self, rank: int, needed: RankBytes) -> StatePlacement:
+    def _choose_state_placement(self, rank: int, needed: RankBytes) -> StatePlacement:
         """Return the fastest placement with which a rank fits, or the smallest for which the host has room."""
         placements = self.placements[rank]
         possible = [item for item in placements if _is_within(needed.host + item.host, self.host_limit)]
         fitting = (item for item in possible if _is_within(needed.device - item.saved, self.limit))
         return next(fitting, None) or max(possible or placements[:1], key=lambda item: item.saved)
 
-    def _list_choices(self, alone: Program, stages: Sequence[int]) -> Iterator[_Candidate]:
+    def _iterate_candidates(self, rank_program: Program, stages: Sequence[int]) -> Iterator[_Candidate]:
         """Yield a rank's choices."""
-        actions = [alone.action(row) for row in range(len(alone.stage))]
+        actions = [rank_program.action(row) for row in range(len(rank_program.stage))]
         waiting = [
             stage for stage in stages if self.may_offload and pair_offloaded_forward_and_backward(actions, {stage})
         ]
@@ -156,7 +163,7 @@ class StagePolicies:
         for way in ways:
             policies = dict(zip(stages, way, strict=True))
             table = self.build_table(self._select_costs(policies))
-            busy = float(table.get_durations(alone).sum())
+            busy = float(table.get_durations(rank_program).sum())
             yield from (_Candidate(busy, offloaded, policies, table) for offloaded in subsets)
 
     def _select_costs(self, policies: Mapping[int, Recompute]) -> Costs:

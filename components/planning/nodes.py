@@ -43,20 +43,20 @@ class Nodes:
 
     def find_only_node(self, port: type) -> str:
         """Return the node for a port; UserError if there is not exactly one."""
-        names = self._find_used_nodes(port)
+        names = self._find_nodes_used_in_run(port)
         if len(names) != 1:
             raise UserError(
                 f"a plan needs exactly one node that implements {port.__name__}, and the recipe has {len(names)}", 2
             )
         return names[0]
 
-    def _find_used_nodes(self, port: type) -> list[str]:
+    def _find_nodes_used_in_run(self, port: type) -> list[str]:
         """Return a port's nodes, without nodes unused in a run."""
         return [name for name in self.graph.implementers(port) if name in self.used]
 
     def has_node_for(self, port: type) -> bool:
         """Return whether a run uses a node for a port."""
-        return bool(self._find_used_nodes(port))
+        return bool(self._find_nodes_used_in_run(port))
 
     @property
     def checkpointer_node(self) -> str:
@@ -75,7 +75,7 @@ class Nodes:
     @cached_property
     def device_nodes(self) -> list[str]:
         """The devices' nodes."""
-        return self._find_used_nodes(Device)
+        return self._find_nodes_used_in_run(Device)
 
     @cached_property
     def model_node(self) -> str:
@@ -114,14 +114,14 @@ class Nodes:
         return self.find_only_node(TrainableStages)
 
     @cached_property
-    def memory_user_nodes(self) -> list[str]:
+    def memory_reporting_nodes(self) -> list[str]:
         """The nodes with memory to report by kind, including the stages."""
-        return self._find_used_nodes(MemoryUser)
+        return self._find_nodes_used_in_run(MemoryUser)
 
     @cached_property
     def frozen_model_nodes(self) -> list[str]:
         """The nodes with a frozen second model."""
-        return self._find_used_nodes(FrozenModel)
+        return self._find_nodes_used_in_run(FrozenModel)
 
     @property
     def frozen_models_with_flops(self) -> list[str]:
@@ -132,10 +132,10 @@ class Nodes:
     @cached_property
     def memory_policy_nodes(self) -> list[str]:
         """The memory policies' nodes; none if settings decide."""
-        return self._find_used_nodes(MemoryPolicy)
+        return self._find_nodes_used_in_run(MemoryPolicy)
 
     @property
-    def may_stream_states(self) -> bool:
+    def lets_policy_place_optimizer_state(self) -> bool:
         """Return whether an optimizer lets the memory policy choose where its state is."""
         users = {user for name in self.memory_policy_nodes for user, _ in self.graph.list_users_with_edge_names(name)}
         return bool(users & {*self.streaming_optimizer_nodes})
@@ -143,7 +143,9 @@ class Nodes:
     @property
     def streaming_optimizer_nodes(self) -> list[str]:
         """Return the nodes able to stream their state from host memory."""
-        return [name for name in self.memory_user_nodes if issubclass(self.graph.nodes[name].spec.cls, HostMemoryUser)]
+        return [
+            name for name in self.memory_reporting_nodes if issubclass(self.graph.nodes[name].spec.cls, HostMemoryUser)
+        ]
 
     @property
     def may_offload(self) -> bool:
@@ -166,7 +168,7 @@ class Nodes:
         )
         if edge is None or not is_known:
             return []
-        needed = {*self.graph.topological_order([*self.nodes_needed_by_stages, *self.memory_user_nodes])}
+        needed = {*self.graph.topological_order([*self.nodes_needed_by_stages, *self.memory_reporting_nodes])}
         users = {user for name in edge.targets for user, _ in self.graph.list_users_with_edge_names(name)}
         return [*edge.targets] if users & needed == {self.model_node} else []
 
@@ -181,9 +183,9 @@ class Nodes:
         return math.prod(PerDimension.from_settings(self.mesh_settings).without_expert_dimensions().values())
 
     @cached_property
-    def row_growth_by_phase(self) -> RowGrowth:
+    def phase_row_growth(self) -> RowGrowth:
         """Row growth by a phase, such as sampling; NO_GROWTH without such a phase."""
-        for name in self._find_used_nodes(Phase):
+        for name in self._find_nodes_used_in_run(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
                 return component.predict_row_growth(self.graph.view(name))
         return NO_GROWTH
@@ -191,8 +193,8 @@ class Nodes:
     @property
     def batch_type(self) -> type[Batch]:
         """Return the run's batch class; UserError if there is not exactly one."""
-        ports = (Phase,) if self.row_growth_by_phase != NO_GROWTH else (PackedDataset, Collator)
-        classes = [self.graph.nodes[name].spec.cls for port in ports for name in self._find_used_nodes(port)]
+        ports = (Phase,) if self.phase_row_growth != NO_GROWTH else (PackedDataset, Collator)
+        classes = [self.graph.nodes[name].spec.cls for port in ports for name in self._find_nodes_used_in_run(port)]
         types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
         if len(types) != 1:
             raise UserError(f"a plan needs exactly one batch class, and the recipe's data sets have {len(types)}", 2)
@@ -203,28 +205,30 @@ class Nodes:
         """Return the sequence length, or 1 if rows are not tokens; UserError if no data set has it as a setting."""
         if "tokens" not in self.batch_type.specs.values():
             return 1
-        for name in self._find_used_nodes(PackedDataset):
+        for name in self._find_nodes_used_in_run(PackedDataset):
             for key in ("length", "max_length"):
                 if isinstance(length := self.graph.nodes[name].settings.get(key), int):
-                    return length + self.row_growth_by_phase.added_tokens
+                    return length + self.phase_row_growth.added_tokens
         text = "a plan needs the sequence length, and no data set of the recipe has a setting `length` or `max_length`"
         raise UserError(f"{text}; add one of them, an integer", 2)
 
     @property
     def mean_document_length(self) -> float:
         """Return the mean document length in tokens, or inf if the data are not available or do not know it."""
-        names = self._find_used_nodes(TokenCorpus)
+        names = self._find_nodes_used_in_run(TokenCorpus)
         if len(names) != 1 or not issubclass(self.graph.nodes[names[0]].spec.cls, KnownDocuments):
             return math.inf
         container = self.recipe.project.container(self.graph, *names)
         container.build()
-        length: float | None = container[names[0]].mean_length()
+        length: float | None = container[names[0]].compute_mean_document_length()
         return math.inf if length is None else length
 
     @property
     def attention_kernel(self) -> str:
         """Return the recipe's attention kernel, or `auto`."""
-        settings = [self.settings_of_node(name).get("attention", "auto") for name in self._find_used_nodes(Kernels)]
+        settings = [
+            self.settings_of_node(name).get("attention", "auto") for name in self._find_nodes_used_in_run(Kernels)
+        ]
         return next(iter(settings), "auto")
 
     @property
@@ -233,7 +237,7 @@ class Nodes:
         return int(self.settings_of_node(self.find_only_node(Batching))["global_size"])
 
     @property
-    def defers_scaling(self) -> bool:
+    def optimizer_applies_gradient_factors(self) -> bool:
         """Return whether the optimizer's launch on a GPU multiplies gradients by the step's factors while it reads."""
         root = self.graph.nodes[self.recipe.project.root]
         for name in root.edges["phases"].targets if "phases" in root.edges else ():
@@ -262,4 +266,4 @@ class Nodes:
                 f"{self.global_batch_size} rows are not divisible among {replicas} replicas with microbatches of {rows}"
             )
             raise UserError(f"batch.global_size: {text}; write a multiple of {rows * replicas}", 2)
-        return rows * self.row_growth_by_phase.rows_per_row, self.global_batch_size // (rows * replicas)
+        return rows * self.phase_row_growth.rows_per_row, self.global_batch_size // (rows * replicas)

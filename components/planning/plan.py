@@ -15,21 +15,21 @@ from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
-from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
+from drawloom.components.planning.attention import AttentionFractions, MicrobatchRows, estimate_attention_fractions
 from drawloom.components.planning.memory_choice import (
     HOST_FRACTIONS,
-    POLICIES,
+    MemoryChoiceSearch,
     RankBytes,
-    StagePolicies,
     StatePlacement,
+    list_policies,
 )
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.rank_view import Elements, RankView, link_bandwidth
-from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
+from drawloom.components.planning.rank_view import ElementCounts, RankView, estimate_link_bandwidth
+from drawloom.components.planning.stage_costs import Recordings, StageCostRecorder, StageCosts
 from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
-from drawloom.components.planning.timeline import Peak, peak_host_bytes_of, peak_of
+from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateArithmetic, UpdateFlops
-from drawloom.components.ports.memory import HostMemoryUser, memory_by_kind
+from drawloom.components.ports.memory import HostMemoryUser, sum_memory_by_kind
 from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
 from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
@@ -98,10 +98,10 @@ class Plan:
     device: DeviceModel
     mesh: PlannedMesh
     program: Program
-    rows: Rows
+    rows: MicrobatchRows
     microbatches: int
     layers: int
-    elements: Mapping[int, Elements]
+    elements: Mapping[int, ElementCounts]
     costs: Mapping[int, StageCosts]
     table: CostTable
     memory: Sequence[RankMemory]
@@ -253,7 +253,7 @@ class Planner:
         except DeadlockError as deadlock:
             raise UserError(f"{self.nodes.schedule_node} can't be executed: {deadlock}") from deadlock
         if self.nodes.memory_policy_nodes:
-            return self._plan_within_limits(program, rows)
+            return self._plan_with_memory_policy(program, rows)
         views = self._build_rank_views(program)
         self._check_persistent_bytes(views)
         stages = self.nodes.settings_of_node(self.nodes.stages_node)
@@ -262,37 +262,40 @@ class Planner:
         offloaded = program.offloaded.union(
             stage.index for view in views for stage in view.stages.local if stage.offload
         )
-        return self._plan_stages(views, attrs.evolve(merge_split_backwards(program), offloaded=offloaded), rows, costs)
+        return self._build_plan_from_costs(
+            views, attrs.evolve(merge_split_backwards(program), offloaded=offloaded), rows, costs
+        )
 
-    def _plan_within_limits(self, program: Program, rows: int) -> Plan:
+    def _plan_with_memory_policy(self, program: Program, rows: int) -> Plan:
         """Plan the fastest fitting choice of recomputation, offloading and memory for the state, or the smallest."""
         limits = self.nodes.settings_of_node(self.nodes.find_only_node(MemoryPolicy))
         memory = min(limits["limit"] or DEVICE_FRACTION * self.device.memory, self.device.memory or math.inf)
         host_memory = int(limits["host_limit"] or self.device.host_memory)
         self.device = attrs.evolve(self.device, memory=int(memory), host_memory=host_memory)
         views = self._build_rank_views(program)
-        places = [self._place_states(view) for view in views]
+        places = [self._list_state_placements(view) for view in views]
         self._check_persistent_bytes([view for placed in places for view, _ in placed[-1:]])
         merged = merge_split_backwards(program)
         keeps_all = MemoryChoice.keep_all(program.stages, program.ranks)
         kept_costs = self._record_stage_costs(views, program, rows, keeps_all.recompute)
-        kept = self._plan_stages(views, merged, rows, kept_costs)
+        kept = self._build_plan_from_costs(views, merged, rows, kept_costs)
         kept = attrs.evolve(kept, choice=keeps_all, kept_seconds=kept.time.seconds)
         if kept.fits:
             return kept
-        compiled = self.nodes.settings_of_node(self.nodes.stages_node).get("compile")
-        costs_by_policy: dict[Recompute, Mapping[int, StageCosts]] = {"none": kept_costs}
-        for policy in POLICIES[1:]:
-            if not (compiled and policy == "selective"):  # torch chooses what a compiled block recomputes
-                policies = (policy,) * program.stages
-                costs_by_policy[policy] = self._record_stage_costs(views, program, rows, policies)
+        compiled = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("compile"))
+        costs_by_policy: dict[Recompute, Mapping[int, StageCosts]] = {
+            policy: kept_costs
+            if policy == "none"
+            else self._record_stage_costs(views, program, rows, (policy,) * program.stages)
+            for policy in list_policies(limits["quantize"], compiled)
+        }
 
         def count_bytes(rank: int, whole: Program, costs: Mapping[int, StageCosts]) -> RankBytes:
             """Count a rank's bytes on the device and in host memory."""
             memory = self._estimate_rank_memory(views[rank], rank, whole, costs)
             return RankBytes(memory.peak_bytes, memory.host)
 
-        choice = StagePolicies(
+        choice = MemoryChoiceSearch(
             program=merged,
             costs=costs_by_policy,
             build_table=lambda costs: self._build_cost_table(views, costs),
@@ -307,13 +310,15 @@ class Planner:
             next(view for view, placement in placed if placement.host_fraction == fraction)
             for placed, fraction in zip(places, choice.host_states, strict=True)
         ]
-        chosen = self._plan_stages(chosen_views, attrs.evolve(merged, offloaded=choice.offloaded), rows, costs)
+        chosen = self._build_plan_from_costs(
+            chosen_views, attrs.evolve(merged, offloaded=choice.offloaded), rows, costs
+        )
         return attrs.evolve(chosen, choice=choice, kept_seconds=kept.time.seconds)
 
-    def _place_states(self, view: RankView) -> list[tuple[RankView, StatePlacement]]:
+    def _list_state_placements(self, view: RankView) -> list[tuple[RankView, StatePlacement]]:
         """Return a rank's views and placements by the fraction of its optimizer state in host memory."""
-        fractions = HOST_FRACTIONS if self.nodes.may_stream_states else HOST_FRACTIONS[:1]
-        views = [(fraction, view.move_states(fraction)) for fraction in fractions]
+        fractions = HOST_FRACTIONS if self.nodes.lets_policy_place_optimizer_state else HOST_FRACTIONS[:1]
+        views = [(fraction, view.with_state_on_host(fraction)) for fraction in fractions]
         return [
             (
                 moved,
@@ -329,7 +334,7 @@ class Planner:
 
     def _check_persistent_bytes(self, views: Sequence[RankView]) -> None:
         """Raise TooLargeError if a rank's persistent bytes exceed `memory_limit`."""
-        persistent = max(sum(_persistent_bytes_by_kind(view).values()) for view in views)
+        persistent = max(sum(_select_persistent_bytes_by_kind(view).values()) for view in views)
         if self.memory_limit and persistent > self.memory_limit:
             raise TooLargeError(persistent)
 
@@ -338,14 +343,14 @@ class Planner:
         exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
         return build_cost_table(costs, exchanges, self._estimate_message_seconds(costs), self.device.host_link)
 
-    def _plan_stages(
+    def _build_plan_from_costs(
         self, views: Sequence["RankView"], program: Program, microbatch_rows: int, costs: Mapping[int, StageCosts]
     ) -> Plan:
         """Plan a program with merged backward passes, with these costs by stage."""
         memory = [self._estimate_rank_memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision_node]
-        document_rows = self._describe_microbatch_rows(microbatch_rows)
-        tokens = self.nodes.global_batch_size * self.nodes.row_growth_by_phase.rows_per_row * self.nodes.sequence_length
+        document_rows = self._build_microbatch_rows(microbatch_rows)
+        tokens = self.nodes.global_batch_size * self.nodes.phase_row_growth.rows_per_row * self.nodes.sequence_length
         exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
         table = self._build_cost_table(views, costs)
         frozen = set[str]().union(*(view.frozen_names for view in views))
@@ -360,7 +365,7 @@ class Planner:
             costs=costs,
             table=table,
             memory=memory,
-            time=estimate_step_time(program, table, costs, exchanges, self._reference_passes),
+            time=estimate_step_time(program, table, costs, exchanges, self._reference_forward_passes),
             tokens=tokens,
             flops=_count_training_flops(self._model_forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(get_matmul_dtype_key(precision.compute), math.nan),
@@ -368,7 +373,7 @@ class Planner:
         )
 
     @property
-    def _reference_passes(self) -> float:
+    def _reference_forward_passes(self) -> float:
         """Return a reference model's forward passes per microbatch, in passes of the trained model."""
         loss = self.objects[self.nodes.loss_node]
         if not isinstance(loss, Referenced) or loss.reference not in ("adapters", "model"):
@@ -385,21 +390,23 @@ class Planner:
         layers: int = self.objects[self.nodes.model_node].num_hidden_layers
         return layers
 
-    def _describe_microbatch_rows(self, count: int) -> Rows:
+    def _build_microbatch_rows(self, count: int) -> MicrobatchRows:
         """Return microbatch rows for the estimates: `count`, sequence length, and mean document length."""
         # The length may require opening a store of many shards.
         document = self.cache.get_or_compute("document length", lambda: self.nodes.mean_document_length)
-        return Rows(count, self.nodes.sequence_length, document)
+        return MicrobatchRows(count, self.nodes.sequence_length, document)
 
-    def _estimate_attention(self, rows: Rows) -> AttentionFractions:
+    def _estimate_attention_fractions(self, rows: MicrobatchRows) -> AttentionFractions:
         """Estimate the attention fractions; cuDNN gets single-document rows, unless another kernel is configured."""
         if not self.device.is_gpu:
-            fractions = estimate_attention_fractions(self._model_forward_flops, Rows(rows.count, rows.length), 1.0)
+            fractions = estimate_attention_fractions(
+                self._model_forward_flops, MicrobatchRows(rows.count, rows.length), 1.0
+            )
             return attrs.evolve(fractions, packed=0.0)
         captured = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("capture")) and rows.document < math.inf
         by_cudnn = self.nodes.attention_kernel in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
         return estimate_attention_fractions(
-            self._model_forward_flops, rows, rows.single_document_probability * by_cudnn
+            self._model_forward_flops, rows, rows.one_document_per_row_probability * by_cudnn
         )
 
     @cached_property
@@ -429,7 +436,10 @@ class Planner:
         policies = dict.fromkeys(self.nodes.memory_policy_nodes, policy)
         replacements = {**self.objects, self.nodes.mesh_node: mesh, **policies}
         container = self.nodes.recipe.project.container(
-            self.nodes.recipe.graph, self.nodes.stages_node, *self.nodes.memory_user_nodes, replacements=replacements
+            self.nodes.recipe.graph,
+            self.nodes.stages_node,
+            *self.nodes.memory_reporting_nodes,
+            replacements=replacements,
         )
         container.build()
         stages = container[self.nodes.stages_node]
@@ -437,24 +447,24 @@ class Planner:
         frozen = [container[name] for name in self.nodes.frozen_model_nodes]
         for model in frozen:
             model.build_meta_stages()
-        users = [container[name] for name in self.nodes.memory_user_nodes]
+        users = [container[name] for name in self.nodes.memory_reporting_nodes]
 
-        def count_state_bytes(fraction: float) -> tuple[dict[str, int], int]:
+        def count_bytes_with_state_on_host(fraction: float) -> tuple[dict[str, int], int]:
             """Return the bytes by kind, and in host memory, with a fraction of the state there."""
             policy.choice = attrs.evolve(policy.choice, host_states=(fraction,) * self.mesh.sizes.pipeline)
-            sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
+            sizes = {str(kind): size for kind, size in sum_memory_by_kind(users).items()}
             return sizes, sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
 
-        sizes, host_bytes = count_state_bytes(0.0)
+        sizes, host_bytes = count_bytes_with_state_on_host(0.0)
         update_flops = sum(user.count_update_flops() for user in users if isinstance(user, UpdateFlops))
-        arithmetic = sum(user.count_update_arithmetic() for user in users if isinstance(user, UpdateArithmetic))
-        passes = 2 if self.device.is_gpu and self.nodes.defers_scaling else 4
+        arithmetic = sum(user.count_elementwise_update_ops() for user in users if isinstance(user, UpdateArithmetic))
+        passes = 2 if self.device.is_gpu and self.nodes.optimizer_applies_gradient_factors else 4
         return RankView(
             mesh=mesh,
             stages=stages,
             bytes_by_kind=sizes,
             host_bytes=host_bytes,
-            count_state_bytes=count_state_bytes,
+            count_bytes_with_state_on_host=count_bytes_with_state_on_host,
             gradient_passes=passes,
             update_flops=update_flops,
             update_arithmetic=arithmetic,
@@ -467,7 +477,7 @@ class Planner:
         """Record every stage's passes on the meta device, with a recompute policy each; return the costs by stage."""
         model, loss = self.objects[self.nodes.model_node], self.objects[self.nodes.loss_node]
         stages, sizes = self.nodes.settings_of_node(self.nodes.stages_node), self.mesh.sizes.settings()
-        meter = StageMeter(
+        meter = StageCostRecorder(
             loss=loss,
             batch_type=self.nodes.batch_type,
             blocks=model.blocks,
@@ -476,9 +486,11 @@ class Planner:
             context=self.mesh.context_group,
             gradient=self.objects[self.nodes.precision_node].gradient,
             device=self.device.without_host_time() if stages.get("capture") else self.device,
-            links=lambda dimension: link_bandwidth(self.mesh, self.device, dimension),
-            fractions=self._estimate_attention(self._describe_microbatch_rows(rows)),
-            cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),
+            links=lambda dimension: estimate_link_bandwidth(self.mesh, self.device, dimension),
+            fractions=self._estimate_attention_fractions(self._build_microbatch_rows(rows)),
+            cache_key=tuple(
+                (sizes[name], estimate_link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES
+            ),
             recordings=self.cache.recordings,
             frozen_model=views[-1].frozen_model,
         )
@@ -486,7 +498,7 @@ class Planner:
         all_stages = sorted((stage for view in views for stage in view.stages.local), key=lambda stage: stage.index)
         # A cached view may have been made with other policies.
         recomputing = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in all_stages]
-        costs = {stage.index: meter.costs(stage, stage.index in split_stages) for stage in recomputing}
+        costs = {stage.index: meter.record_costs(stage, stage.index in split_stages) for stage in recomputing}
         self.frozen_model_bytes = meter.frozen_model_bytes
         return costs
 
@@ -497,25 +509,25 @@ class Planner:
         gradients = {
             stage.index: view.gradient_bytes_in_backward(stage, program.microbatches) for stage in view.stages.local
         }
-        peak = peak_of(program, index, costs, gradients)
+        peak = compute_peak_memory(program, index, costs, gradients)
         buffers = view.buffer_bytes_by_kind(costs, self.device, self._count_step_batch_bytes(program.microbatches))
         if self.frozen_model_bytes and view.stages.local[-1].span.head:
             buffers["reference"] = program.microbatches * self.frozen_model_bytes
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
-            persistent=_persistent_bytes_by_kind(view),
+            persistent=_select_persistent_bytes_by_kind(view),
             gradients=view.bytes_by_kind.get("gradients", 0),
             whole_gradients=sum(gradients.values()),
             step=peak,
             buffers=buffers,
             final_peak=view.bytes_by_kind.get("gradients", 0) + view.reduction_buffer_bytes(),
-            host=view.host_bytes + view.frozen_host_bytes + peak_host_bytes_of(program, index, costs),
+            host=view.host_bytes + view.streamed_frozen_weight_bytes + compute_peak_host_bytes(program, index, costs),
         )
 
     def _estimate_message_seconds(self, costs: Mapping[int, StageCosts]) -> float:
         """Return the seconds for a message from a stage to the next."""
         size = max(stage_costs.sent for stage_costs in costs.values())
-        return size / link_bandwidth(self.mesh, self.device, PipelineDimension.name)
+        return size / estimate_link_bandwidth(self.mesh, self.device, PipelineDimension.name)
 
     def _count_step_batch_bytes(self, microbatch_count: int) -> int:
         """Return the bytes in a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""
@@ -523,13 +535,13 @@ class Planner:
         return microbatch_count * rows * self.nodes.sequence_length // self.mesh.sizes.context * (4 * 8 + 4)
 
 
-def _persistent_bytes_by_kind(view: RankView) -> dict[str, int]:
+def _select_persistent_bytes_by_kind(view: RankView) -> dict[str, int]:
     """Return a rank's persistent bytes by kind: all but gradients."""
     return {kind: size for kind, size in view.bytes_by_kind.items() if kind != "gradients"}
 
 
 def _count_training_flops(
-    forward_flops: ForwardFlops | None, tokens: int, rows: Rows, frozen_names: set[str]
+    forward_flops: ForwardFlops | None, tokens: int, rows: MicrobatchRows, frozen_names: set[str]
 ) -> float | None:
     """Return the FLOPs to train on `tokens`, or None if the model does not count them."""
     if forward_flops is None:

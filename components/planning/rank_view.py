@@ -21,7 +21,7 @@ from drawloom.components.ports.stages import FrozenModel, Stage
 
 
 @attrs.frozen
-class Elements:
+class ElementCounts:
     """
     Element counts of a stage's parameters: all, and the trained ones.
 
@@ -39,26 +39,25 @@ class RankView:
     """
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
-    `host_bytes` are streamed from host memory and back in every step; `count_state_bytes` returns both for a fraction
-    of the optimizer's state in host memory. `gradient_passes` is how often an update reads or writes all gradients;
-    `update_flops` are the matrix product FLOPs in one optimizer step, and `update_arithmetic` the other operations of
-    optimizers limited by them. `frozen_model` is the recipe's frozen second
-    model, if it has one.
+    `host_bytes` are streamed from host memory and back in every step; `count_bytes_with_state_on_host` returns both for
+    a fraction of the optimizer's state in host memory. `gradient_passes` is how often an update reads or writes all
+    gradients; `update_flops` are the matrix product FLOPs in one optimizer step, and `update_arithmetic` the other
+    operations of optimizers limited by them. `frozen_model` is the recipe's frozen second model, if it has one.
     """
 
     mesh: PlannedMesh
     stages: Any
     bytes_by_kind: Mapping[str, int]
     host_bytes: int
-    count_state_bytes: Callable[[float], tuple[Mapping[str, int], int]]
+    count_bytes_with_state_on_host: Callable[[float], tuple[Mapping[str, int], int]]
     gradient_passes: int
     update_flops: float
     update_arithmetic: float
     frozen_model: FrozenModel | None = None
 
-    def move_states(self, host_fraction: float) -> "RankView":
+    def with_state_on_host(self, host_fraction: float) -> "RankView":
         """Return this rank with a fraction of the optimizer's state in host memory."""
-        bytes_by_kind, host_bytes = self.count_state_bytes(host_fraction)
+        bytes_by_kind, host_bytes = self.count_bytes_with_state_on_host(host_fraction)
         return attrs.evolve(self, bytes_by_kind=bytes_by_kind, host_bytes=host_bytes)
 
     @property
@@ -68,7 +67,7 @@ class RankView:
         return store if isinstance(store, SlicedStore) else None
 
     @property
-    def frozen_host_bytes(self) -> int:
+    def streamed_frozen_weight_bytes(self) -> int:
         """Return the bytes of streamed frozen weights."""
         return 0 if self.stages.streamed is None else int(self.stages.streamed.byte_count)
 
@@ -80,22 +79,22 @@ class RankView:
     @cached_property
     def frozen_names(self) -> set[str]:
         """Return the names of untrained parameters."""
-        named = (pair for stage in self.stages.local for pair in stage.named_parameters())
+        named = (pair for stage in self.stages.local for pair in stage.named_masters_or_parameters())
         return {name for name, parameter in named if not parameter.requires_grad}
 
     @cached_property
-    def elements_by_stage(self) -> dict[int, Elements]:
+    def elements_by_stage(self) -> dict[int, ElementCounts]:
         """Return the element counts by stage."""
         owned = dict(self.stages.named_parameters())
         return {stage.index: self._count_elements(stage, owned) for stage in self.stages.local}
 
-    def _count_elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> Elements:
+    def _count_elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> ElementCounts:
         """Count a stage's elements: all, trained, owned by this rank, and in the largest reduction unit."""
         parameters = list(stage.module.parameters())
-        return Elements(
+        return ElementCounts(
             all=sum(parameter.numel() for parameter in parameters),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            owned=sum(owned[name].numel() for name, _ in stage.named_parameters() if name in owned),
+            owned=sum(owned[name].numel() for name, _ in stage.named_masters_or_parameters() if name in owned),
             unit=count_elements_in_largest_reduction_unit(stage.module, self.stages.model.blocks(stage.module)),
         )
 
@@ -145,28 +144,28 @@ class RankView:
         gathers = (
             {}
             if self.sharded_parameter_store is None
-            else self._gather_seconds_by_stage(self.sharded_parameter_store, device)
+            else self._estimate_gather_seconds_by_stage(self.sharded_parameter_store, device)
         )
         gathers_per_block = self.sharded_parameter_store is not None and self.sharded_parameter_store.gathers_per_block
-        reduces = self._reduce_seconds_by_stage(device)
+        reduces = self._estimate_reduce_seconds_by_stage(device)
         sync_each_microbatch = self.stages.sync_each_microbatch
         replicas = (
             2
             * self.trainable_elements_on_rank
             * self._reduction_itemsize
-            * self._seconds_per_byte(device, "data_replicate")
+            * self._estimate_seconds_per_byte(device, "data_replicate")
         )
         return ReplicaTimes(
             gathered_by_pass=gathers if gathers_per_block else {},
             reduced_by_pass=reduces if sync_each_microbatch else {},
             gathered_once=0.0 if gathers_per_block else sum(gathers.values()),
             reduced_once=replicas + (0.0 if sync_each_microbatch else sum(reduces.values())),
-            update=self._update_seconds(device),
+            update=self._estimate_update_seconds(device),
         )
 
-    def _gather_seconds_by_stage(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, float]:
+    def _estimate_gather_seconds_by_stage(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for gathering parameters, by stage."""
-        seconds = self._seconds_per_byte(device, *SHARDS)
+        seconds = self._estimate_seconds_per_byte(device, *SHARDS)
         stages = zip(self.stages.local, sliced.gathered, strict=True)
         return {
             stage.index: (sizes.root + sum(sizes.blocks) - self._gather_bytes_saved_by_float8(stage)) * seconds
@@ -182,38 +181,38 @@ class RankView:
         linear = [layer for layer in layers if isinstance(layer, LinearLayer) and not layer.weight_formats]
         return sum(layer.weight.numel() for layer in linear) * (int(precision.compute.itemsize) - 1)
 
-    def _reduce_seconds_by_stage(self, device: DeviceModel) -> dict[int, float]:
+    def _estimate_reduce_seconds_by_stage(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for reducing sharded gradients, by stage."""
         if self.sharded_parameter_store is None:
             return {}
-        seconds = self._gradient_message_itemsize * self._seconds_per_byte(device, *SHARDS)
+        seconds = self._gradient_message_itemsize * self._estimate_seconds_per_byte(device, *SHARDS)
         return {stage: elements.all * seconds for stage, elements in self.elements_by_stage.items()}
 
-    def _seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:
+    def _estimate_seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:
         """Return the seconds per byte for an all-gather or a reduce-scatter along mesh dimensions."""
         size = self.mesh.group(*dimensions).size
-        return (size - 1) / size / link_bandwidth(self.mesh, device, *dimensions)
+        return (size - 1) / size / estimate_link_bandwidth(self.mesh, device, *dimensions)
 
     @cached_property
     def _weight_bytes_to_update(self) -> int:
         """Return the weight bytes that the optimizer updates on this rank."""
         return sum(weight.nbytes for _, weight in self.stages.named_parameters())
 
-    def _update_seconds(self, device: DeviceModel) -> float:
+    def _estimate_update_seconds(self, device: DeviceModel) -> float:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes, bandwidth = self.bytes_by_kind, device.bandwidth * device.reached.memory
         state, gradients = self.host_bytes + sizes.get("optimizer_state", 0), sizes.get("gradients", 0)
         traffic: float = gradients + 2 * self._weight_bytes_to_update + 2 * state
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         arithmetic = self.update_arithmetic / device.peaks.get("float32", math.inf)
-        products = self.update_flops / device.compute_matmul_rate(torch.bfloat16)
+        products = self.update_flops / device.compute_achieved_matmul_flop_rate(torch.bfloat16)
         norm = (self.gradient_passes - 1) * gradients / bandwidth
         update = norm + max(traffic / bandwidth, arithmetic) + products
         # State in host memory is streamed in both directions at once, while the device updates.
         return max(update, self.host_bytes / device.host_link)
 
 
-def link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *mesh_dimensions: str) -> float:
+def estimate_link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *mesh_dimensions: str) -> float:
     """Return a rank's send rate along mesh dimensions, in bytes/s."""
     ranks = mesh.group(*mesh_dimensions).ranks
     hosts = {rank // device.per_host for rank in ranks}

@@ -84,13 +84,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seconds = self._comm_seconds = self._host = self._flops = self._link_seconds = 0.0
         self._label = ["other"]
 
-    def label_storages_of_module(self, module: nn.Module, label: str) -> list[Any]:
+    def label_storages_allocated_by_module(self, module: nn.Module, label: str) -> list[Any]:
         """Label the storages allocated in a module's forward pass; return the hooks' handles."""
         begin = module.register_forward_pre_hook(lambda *_: self._label.append(label))
         return [begin, module.register_forward_hook(lambda *_: self._label.pop() and None, always_call=True)]
 
     @contextmanager
-    def label_storages(self, label: str) -> Iterator[None]:
+    def label_new_storages(self, label: str) -> Iterator[None]:
         """Label storages allocated in this context, unless a module has its own label."""
         self._label.append(label)
         yield
@@ -160,8 +160,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
-        work = flops if costs.is_attention else costs.work
-        rate = self._device.compute_matmul_rate(_narrowest_dtype(inputs)) if flops else math.inf
+        work = flops if costs.is_attention else costs.equivalent_flops
+        rate = self._device.compute_achieved_matmul_flop_rate(_narrowest_dtype(inputs)) if flops else math.inf
         if costs.is_attention:
             rate *= reached.attention / reached.products
             rate /= 1 - self._fractions.packed + self._fractions.packed / reached.packed

@@ -137,12 +137,15 @@ def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iter
             yield {name: {"states": "host"}}, "optimizer state is streamed from host memory in each step", ranks
         if optimizer.get("state_dtype") in ("bfloat16", "float32") and not optimizer["amsgrad"]:
             yield {name: {"state_dtype": "uint8"}}, "means of the optimizer have 8 bits", ranks
-    if precision["frozen"] != "compute" and not stages["stream_frozen"]:
+    if not stages["stream_frozen"]:  # refused, so not a remedy, if no weight is frozen
         yield {nodes.stages_node: {"stream_frozen": True}}, "frozen weights are copied from host memory", ranks
     if planned.mesh.sizes.pipeline > 1 and not stages["offload"] and not chooses:
         yield {nodes.stages_node: {"offload": True}}, "activations wait in host memory", ranks
     if stages["recompute"] != "blocks" and not chooses:
         yield {nodes.stages_node: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
+    if stages["recompute"] in ("none", "selective") and not chooses:
+        lossy = "inputs of norms and gates in 8 bits round gradients"
+        yield {nodes.stages_node: {"recompute": "quantized"}}, lossy, ranks
     if shards > 1 and stages["reshard_after_forward"] is not True and planned.mesh.sizes.pipeline > 1:
         yield {nodes.stages_node: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
     yield {nodes.mesh_node: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks

@@ -10,7 +10,7 @@ import attrs
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextDimension
 from drawloom.components.parallel.expert import ExpertDimension
-from drawloom.components.planning.cost_sources import Planned
+from drawloom.components.planning.cost_sources import PlannedCosts
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, TooLargeError, plan
 from drawloom.components.planning.remedies import Values, format_toml_lines
@@ -55,8 +55,8 @@ class PlanChoice:
     plan: Plan
 
     @property
-    def format_overlay(self) -> str:
-        """Return the settings as an overlay in TOML."""
+    def overlay_toml(self) -> str:
+        """The settings as an overlay in TOML."""
         return "\n".join(format_toml_lines(self.values))
 
 
@@ -107,7 +107,7 @@ class _Search:
         if self.best == math.inf:
             for _, mesh in sorted(self.too_large, key=lambda pair: pair[0])[:MAX_PLANS_SHOWN]:
                 if (
-                    choice := self._plan_policy(mesh, 1, _list_schedules_for_mesh(mesh)[0], POLICIES[-1], None)
+                    choice := self._plan_configuration(mesh, 1, _list_schedules_for_mesh(mesh)[0], POLICIES[-1], None)
                 ) is not None:
                     yield choice
 
@@ -124,7 +124,7 @@ class _Search:
         values = {**fastest.values, nodes.stages_node: stages}
         cache = attrs.evolve(self.cache, views={})  # without the costs of the ends, stages contain other layers
         try:
-            planned = Planned(nodes.recipe.with_values(values), device, cache)
+            planned = PlannedCosts(nodes.recipe.with_values(values), device, cache)
             costs = planned.auto_schedule_settings(fastest.plan.mesh.sizes.pipeline)
             schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
             choice = self._plan_if_valid({**values, nodes.schedule_node: schedule}, cache)
@@ -155,7 +155,7 @@ class _Search:
         """Return the plan with the least recomputation that fits; if none fits, a plan with more; None if invalid."""
         choice = None
         for policy in POLICIES if not self.nodes.memory_policy_nodes else POLICIES[:1]:
-            choice = self._plan_policy(mesh, rows, schedule, policy, self.cache) or choice
+            choice = self._plan_configuration(mesh, rows, schedule, policy, self.cache) or choice
             if choice is None:
                 break
             if choice.plan.fits:
@@ -165,7 +165,7 @@ class _Search:
                 break  # more recomputation takes even longer
         return choice
 
-    def _plan_policy(
+    def _plan_configuration(
         self, mesh: PerDimension, rows: int, schedule: str, policy: str, cache: PlanCache | None
     ) -> PlanChoice | None:
         """Plan with these settings; return None if they are invalid. Raises TooLargeError if parameters do not fit."""
@@ -175,7 +175,7 @@ class _Search:
             stages["dispatcher"] = {"use": "experts.all_to_all" if mesh.expert > 1 else "experts.local"}
         batch = {"micro_size": rows}
         values: dict[str, dict[str, Any]] = {
-            nodes.mesh_node: _mesh_settings_of_plan(nodes, mesh),
+            nodes.mesh_node: _select_mesh_settings(nodes, mesh),
             nodes.find_only_node(Batching): batch,
             nodes.stages_node: stages,
         }
@@ -220,7 +220,7 @@ def _list_meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> 
                 )
 
 
-def _mesh_settings_of_plan(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
+def _select_mesh_settings(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
     """Return a mesh's settings for a plan: contexts stay, and models without experts have no `expert`."""
     kept = {ContextDimension.name, *(() if nodes.has_experts else (ExpertDimension.name,))}
     return {name: size for name, size in mesh.settings().items() if name not in kept}

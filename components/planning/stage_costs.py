@@ -54,7 +54,7 @@ Recordings = dict[Hashable, Any]
 
 
 @attrs.define(eq=False)
-class StageMeter:
+class StageCostRecorder:
     """
     Meter for a model's stages and microbatches (rows, length), split over the `context` group.
 
@@ -78,10 +78,14 @@ class StageMeter:
     _inputs: tuple[Any, Any, Batch] | None = None
     _hidden: Any = None
 
-    def costs(self, stage: Stage, split: bool) -> StageCosts:
-        """Return a stage's costs. The first stage must come first, because its outputs are the other stages' inputs."""
+    def record_costs(self, stage: Stage, split: bool) -> StageCosts:
+        """
+        Record a stage's passes, and return its costs.
+
+        The first stage must come first, because its outputs are the other stages' inputs.
+        """
         blocks = [
-            _Block(_block_key(block), _is_recomputed(stage.recompute, number), number)
+            _Block(_make_block_key(block), _is_recomputed(stage.recompute, number), number)
             for number, block in enumerate(self.blocks(stage.module))
         ]
         # The last block is recorded alone: when an earlier block is recomputed, the tensors of the last are free.
@@ -110,14 +114,15 @@ class StageMeter:
 
     def _record_passes_with_only_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
         """Record a stage's passes with only these blocks in place, or return the recording for an equal stage."""
-        parameters = _outer_parameters(stage.module, self.blocks(stage.module))
-        features = stage.span.embedding, stage.span.head, stage.recompute == "selective"
+        parameters = _make_outer_parameters_key(stage.module, self.blocks(stage.module))
+        # By blocks, `blocks` says which are recomputed.
+        policy = stage.recompute if stage.recompute in ("selective", "quantized") else "blocks"
+        features = stage.span.embedding, stage.span.head, policy
         passes: Passes = {}
         for is_split in (False, True) if split else (False,):
             key = (self.rows, self.cache_key, *features, parameters, tuple(blocks), is_split)
             if key not in self.recordings:
                 with _bypass_other_blocks(self.blocks(stage.module), blocks):
-                    policy: Recompute = "selective" if stage.recompute == "selective" else "blocks"
                     recorded = self._record_passes(attrs.evolve(stage, recompute=policy), is_split)
                 self.recordings[key] = recorded, self._hidden
             more, self._hidden = self.recordings[key]
@@ -135,43 +140,43 @@ class StageMeter:
                 parameter.grad = torch.empty_like(parameter, dtype=self.gradient)
         fused = fuse_gradient_sums_on_meta() if self.device.is_gpu else nullcontext()
         with ExitStack() as hooks, fused, recorder:
-            for handle in self._label_modules(recorder, stage):
+            for handle in self._register_label_hooks(recorder, stage):
                 hooks.callback(handle.remove)
-            with recorder.label_storages("hidden states"):
+            with recorder.label_new_storages("hidden states"):
                 inputs = (
                     first_inputs if stage.index == 0 else make_autograd_leaves(map_leaves(_allocate_like, self._hidden))
                 )
             recorder.begin_pass()
-            with recorder.label_storages("head and loss" if stage.span.head else "hidden states"):
+            with recorder.label_new_storages("head and loss" if stage.span.head else "hidden states"):
                 outputs = runner.forward(0, inputs, context, batch)
             if stage.index == 0 and not runner.last:
                 self._hidden = copy_tree_to_meta(outputs)
             shapes = [copy_tree_to_meta(leaf) for leaf in list_floating_leaves(outputs)]
             del inputs, outputs
             passes["F"] = recorder.end_pass()
-            for op, run in self._backward_calls(runner, split):
+            for op, run in self._list_backward_calls(runner, split):
                 recorder.begin_pass()
-                with recorder.label_storages("pending weight gradients"):
+                with recorder.label_new_storages("pending weight gradients"):
                     run(None if runner.last else shapes) if op != "W" else run()
                 passes[op] = recorder.end_pass()
         return passes
 
-    def _backward_calls(self, runner: StageRunner, split: bool) -> list[tuple[str, Callable[..., Any]]]:
+    def _list_backward_calls(self, runner: StageRunner, split: bool) -> list[tuple[str, Callable[..., Any]]]:
         """Return the backward ops with a function for each: B, or I and W."""
         if not split:
             return [("B", partial(_run_backward, runner.backward))]
         return [("I", partial(_run_backward, runner.backward_input)), ("W", partial(runner.backward_weight, 0))]
 
-    def _label_modules(self, recorder: Recorder, stage: Stage) -> Iterator[Any]:
+    def _register_label_hooks(self, recorder: Recorder, stage: Stage) -> Iterator[Any]:
         """Label the storages by module name: blocks' children, and leaf modules outside blocks. Yield hook handles."""
         inside: set[nn.Module] = set()
         for block in self.blocks(stage.module):
             for name, child in block.named_children():
-                yield from recorder.label_storages_of_module(child, name)
+                yield from recorder.label_storages_allocated_by_module(child, name)
             inside |= set(block.modules())
         for name, part in stage.module.named_modules():
             if part not in inside and not [*part.children()]:
-                yield from recorder.label_storages_of_module(part, name.rpartition(".")[2])
+                yield from recorder.label_storages_allocated_by_module(part, name.rpartition(".")[2])
 
     def _make_meta_inputs_context_and_batch(self) -> tuple[Any, Any, Batch]:
         """Return a microbatch on the meta device: model inputs, context and batch."""
@@ -229,13 +234,13 @@ class _Block:
     number: int = attrs.field(eq=False)
 
 
-def _block_key(block: nn.Module) -> Hashable:
+def _make_block_key(block: nn.Module) -> Hashable:
     """Return a key, equal for blocks with equal costs: type, parameters' shapes and dtypes, and `cost_key`."""
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return type(block), tuple(parameters), block.cost_key if isinstance(block, HasCostKey) else None
 
 
-def _outer_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> Hashable:
+def _make_outer_parameters_key(module: nn.Module, blocks: Sequence[nn.Module]) -> Hashable:
     """Return names, shapes and dtypes of the parameters outside the stage's blocks."""
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     outside = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in inside]

@@ -65,10 +65,13 @@ class ReplicaTimes:
 
 
 def build_cost_table(
-    costs: Mapping[int, StageCosts], exchanges: Sequence[ReplicaTimes], message: float, host_link: float
+    costs: Mapping[int, StageCosts],
+    exchanges: Sequence[ReplicaTimes],
+    message_seconds: float,
+    host_link_bandwidth: float,
 ) -> CostTable:
     """
-    Return every pass's seconds by stage, if a message takes `message` seconds, and the host link has this bandwidth.
+    Return every pass's seconds by stage, given a message's seconds and the host link's bandwidth in bytes per second.
 
     The host issues passes ahead of the device, so the slower one, over all passes of a microbatch, determines their
     time. A pass takes at least as long as the overlapping gathers and reductions, and as streamed weights on the link.
@@ -83,7 +86,7 @@ def build_cost_table(
             own = cost.host if is_host_bound else cost.seconds
             lengths[stage, OPS.index(op)] = max(own, exchanged, cost.link_seconds)
     kept = np.array([costs[stage].passes["F"].total_kept_bytes for stage in range(len(costs))], dtype=np.float64)
-    return CostTable(comm=message, lengths=lengths, offload_by_stage=kept / host_link)
+    return CostTable(comm=message_seconds, lengths=lengths, offload_by_stage=kept / host_link_bandwidth)
 
 
 def _is_host_bound(costs: StageCosts) -> bool:
@@ -104,35 +107,35 @@ def estimate_step_time(
     busy_seconds = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
     compute = max(busy_seconds)
     busiest = busy_seconds.index(compute)
-    device, host = (_sum_field(program, costs, busiest, field) for field in ("seconds", "host"))
+    device, host = (_sum_pass_cost_field(program, costs, busiest, field) for field in ("seconds", "host"))
     makespan = compute_timing(program, table).makespan
-    last_backwards = [_last_backward_seconds(program, lengths, rank) for rank in range(program.ranks)]
+    last_backwards = [_get_last_backward_seconds(program, lengths, rank) for rank in range(program.ranks)]
     return StepTime(
         compute=compute,
-        sending=_sum_field(program, costs, busiest, "comm_seconds"),
+        sending=_sum_pass_cost_field(program, costs, busiest, "comm_seconds"),
         bubble=max(0.0, makespan - compute),
         offload=simulate(program, table).makespan - makespan if program.offloaded else 0.0,
-        reference=reference * _forward_seconds(program, table) if reference else 0.0,
+        reference=reference * _estimate_forward_makespan(program, table) if reference else 0.0,
         gather=max(times.gathered_once for times in exchanges),
         sync=max(max(0.0, times.reduced_once - last) for times, last in zip(exchanges, last_backwards, strict=True)),
         update=max(0.0, max(times.update for times in exchanges) - max(0.0, host - device)),
     )
 
 
-def _last_backward_seconds(program: Program, lengths: NDArray[np.float64], rank: int) -> float:
+def _get_last_backward_seconds(program: Program, lengths: NDArray[np.float64], rank: int) -> float:
     """Return the seconds of a rank's last backward pass, overlapped with gradient reduction."""
     rows = program.rows(rank)
     backwards = lengths[rows][program.op[rows] != 0]
     return float(backwards[-1]) if len(backwards) else 0.0
 
 
-def _sum_field(program: Program, costs: Mapping[int, StageCosts], rank: int, field: str) -> float:
+def _sum_pass_cost_field(program: Program, costs: Mapping[int, StageCosts], rank: int, field: str) -> float:
     """Sum a `PassCost` field over a rank's passes."""
     rows = program.rows(rank)
     pairs = zip(program.stage[rows].tolist(), program.op[rows].tolist(), strict=True)
     return math.fsum(getattr(costs[stage].passes[OPS[op]], field) for stage, op in pairs)
 
 
-def _forward_seconds(program: Program, table: CostTable) -> float:
+def _estimate_forward_makespan(program: Program, table: CostTable) -> float:
     """Return the seconds for one forward pass per microbatch, without backward passes."""
     return compute_timing(build_forward_only_program(program.stage_to_rank, program.microbatches), table).makespan

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from drawloom.components.pipeline.program.recomputation import describe_policies
+from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
 from drawloom.components.planning.plan import Plan, RankMemory
 from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import OPS
@@ -71,11 +71,11 @@ def _stage_data(plan: Plan, stage: int) -> dict[str, Any]:
 
 def format_plan(plan: Plan) -> str:
     """Return a plan as text: a line per subject, and a table by rank."""
-    lines = [f"{label:8}{text}" for label, text in _describe_subjects(plan)]
+    lines = [f"{label:8}{text}" for label, text in _iterate_summary_lines(plan)]
     return "\n".join([*lines, "", *_format_rank_table(plan)])
 
 
-def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
+def _iterate_summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield lines about a plan as (subject, text): device, step, memory and time."""
     sizes = [f"{name} {size}" for name, size in plan.mesh.sizes.without_expert_dimensions().items() if size > 1]
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
@@ -105,7 +105,8 @@ def describe_memory_choice(plan: Plan) -> str:
     """Return a memory policy's choice, and how much slower it is than unlimited memory."""
     if (choice := plan.choice) is None or plan.kept_seconds is None:
         return "by settings"
-    parts = [f"recomputed: {recomputed}"] if (recomputed := describe_policies(choice.recompute)) else []
+    parts = [f"recomputed: {recomputed}"] if (recomputed := describe_recompute_policies(choice.recompute)) else []
+    parts += ["inputs of norms and gates in 8 bits round gradients"] * ("quantized" in choice.recompute)
     parts += [f"offloaded: stages {', '.join(map(str, sorted(choice.offloaded)))}"] * bool(choice.offloaded)
     parts += [describe_host_states(choice.host_states)] * any(choice.host_states)
     if not parts:
@@ -155,7 +156,7 @@ def _format_rank_table(plan: Plan) -> Iterator[str]:
     sizes += [("peak", [memory.peak_bytes for memory in plan.memory])]
     yield from _align_columns(
         [
-            [unit, *(f"rank {number}" for number in _list_first_rank_per_stage(plan))],
+            [unit, *(f"rank {number}" for number in _list_first_rank_per_pipeline_rank(plan))],
             ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)],
             *([name, *(f"{size / scale:.3f}" for size in row)] for name, row in sizes),
             ["in", *(memory.action_at_peak for memory in plan.memory)],
@@ -168,7 +169,7 @@ def _peak_fraction(memory: RankMemory, label: str) -> float:
     return memory.activation_bytes_at_peak.get(label, 0) / max(1, memory.peak_bytes)
 
 
-def _list_first_rank_per_stage(plan: Plan) -> Sequence[int]:
+def _list_first_rank_per_pipeline_rank(plan: Plan) -> Sequence[int]:
     """Return the first global rank in every pipeline stage's ranks."""
     return range(0, plan.ranks, plan.ranks // len(plan.memory))
 

@@ -20,7 +20,9 @@ class Peak:
     kinds: Mapping[str, int]
 
 
-def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradients: Mapping[int, int]) -> Peak:
+def compute_peak_memory(
+    program: Program, rank: int, costs: Mapping[int, StageCosts], gradients: Mapping[int, int]
+) -> Peak:
     """
     Return a rank's peak for activations and gradients if the step's first backward pass allocates gradients.
 
@@ -58,14 +60,14 @@ def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradie
             if allocates_gradients:
                 delta = max(0, total - activations - gradient_bytes)
                 shown = min(gradient_bytes, max(0, total - activations))
-            kinds = _sum_by_label(live, costs, delta, own) | {"gradients": shown}
+            kinds = _sum_activation_bytes_by_label(live, costs, delta, own) | {"gradients": shown}
         activations += {"F": forward, "B": -forward, "I": pending - forward, "W": -pending}[action.op]
         live[action.stage, "F"] += {"F": 1, "B": -1, "I": -1, "W": 0}[action.op]
         live[action.stage, "I"] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.op]
     return Peak(peak, peak_action, {name: size for name, size in kinds.items() if size})
 
 
-def peak_host_bytes_of(program: Program, rank: int, costs: Mapping[int, StageCosts]) -> int:
+def compute_peak_host_bytes(program: Program, rank: int, costs: Mapping[int, StageCosts]) -> int:
     """Return a rank's peak activation bytes in host memory, from OFFLOAD until the backward pass."""
     actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
     changes: Counter[int] = Counter()
@@ -76,13 +78,13 @@ def peak_host_bytes_of(program: Program, rank: int, costs: Mapping[int, StageCos
     return max(accumulate((changes[index] for index in range(len(actions))), initial=0))
 
 
-def _sum_by_label(
-    live: Counter[tuple[int, str]], costs: Mapping[int, StageCosts], peak_delta: int, own: Mapping[str, int]
+def _sum_activation_bytes_by_label(
+    live: Counter[tuple[int, str]], costs: Mapping[int, StageCosts], peak_delta: int, new_activations: Mapping[str, int]
 ) -> dict[str, int]:
-    """Sum bytes by label: live activations, a forward pass's new activations (`own`), and temporary tensors."""
-    kinds: Counter[str] = Counter(own)
+    """Sum bytes by label: live activations, a forward pass's new ones, and temporary tensors."""
+    kinds: Counter[str] = Counter(new_activations)
     for (stage, op), count in live.items():
         for label, size in costs[stage].passes[op].kept_bytes.items() if count else ():
             kinds[label] += count * size
-    kinds["temporary"] += peak_delta - sum(own.values())
+    kinds["temporary"] += peak_delta - sum(new_activations.values())
     return dict(kinds)

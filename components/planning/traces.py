@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
-from drawloom.components.pipeline.program.timing import Costs, CostTable, list_output_and_input_cells
+from drawloom.components.pipeline.program.timing import Costs, CostTable, index_produced_and_consumed_results
 from drawloom.components.pipeline.runtime.p2p import WAIT
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program
@@ -39,7 +39,7 @@ class TracedStep:
         """Return the step as a simulation, for drawings and summaries."""
         return Simulation(self.program, Costs(), "free", self.start, self.end)
 
-    def table(self) -> CostTable:
+    def compute_cost_table(self) -> CostTable:
         """
         Return the median seconds of every stage's ops, and the minimum seconds between a result and its use.
 
@@ -57,7 +57,7 @@ class TracedStep:
 
     def _message_seconds(self) -> float:
         """Return the minimum seconds between a result and its use on another rank; 0 without messages."""
-        produces, consumes, delay = list_output_and_input_cells(self.program, Costs(comm=1.0))
+        produces, consumes, delay = index_produced_and_consumed_results(self.program, Costs(comm=1.0))
         ready = np.zeros(int(produces.max(initial=0)) + 1)
         ready[produces] = self.end
         between = self.start - ready[consumes]
@@ -72,7 +72,7 @@ def read_traced_step(folder: Path, program: Program) -> TracedStep:
     belongs to another program.
     """
     program = merge_split_backwards(program)
-    paths = _newest_trace_files(folder, program.ranks)
+    paths = _find_newest_trace_files(folder, program.ranks)
     ranks = [_read_action_spans(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
     spans: list[Span] = []
     for rank, actions in enumerate(ranks):
@@ -85,7 +85,7 @@ def read_traced_step(folder: Path, program: Program) -> TracedStep:
     return TracedStep(program, times[:, 0], times[:, 1])
 
 
-def _newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
+def _find_newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
     """Return the newest complete trace's files by rank; their number is a multiple of the pipeline ranks."""
     traces: dict[tuple[int, int], dict[int, Path]] = {}
     for path in (folder / "traces").glob("*.json.gz"):
@@ -112,8 +112,8 @@ def _read_action_spans(path: Path) -> dict[str, Span]:
         base = trace.get("baseTimeNanoseconds", 0)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         ranges = [event for event in events if event.get("cat") == "user_annotation"]
-        spans = sorted((*_event_span(event, base), event["name"]) for event in ranges)
-        launched = _gpu_operations(events, base)
+        spans = sorted((*_compute_event_span(event, base), event["name"]) for event in ranges)
+        launched = _list_gpu_operations(events, base)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} can't be read as a trace: {error}; remove it, or trace the run again") from error
     start = max((start for start, _, name in spans if STEP.fullmatch(name)), default=0.0)
@@ -122,7 +122,7 @@ def _read_action_spans(path: Path) -> dict[str, Span]:
     for begin, end, name in spans:
         # A validation in the same step comes later, and its forward passes have the same names.
         if begin >= start and name not in actions:
-            actions[name] = _gpu_span(launched, begin, end) or (_find_start_after_waits(waits, begin, end), end)
+            actions[name] = _find_gpu_span(launched, begin, end) or (_find_start_after_waits(waits, begin, end), end)
     return actions
 
 
@@ -130,22 +130,22 @@ Launches = Sequence[tuple[float, Span]]
 """Time at which the host issued a GPU operation, and the span in which it ran, sorted by the former."""
 
 
-def _gpu_operations(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
+def _list_gpu_operations(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
     """Return all GPU operations except messages between ranks; none in a CPU trace."""
     issued = {
-        event["args"]["correlation"]: _event_span(event, base)[0]
+        event["args"]["correlation"]: _compute_event_span(event, base)[0]
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
     ran = [event for event in events if event.get("cat") in ON_GPU and "nccl" not in event["name"].lower()]
-    pairs = ((issued.get(event["args"].get("correlation")), _event_span(event, base)) for event in ran)
+    pairs = ((issued.get(event["args"].get("correlation")), _compute_event_span(event, base)) for event in ran)
     return sorted((when, span) for when, span in pairs if when is not None)
 
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def _gpu_span(launched: Launches, begin: float, end: float) -> Span | None:
+def _find_gpu_span(launched: Launches, begin: float, end: float) -> Span | None:
     """
     Return the span of the GPU operations issued during a host span, or None if there are none.
 
@@ -155,7 +155,7 @@ def _gpu_span(launched: Launches, begin: float, end: float) -> Span | None:
     return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
 
 
-def _event_span(event: Mapping[str, Any], base: int) -> Span:
+def _compute_event_span(event: Mapping[str, Any], base: int) -> Span:
     """Return an event's start and end in seconds."""
     # Nanoseconds since 1970 have more digits than a float; nanoseconds of a day do not.
     start = base % (86_400 * 10**9) / 1e9 + float(event["ts"]) / 1e6

@@ -23,7 +23,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def inject(self, module: nn.Module) -> Collection[str]:
+    def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
         """
         Adapt a span of the model in place, and return the patterns that match.
 
@@ -87,12 +87,12 @@ class AdaptedLayer(ABC):
         """
 
     @abstractmethod
-    def make_merge_mapper(self, name: str, base: str | None = None) -> Mapper:
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """
         Return the mapper from the layer's parameters to an equivalent layer without an adapter.
 
-        A group's first input is the adapted parameter. With `base`, the first group also outputs this parameter without
-        the adapter's change, under the name `base`.
+        A group's first input is the adapted parameter. With `unmerged_weight_name`, the first group also outputs this
+        parameter under that name, without the adapter's change.
         """
 
     @abstractmethod

@@ -81,7 +81,7 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
     @property
-    def template_tokens(self) -> Mapping[str, str]:
+    def special_tokens_by_name(self) -> Mapping[str, str]:
         """The tokens that templates use by name, such as bos_token."""
         ...
 
@@ -110,7 +110,7 @@ class ChatPrompts(Protocol):
         """Ids to end an answer. Raises UserError if the tokenizer has no chat template."""
         ...
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """
         Encode messages, each with `role` and `content`, up to the next answer's beginning: int32 (tokens,).
 
@@ -151,8 +151,8 @@ class TokenDocuments(Protocol):
         """Digest over all ids, weights and references in order."""
         ...
 
-    def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Return a document's tokens from `first` to before `last`, or to the document's end."""
+    def read(self, document: int, first: int, end: int) -> DocumentPart:
+        """Return a document's tokens from `first` to before `end`, or to the document's end."""
         ...
 
     def describe_origin(self, document: int) -> str:
@@ -183,6 +183,6 @@ class TokenCorpus(Protocol):
 class KnownDocuments(Protocol):
     """A corpus that estimates document lengths before it is opened."""
 
-    def mean_length(self) -> float | None:
+    def compute_mean_document_length(self) -> float | None:
         """Return the mean token count per document; None if the data are not on this machine."""
         ...

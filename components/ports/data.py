@@ -89,7 +89,7 @@ class TokenBatch(Batch):
         weights = torch.empty_like(whole, dtype=torch.float32)
         return cls(whole, whole, whole, whole, weights, teacher_ids=ids, teacher_logps=logps)
 
-    def has_whole_rows(self) -> bool:
+    def has_one_document_per_row(self) -> bool:
         """Return whether the host knows that every row is one document; False if the ids are on a GPU."""
         ids = self.document_ids
         # Called for each microbatch: `equal` allocates no tensor and stops at the first difference.
@@ -326,7 +326,7 @@ class MovableData(TrainingData, Protocol):
     """Training data with an adjustable position in an endless row order."""
 
     @property
-    def position(self) -> int:
+    def next_row_position(self) -> int:
         """The position in the order at which the next step begins."""
         ...
 
@@ -339,7 +339,7 @@ class MovableData(TrainingData, Protocol):
 class SourceProgress(Protocol):
     """A component that counts the tokens trained on by source in a mixture."""
 
-    def tokens_by_source(self, step: int) -> Mapping[str, float]:
+    def cumulative_tokens_by_source(self, step: int) -> Mapping[str, float]:
         """Return token counts by source in all steps up to and including `step`, without padding."""
         ...
 

@@ -113,6 +113,14 @@ class Group(Protocol):
         """
         ...
 
+    def raise_if_broken(self) -> None:
+        """
+        Raise UserError if ranks are lost, and the run continues without them; no communication.
+
+        Long computations call this between their parts: their result would be of no use.
+        """
+        ...
+
     def allocate_symmetric_memory(self, size: int) -> "SymmetricMemory":
         """
         Allocate `size` bytes on each rank's device, readable and writable by all ranks; a collective.
@@ -250,11 +258,11 @@ class SurvivingProcesses(Protocol):
         ...
 
     @property
-    def shards(self) -> int | None:
+    def remaining_shards(self) -> int | None:
         """The number of shards that are left in a replica, in place of the mesh's `data_shard`; None if all are."""
         ...
 
-    def has_spares(self) -> bool:
+    def can_grow_with_spares(self) -> bool:
         """Return whether enough processes wait to join; False on all ranks but the first."""
         ...
 
@@ -263,7 +271,7 @@ class SurvivingProcesses(Protocol):
 class ReplicaLimit(Protocol):
     """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
 
-    def fits_replicas(self, count: int) -> bool:
+    def can_divide_among_replicas(self, count: int) -> bool:
         """Return whether `count` data-parallel ranks (DDP × FSDP) can share the work; called on an open node."""
         ...
 
@@ -284,7 +292,7 @@ class Timed(Protocol):
         """Return a message that names the ranks for which others wait, or "" if unknown. Takes about a second."""
         ...
 
-    def fail_all_ranks(self, text: str) -> bool:
+    def fail_all_or_hanging_ranks(self, text: str) -> bool:
         """
         End all ranks' processes with `text` as this rank's error message; return whether this process has to end.
 
@@ -303,7 +311,7 @@ class Mesh(Protocol):
         ...
 
     @property
-    def replicas(self) -> Group:
+    def replica_group(self) -> Group:
         """The ranks with the same parameters as this rank and other data: DDP's replicas."""
         ...
 
@@ -363,7 +371,7 @@ class Mesh(Protocol):
         ...
 
     @property
-    def model_group(self) -> Group:
+    def model_copy_group(self) -> Group:
         """The ranks that together have one model copy."""
         ...
 

@@ -9,7 +9,7 @@ from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import port
 from drawloom.kernels.results import PermutedRows
-from drawloom.kernels.weight_formats import WeightFormat
+from drawloom.kernels.weight_formats import StorageFormat
 
 Routes = tuple[Tensor, Tensor, Tensor]
 """Routing tables: rows by choice, choices by row, and row ends by expert; see ExpertKernels."""
@@ -84,7 +84,7 @@ class ExpertKernels(Kernels, Protocol):
         ...
 
     def multiply_quantized_experts(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor
     ) -> Tensor:
         """
         Multiply rows x (rows, inputs) by their expert's frozen weight (experts, outputs, inputs), given as its storage
@@ -93,7 +93,7 @@ class ExpertKernels(Kernels, Protocol):
         ...
 
 
-Peers = tuple[Sequence[Tensor], Tensor]
+PeerTensors = tuple[Sequence[Tensor], Tensor]
 """One tensor for each rank of a group, in rank order, of equal shape and dtype; and int64 (ranks,), their addresses."""
 
 
@@ -113,16 +113,18 @@ class PeerExchange(Protocol):
         """
         ...
 
-    def limit_routes_and_flag_overflow(self, routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
+    def limit_routes_and_flag_overflow(
+        self, routes: Routes, row_limit: int, peak_rows: Tensor
+    ) -> tuple[Routes, Tensor]:
         """
-        Return routes to at most `room` rows, without the excess choices, and float32 (1,): NaN if choices were dropped,
-        else 0.
+        Return routes to at most `row_limit` rows, without the excess choices, and a flag, float32 (1,): NaN if choices
+        were dropped, else 0.
 
-        max_rows: int32 (1,), the maximum number of rows before the limit; it is updated in place.
+        peak_rows: int32 (1,), the maximum number of rows before the limit; it is updated in place.
         """
         ...
 
-    def localize_choices(self, chosen: Peers, first: int, experts: int) -> Tensor:
+    def localize_choices(self, chosen: PeerTensors, first: int, experts: int) -> Tensor:
         """
         Renumber all ranks' choices from 0 for this rank's experts, `first` to before `first + experts`; other choices
         become -1: int32 (ranks * slots, top_k).
@@ -132,7 +134,7 @@ class PeerExchange(Protocol):
         ...
 
     def read_rows_and_scalars(
-        self, tokens: Peers, scalars: Peers | None, routes: Routes
+        self, tokens: PeerTensors, scalars: PeerTensors | None, routes: Routes
     ) -> tuple[Tensor, Tensor | None]:
         """
         Copy tokens from all ranks' memory to the rows of this rank's experts: (rows, width), with scalars (rows,).
@@ -155,7 +157,7 @@ class PeerExchange(Protocol):
         ...
 
     def read_token_sums_and_scalars(
-        self, staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
+        self, staged: PeerTensors, by_choice: PeerTensors | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """
         Add up the sums that `publish_token_sums` left on the experts' ranks for this rank's tokens, (tokens, width);

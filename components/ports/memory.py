@@ -38,7 +38,7 @@ class HostMemoryUser(Protocol):
         ...
 
 
-def memory_by_kind(users: Iterable[MemoryUser], peak: int | None = None) -> dict[MemoryKind, int]:
+def sum_memory_by_kind(users: Iterable[MemoryUser], peak: int | None = None) -> dict[MemoryKind, int]:
     """Sum all users' bytes by kind, without empty kinds; with a peak, `workspace` is the remainder."""
     bytes_by_user = [user.memory_bytes() for user in users]
     totals = {kind: sum(by_kind.get(kind, 0) for by_kind in bytes_by_user) for kind in MEMORY_KINDS}
@@ -63,7 +63,7 @@ class Transfers(Protocol):
     its copies.
     """
 
-    def allocate_in_host_memory(self, size: int) -> Tensor:
+    def allocate_pinned_host_memory(self, size: int) -> Tensor:
         """Return zeros in host memory, uint8 (size,), which is pinned if the device is a GPU."""
         ...
 

@@ -1,4 +1,4 @@
-"""Port for the choice among keeping, recomputing and offloading."""
+"""Port for the choice among keeping, recomputing, offloading and quantizing."""
 
 from typing import Protocol
 
@@ -32,7 +32,8 @@ class MemoryPolicy(Protocol):
 
     def choose(self) -> MemoryChoice:
         """
-        Return the choice for this run, before stages allocate. Ranks may choose differently: results do not change.
+        Return the choice for this run, before stages allocate. Ranks may choose differently: results do not change,
+        unless the recompute policy is "quantized".
 
         Raises UserError if the run can't be planned.
         """

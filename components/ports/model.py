@@ -15,7 +15,7 @@ from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.results import NormAndSum, TokenLosses
-from drawloom.kernels.weight_formats import WeightFormat
+from drawloom.kernels.weight_formats import StorageFormat, WeightFormat
 
 
 @attrs.frozen
@@ -78,16 +78,16 @@ class BatchContext:
 
     `weights`, float32, (rows,) or (rows, length) as in the batch, weights rows or tokens in losses inside the model,
     such as a router's; None disables these losses, as in inference. `part` selects this rank's tokens from longer
-    rows. `whole_rows` is True if every row is known to be one document, completely on this rank. With a `cache`, the
-    tokens follow the cached tokens. With `hidden_states`, stages return a pair: their hidden states, and a dict with
-    the requested hidden states from all layers so far.
+    rows. `one_document_per_row` is True if every row is known to be one document, completely on this rank. With a
+    `cache`, the tokens follow the cached tokens. With `hidden_states`, stages return a pair: their hidden states, and a
+    dict with the requested hidden states from all layers so far.
     """
 
     weights: Tensor | None = None
     part: RowPart | None = None
     cache: KeyValueCache | None = None
     hidden_states: HiddenStates | None = None
-    whole_rows: bool = False
+    one_document_per_row: bool = False
 
 
 @attrs.frozen
@@ -182,16 +182,17 @@ class QuantizableLayer:
     """
 
     quantizable: ClassVar[tuple[str, ...]] = ()
-    weight_formats: Mapping[str, WeightFormat] = MappingProxyType({})
+    weight_formats: Mapping[str, StorageFormat] = MappingProxyType({})
 
 
-def quantized_parameter_formats(module: nn.Module) -> dict[str, WeightFormat]:
+def list_quantized_parameter_formats(module: nn.Module) -> dict[str, WeightFormat]:
     """Return the formats of a module's quantized parameters by name."""
     return {
         f"{path}.{leaf}" if path else leaf: weight_format
         for path, layer in module.named_modules()
         if isinstance(layer, QuantizableLayer)
         for leaf, weight_format in layer.weight_formats.items()
+        if isinstance(weight_format, WeightFormat)
     }
 
 
@@ -271,7 +272,9 @@ class Model(Protocol):
         """
         ...
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
+    def initialize_parameter(
+        self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
+    ) -> None:
         """
         Fill a parameter, or the slice `tensor_slice` of a parameter, in place with its initial values.
 
@@ -366,7 +369,7 @@ class PretrainedModel(Protocol):
 class UncastParameters(Protocol):
     """A model with parameters that layers use in the parameter dtype, as if `precision.uncast` named them."""
 
-    def uncast_parameters(self) -> Sequence[str]:
+    def uncast_parameter_patterns(self) -> Sequence[str]:
         """Return name patterns (fnmatch) for parameters without a cast to the compute dtype."""
         ...
 
@@ -411,7 +414,7 @@ class KnownModule(Protocol):
         ...
 
 
-def build_known_module(node: Any) -> nn.Module | None:
+def build_meta_module_if_known(node: Any) -> nn.Module | None:
     """Return the whole model of a model's node on the meta device, if its class is a `KnownModule`."""
     return node.component.build_meta_module(node) if issubclass(node.component, KnownModule) else None
 
@@ -462,7 +465,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
+    def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
         """Return the weight, bfloat16 (..., outputs, inputs), with storage (..., outputs, units)."""
         ...
 
@@ -470,7 +473,7 @@ class Kernels(Protocol):
         self,
         x: Tensor,
         stored: Tensor,
-        weight_format: WeightFormat,
+        weight_format: StorageFormat,
         bias: Tensor | None = None,
         float8: bool = False,
     ) -> Tensor:
@@ -540,7 +543,7 @@ class Kernels(Protocol):
         window: int | None = None,
         part: RowPart | None = None,
         cache: KeyValueCache | None = None,
-        whole_rows: bool = False,
+        one_document_per_row: bool = False,
     ) -> Any:
         """
         Return the mask for `attention`, made once for all layers in a microbatch.
@@ -548,8 +551,8 @@ class Kernels(Protocol):
         documents: int64 (rows, length); a token sees itself and earlier tokens with its number, with a window at most
         `window` tokens including itself. With a `part`, `documents` covers this rank's tokens; the mask is for their
         queries and for whole rows' keys, which `attention` gathers. With a cache, every row is one document, and its
-        tokens also see the cached tokens; `attention` extends the cache. `whole_rows` is True if every row is known to
-        be one document.
+        tokens also see the cached tokens; `attention` extends the cache. `one_document_per_row` is True if every row is
+        known to be one document.
         """
         ...
 

@@ -17,14 +17,14 @@ class Scaling:
     """
     Factors of a parameter's initial standard deviation and of AdamW's options, by a model's parametrization.
 
-    Decoupled weight decay is divided by `lr`, so that a step's decay stays the same. `width` is the factor between the
-    sides of a matrix and of the base model's matrix.
+    Decoupled weight decay is divided by `lr`, so that a step's decay stays the same. `width_ratio` is the factor
+    between the sides of a matrix and of the base model's matrix.
     """
 
     initial_std: float = 1.0
     lr: float = 1.0
     eps: float = 1.0
-    width: float = 1.0
+    width_ratio: float = 1.0
 
     def fold_multiplier(self, multiplier: float) -> "Scaling":
         """
@@ -32,7 +32,7 @@ class Scaling:
 
         Its gradient is 1 / `multiplier` times as large (Yang et al. 2022, arXiv 2203.03466, lemma J.1).
         """
-        return Scaling(self.initial_std * multiplier, self.lr * multiplier, self.eps / multiplier, self.width)
+        return Scaling(self.initial_std * multiplier, self.lr * multiplier, self.eps / multiplier, self.width_ratio)
 
 
 UNSCALED = Scaling()

@@ -82,7 +82,7 @@ class OuterLayersSchedule(Protocol):
     Every rank also has the remaining layers and the head, and computes both for its share of the microbatches.
     """
 
-    def count_layers_in_all_stages(self, ranks: int, layers: int) -> int:
+    def get_pipelined_layer_count(self, ranks: int, layers: int) -> int:
         """Return the layer count over all stages. Raises UserError if `layers` can't be divided."""
         ...
 
@@ -105,13 +105,13 @@ STEP_SPECS: Mapping[str, SpecTree] = {
 """The division into microbatches of the step's values that are not numbers."""
 
 
-def make_state_of_batches(batches: Iterable[Batch]) -> StepState:
+def create_step_state(batches: Iterable[Batch]) -> StepState:
     """Return a state with microbatches as `batches` and room for their losses, for example for an evaluation."""
     microbatches = list(batches)
     return StepState({"batches": microbatches}, microbatches=len(microbatches), specs=STEP_SPECS)
 
 
-def sum_losses(state: StepState) -> Tensor:
+def sum_losses_and_weights(state: StepState) -> Tensor:
     """Sum the weighted losses and their weights over this rank's microbatches: float64 (2,)."""
     losses = state[LOSSES]
     # In float32, the sum over thousands of microbatches would have visible rounding errors.
@@ -266,7 +266,7 @@ class SequenceHead(Protocol):
 class Executor(Protocol):
     """Executor for the schedule's program on this rank's stages."""
 
-    def train(self, state: StepState) -> None:
+    def run_forward_and_backward(self, state: StepState) -> None:
         """
         Run forward and backward passes over the state's `batches`, a list with one Batch per microbatch.
 
@@ -284,8 +284,8 @@ class Executor(Protocol):
 class RepeatingExecutor(Executor, Protocol):
     """An executor that can repeat passes, for a comparison of their results."""
 
-    def repeat_passes(self, state: StepState) -> None:
-        """Run the passes of `train` once more, for a comparison; routers do not count their tokens again."""
+    def rerun_passes_as_recomputation(self, state: StepState) -> None:
+        """Run the forward and backward passes once more, for a comparison; routers do not count tokens again."""
         ...
 
 
@@ -307,12 +307,12 @@ class ForwardPasses(Protocol):
     def infer_microbatches(
         self,
         microbatches: Sequence[tuple[Tensor, BatchContext]],
-        each_output: Callable[[int, Any], None],
+        on_output: Callable[[int, Any], None],
         finish: Finish,
     ) -> None:
         """
         Run microbatches of tokens (rows, length) forward without gradients.
 
-        On the last stage's rank, `each_output` gets a microbatch's number and the `finish` result.
+        On the last stage's rank, `on_output` gets a microbatch's number and the `finish` result.
         """
         ...

@@ -190,8 +190,9 @@ def _find_policy_fault(policies: Sequence[Recompute], stages: int) -> str | None
     if policies and len(policies) != stages:
         return f"there are {stages} stages; write a policy for each, or for none"
     for policy in policies:
-        if policy not in ("none", "selective", "blocks") and not (isinstance(policy, int) and policy > 0):
-            return f"{policy!r} is not a policy; write 'none', 'selective', 'blocks', or n for one of n blocks"
+        if policy not in ("none", "selective", "quantized", "blocks") and not (isinstance(policy, int) and policy > 0):
+            known = "'none', 'selective', 'quantized', 'blocks', or n for one of n blocks"
+            return f"{policy!r} is not a policy; write {known}"
     return None
 
 

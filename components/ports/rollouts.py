@@ -11,7 +11,7 @@ from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import port
-from drawloom.kernels.logsumexp import logsumexp_by_halves
+from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
 
 
 class PromptBatch(Batch):
@@ -226,7 +226,9 @@ class Scored:
     temperature: float = 1.0
 
 
-def policy_logps(hidden: Tensor, head: Head, targets: Tensor, is_target: Tensor, temperature: Tensor | None) -> Tensor:
+def compute_policy_logps(
+    hidden: Tensor, head: Head, targets: Tensor, is_target: Tensor, temperature: Tensor | None
+) -> Tensor:
     """
     Return the policy's log-probabilities of targets, at least float32 (rows, length), 0 elsewhere; differentiable.
 
@@ -242,4 +244,4 @@ def policy_logps(hidden: Tensor, head: Head, targets: Tensor, is_target: Tensor,
 def _gather_logps(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
     """Return the targets' log-probabilities, (tokens,), from logits (tokens, vocab_size)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
-    return wide.gather(-1, targets[:, None])[:, 0] - logsumexp_by_halves(wide)
+    return wide.gather(-1, targets[:, None])[:, 0] - logsumexp_in_fixed_order(wide)

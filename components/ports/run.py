@@ -30,7 +30,7 @@ class RunInfo(Protocol):
         ...
 
     @property
-    def path(self) -> Path:
+    def folder_path(self) -> Path:
         """The run folder's path; to write into it, use the port RunFolder."""
         ...
 
@@ -108,7 +108,7 @@ class Step:
         """
         return round(self.state.number("tokens")) if "tokens" in self.state else 0
 
-    def skip_if(self, condition: Tensor, reason: Callable[[], str]) -> None:
+    def skip_update_if(self, condition: Tensor, reason: Callable[[], str]) -> None:
         """
         Skip the update if `condition`, bool () on any device, is true.
 
@@ -121,7 +121,7 @@ class Step:
 
     def skip(self, reason: str) -> None:
         """Skip the update."""
-        self.skip_if(torch.ones((), dtype=torch.bool), lambda: reason)
+        self.skip_update_if(torch.ones((), dtype=torch.bool), lambda: reason)
 
     @property
     def skip_reason(self) -> str:
@@ -155,7 +155,7 @@ class Step:
         self._deferred = []
         return torch.stack(factors) if factors else None
 
-    def apply_update(self, update: Callable[[Tensor | None], object]) -> None:
+    def apply_update_unless_skipped(self, update: Callable[[Tensor | None], object]) -> None:
         """
         Apply an update, such as the optimizer's, unless the step is skipped.
 
@@ -164,7 +164,7 @@ class Step:
         """
         self.before_update()
         flag: Tensor | None = self.state.get("skip")
-        if flag is not None and self.state.needs_host_copy(flag):
+        if flag is not None and self.state.is_on_gpu(flag):
             update(flag)
         elif flag is None or not flag.item():
             update(None)
@@ -268,13 +268,13 @@ class Batching(Protocol):
         """Data-parallel rank: this rank's index among the data-parallel ranks, from 0."""
         ...
 
-    def first_position(self, step: int) -> int:
+    def first_row_position(self, step: int) -> int:
         """
         Return the position in the endless row order where `step` (from 1) begins: the row count in all earlier steps.
         """
         ...
 
-    def microbatch_positions(self, step: int) -> list[list[int]]:
+    def microbatch_row_positions(self, step: int) -> list[list[int]]:
         """Return this rank's microbatches in a step (from 1) as lists of positions in the endless row order."""
         ...
 
@@ -288,8 +288,8 @@ class Stateful(Protocol):
     have the same state, unless the node declares separate states by rank (`LocalState`) or a state sharded over ranks
     (`SlicedState`).
 
-    State tensors are read until the next step calls `Step.apply_update`; a node that changes a tensor earlier returns a
-    copy.
+    State tensors are read until the next step calls `Step.apply_update_unless_skipped`; a node that changes a tensor
+    earlier returns a copy.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -326,7 +326,7 @@ class SlicedState(Protocol):
 class GrowingState(Stateful, Protocol):
     """A stateful node whose first step adds tensors to its state, such as an optimizer."""
 
-    def forecast_state(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> dict[str, Any]:
         """
         Return the state as it will be after the first step, with all tensors' shapes and dtypes.
 
@@ -376,7 +376,7 @@ class SelectiveListener(Protocol):
     observes: ClassVar[Collection[EventKind]]
 
 
-def event_kinds(listener: object) -> Collection[EventKind]:
+def list_observed_event_kinds(listener: object) -> Collection[EventKind]:
     """Return the event kinds that a listener observes."""
     return listener.observes if isinstance(listener, SelectiveListener) else get_args(EventKind)
 
@@ -494,10 +494,14 @@ class Restorer(Protocol):
         ...
 
     def wait_until_staged(self) -> None:
-        """Wait until the state is copied, for the save in progress and for `keep_in_memory`; then it may change."""
+        """
+        Wait until the state is copied, after which it may change.
+
+        This is for the save in progress, and for `keep_in_memory_and_reopen_for_joiners`.
+        """
         ...
 
-    def keep_in_memory(self, step: Step) -> None:
+    def keep_in_memory_and_reopen_for_joiners(self, step: Step) -> None:
         """
         Keep a copy in memory of the state after a step, if the run can continue there after a rank is lost.
 
@@ -510,11 +514,11 @@ class Restorer(Protocol):
 class AfterRestore(Protocol):
     """A node that acts after the run's state has been restored."""
 
-    def after_restore(self, done: int) -> None:
+    def after_restore(self, restored_step: int) -> None:
         """
-        Act on every rank after `done` steps are restored: before the first step, and after going back to a checkpoint.
+        Act on every rank after states are restored: before the first step, and after going back to a checkpoint.
 
-        `done` is the checkpoint's step; 0 in a new run, which restores nothing.
+        `restored_step` is the checkpoint's step; 0 in a new run, which restores nothing.
         """
         ...
 
@@ -567,7 +571,7 @@ class Stop(Protocol):
         """Return the first rank's reason that is not empty, "" if all are; a collective, equal on all ranks."""
         ...
 
-    def stop_on_signal(self) -> AbstractContextManager[None]:
+    def raise_stopped_error_on_signal(self) -> AbstractContextManager[None]:
         """
         Return a context for the time after the last step, when all state is saved, in which a signal raises
         StoppedError.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange, quantized_parameter_formats
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, list_quantized_parameter_formats
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
 from drawloom.graph import port
@@ -23,10 +23,11 @@ LOSS = "loss"
 """The name under which the last stage's module holds the module of the loss, if the loss has one."""
 
 
-Recompute = int | Literal["none", "blocks", "selective"]
+Recompute = int | Literal["none", "blocks", "selective", "quantized"]
 """
 Policy of activation checkpointing: "none" recomputes nothing in the backward pass, "blocks" every block, a number n the
-first of every n blocks, and "selective" norms, gates and rotations, whose inputs are kept anyway.
+first of every n blocks, and "selective" norms, gates and rotations, whose inputs are kept anyway. "quantized" is
+"selective" with the inputs of norms and gates in 8 bits, which rounds gradients.
 """
 
 
@@ -62,17 +63,17 @@ class Shards(Protocol):
         """End the backward pass announced by `reduce_in_next_backward`; later passes only accumulate gradients."""
         ...
 
-    def list_reduced_parts(self) -> Sequence["ReducedPart"]:
+    def list_reduction_units(self) -> Sequence["ReductionUnit"]:
         """Return the parameter groups for the executor itself to reduce, in an order common to all ranks."""
         ...
 
     def reduce_remaining_gradients(self) -> None:
-        """Reduce the remaining gradients, in no group of `list_reduced_parts`, and end the reduction."""
+        """Reduce the remaining gradients, in no group of `list_reduction_units`, and end the reduction."""
         ...
 
 
 @attrs.frozen(eq=False)
-class ReducedPart:
+class ReductionUnit:
     """Parameters, as ids of tensors, whose gradients one call to `reduce` starts to reduce together."""
 
     parameters: Set[int]
@@ -106,7 +107,7 @@ class Stage:
     offload: bool = False
     read_frozen: ReadFrozen | None = None
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_masters_or_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """
         Yield the parameters' master weights, or the parameters without masters: exports and checkpoints save these.
         """
@@ -115,7 +116,7 @@ class Stage:
 
     def model_parameters(self) -> dict[str, ModelParameter]:
         """Return the model's parameters by name, without the loss's."""
-        named = self.named_parameters()
+        named = self.named_masters_or_parameters()
         if self.shards is not None:
             self.shards.reshard()  # what a forward has gathered may be in another dtype
             named = self.module.named_parameters()
@@ -125,7 +126,7 @@ class Stage:
             if not name.startswith(f"{LOSS}.")
         }
         if (read_frozen := self.read_frozen) is not None:
-            for name, weight_format in quantized_parameter_formats(self.module).items():
+            for name, weight_format in list_quantized_parameter_formats(self.module).items():
                 stored = parameters[name]
                 shape = weight_format.weight_shape(stored.shape)
                 read = partial(read_frozen, name, shape, stored.dtype)
@@ -163,7 +164,7 @@ class TrainableStages(Stages, Protocol):
         """
         ...
 
-    def hand_over_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
         ...
 
@@ -218,7 +219,7 @@ class Parameters(Protocol):
         """Return fully qualified names and parameters, without repetition, in a stable order."""
         ...
 
-    def slices(self) -> dict[str, TensorSlice | None]:
+    def parameter_slices(self) -> dict[str, TensorSlice | None]:
         """Return this rank's slices by parameter; None for a whole parameter."""
         ...
 
@@ -281,7 +282,7 @@ class SpreadParameters(Parameters, Protocol):
         """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
         ...
 
-    def sum_gradients(self) -> None:
+    def sum_remaining_gradients(self) -> None:
         """Sum gradients over the ranks with the same parameter, unless the backward passes already did."""
         ...
 

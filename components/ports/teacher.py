@@ -13,7 +13,7 @@ from drawloom.graph import port
 class TeacherPredictions(Protocol):
     """Likeliest tokens by row, with their log-probabilities under the teacher."""
 
-    def check_rows(self, identity: Mapping[str, Any]) -> None:
+    def check_written_for_rows(self, identity: Mapping[str, Any]) -> None:
         """Raise UserError if the predictions belong to rows with another identity: fingerprints and a seed."""
         ...
 

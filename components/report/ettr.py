@@ -62,7 +62,7 @@ def compute_ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
     first, last = (datetime.strptime(time, TIME_FORMAT) for time in (log.first, log.last))
     if (wall := (last - first).total_seconds()) <= 0:
         return None
-    values = _find_recovery_values(metrics)
+    values = _list_recovery_seconds_by_part(metrics)
     return Ettr(
         learned=float(metrics.total_seconds_by_step[-1]),
         wall=wall,
@@ -75,10 +75,10 @@ def compute_ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
 
 def sum_recovery_seconds(metrics: Metrics) -> dict[str, float]:
     """Return the seconds lost in recoveries from losses, by part; empty without any."""
-    return {part: sum(values) for part, values in _find_recovery_values(metrics).items()}
+    return {part: sum(values) for part, values in _list_recovery_seconds_by_part(metrics).items()}
 
 
-def _find_recovery_values(metrics: Metrics) -> dict[str, Sequence[float]]:
+def _list_recovery_seconds_by_part(metrics: Metrics) -> dict[str, Sequence[float]]:
     """Return the seconds in every recovery, by part."""
     columns = {part: metrics.columns.get(f"{RECOVERY_PREFIX}{part}") for part in RECOVERY_PARTS}
     return {part: column.values for part, column in columns.items() if column is not None}

@@ -63,7 +63,7 @@ class HtmlReport:
                 type(schedule).__module__.rpartition(".")[2],
                 schedule,
                 self.mesh.sizes.pipeline,
-                len(batching.microbatch_positions(step)),
+                len(batching.microbatch_row_positions(step)),
             )
             for schedule, batching in zip(self.schedules.values(), self.batching.values(), strict=False)
         ]

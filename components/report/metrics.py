@@ -119,7 +119,7 @@ class Metrics:
 
     def thin_all_curves(self) -> dict[str, MetricCurve]:
         """Return all metrics' thinned curves, by name."""
-        points = max_points_per_curve(len(self.columns))
+        points = choose_max_points_per_curve(len(self.columns))
         return {name: column.thin_to_curve(points) for name, column in self.columns.items()}
 
     def thin_all_axes(self) -> dict[str, list[float]]:
@@ -140,7 +140,7 @@ class Metrics:
         return self.columns.setdefault(name, Column())
 
 
-def max_points_per_curve(curve_count: int) -> int:
+def choose_max_points_per_curve(curve_count: int) -> int:
     """Return the maximum points per curve for a run with `curve_count` metrics."""
     return min(MAX_POINTS, max(MIN_POINTS, MAX_NUMBERS // (4 * max(1, curve_count))))
 

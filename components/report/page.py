@@ -16,7 +16,7 @@ from pathlib import Path
 from drawloom.components.report.ettr import compute_ettr
 from drawloom.components.report.events import LogEvent
 from drawloom.components.report.run_record import RunRecord
-from drawloom.components.report.seed_groups import SeedGroup, group_runs_by_settings, last_common_step
+from drawloom.components.report.seed_groups import SeedGroup, find_last_common_step, group_runs_by_settings
 from drawloom.components.storage.byte_size import format_byte_size
 
 FOLDER = Path(__file__).parent
@@ -52,7 +52,7 @@ def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
         f"<title>{escape_text(title)}</title><style>{style}</style></head><body>",
         f"<header><h1>{escape_text(title)}</h1></header><main>",
         *(_render_seed_group_table(groups) if len(runs) > 1 else ()),
-        *_render_figures_by_run(runs, groups),
+        *_render_key_number_table(runs, groups),
         *CONTROLS,
         *(part for number, group in enumerate(groups) for run in group.runs for part in _render_run(run, number)),
         "</main>",
@@ -118,8 +118,8 @@ def _describe_group_for_json(group: SeedGroup) -> dict[str, object]:
 def _render_seed_group_table(groups: Sequence[SeedGroup]) -> Iterator[str]:
     """Yield a table with a row per group of seeds: differing settings, and losses."""
     keys = list(groups[0].settings)
-    losses = [name for name in ("loss", "validation_loss") if last_common_step(groups, name) is not None]
-    ends = {name: last_common_step(groups, name) for name in losses}
+    losses = [name for name in ("loss", "validation_loss") if find_last_common_step(groups, name) is not None]
+    ends = {name: find_last_common_step(groups, name) for name in losses}
     head = [
         "recipe",
         "seeds",
@@ -149,9 +149,9 @@ def _render_seed_group_table(groups: Sequence[SeedGroup]) -> Iterator[str]:
     yield "</section>"
 
 
-def _render_figures_by_run(runs: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> Iterator[str]:
+def _render_key_number_table(runs: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> Iterator[str]:
     """Yield a table with planned and measured figures, with a column per run in the colour of its group."""
-    columns = [dict(_list_run_figures(run)) for run in runs]
+    columns = [dict(_list_key_numbers(run)) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
     rows = [[label, *(column.get(label, "") for column in columns)] for label in labels]
     numbers = {id(run): number for number, group in enumerate(groups) for run in group.runs}
@@ -161,7 +161,7 @@ def _render_figures_by_run(runs: Sequence[RunRecord], groups: Sequence[SeedGroup
     yield "</section>"
 
 
-def _list_run_figures(run: RunRecord) -> Iterator[tuple[str, str]]:
+def _list_key_numbers(run: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield a run's figures as (label, text): model, data, steps, tokens, times, losses."""
     metrics, log = run.metrics, run.log
     yield from ((label, words) for label, words in log.header.items() if label in ("model", "data", "device"))

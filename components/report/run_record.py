@@ -20,7 +20,7 @@ from drawloom.graph import RecipeError, UserError
 from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import MergedRecipe
-from drawloom.graph.toml.emit import dumps
+from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.toml.parsing import parse
 
 SAMPLE, PLAN, REPORT = "sample.txt", "plan.txt", "report.html"
@@ -78,7 +78,7 @@ def check_is_run(folder: Path) -> None:
         raise UserError(f"{folder} is not a run folder; give one, such as runs/first_run", 2)
 
 
-def unique_run_names(folders: Sequence[Path]) -> list[str]:
+def make_unique_run_names(folders: Sequence[Path]) -> list[str]:
     """Return a unique name for every run folder: the folder's name, or its path if two folders have the same name."""
     names = [folder.resolve().name for folder in folders]
     return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
@@ -102,7 +102,7 @@ def parse_recipe_settings(text: str) -> dict[str, str]:
         nodes: Mapping[str, Mapping[str, Any]] = flatten_inline_nodes(serialize_recipe(MergedRecipe.of(parse(text))))
     except (RecipeError, ValueError):
         return {}
-    return {f"{name}.{key}": dumps(value) for name, node in nodes.items() for key, value in node.items()}
+    return {f"{name}.{key}": dump_toml(value) for name, node in nodes.items() for key, value in node.items()}
 
 
 def _read_file_beginning(path: Path, max_bytes: int) -> str:

@@ -16,7 +16,7 @@ from drawloom.components.report.run_record import (
     find_differing_settings,
     read_run_record,
 )
-from drawloom.components.run.locks import is_holder_alive
+from drawloom.components.run.locks import is_lock_holder_alive
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.recipe.lockfile import LOCK
@@ -70,7 +70,7 @@ def read_run_rows(folder: Path) -> list[RunRow]:
             records.append((path, name, read_run_record(path, name, Drawings())))
         except UserError as error:
             records.append((path, name, error))
-    settings = _differing_settings_by_recipe(
+    settings = _find_differing_settings_by_recipe(
         [record.recipe if isinstance(record, RunRecord) else "" for *_, record in records]
     )
     return [
@@ -84,7 +84,7 @@ def read_run_rows(folder: Path) -> list[RunRow]:
 def determine_run_state(folder: Path, log: RunLog) -> State:
     """Return a run's state, from its log and from the process that holds its folder."""
     if log.running:
-        return "running" if is_holder_alive(folder) else "interrupted"
+        return "running" if is_lock_holder_alive(folder) else "interrupted"
     kinds = [event.kind for event in log.events if event.kind in END_STATES]
     return END_STATES[kinds[-1]] if kinds else "unknown"
 
@@ -95,15 +95,18 @@ def sort_run_rows(rows: Sequence[RunRow], key: str, *, reverse: bool = False) ->
 
     Raises UserError if the runs have no such column, and do not differ in such a setting.
     """
-    keys = [*COLUMNS, *differing_setting_keys(rows)]
+    keys = [*COLUMNS, *list_differing_setting_keys(rows)]
     if key not in keys:
         raise UserError(f"--sort {key}: there is no such column; write one of {', '.join(keys)}", 2)
     known = [row for row in rows if _cell_value(row, key) is not None]
     unknown = [row for row in rows if _cell_value(row, key) is None]
-    return [*sorted(known, key=lambda row: _numbers_first_key(_cell_value(row, key)), reverse=reverse), *unknown]
+    return [
+        *sorted(known, key=lambda row: _make_numbers_first_sort_key(_cell_value(row, key)), reverse=reverse),
+        *unknown,
+    ]
 
 
-def differing_setting_keys(rows: Sequence[RunRow]) -> list[str]:
+def list_differing_setting_keys(rows: Sequence[RunRow]) -> list[str]:
     """Return the keys of the settings in which the runs' recipes differ."""
     return list(dict.fromkeys(key for row in rows for key in row.differs))
 
@@ -131,7 +134,7 @@ def _make_run_row(name: str, record: RunRecord, state: State, differs: dict[str,
     )
 
 
-def _differing_settings_by_recipe(recipes: Sequence[str]) -> list[dict[str, str]]:
+def _find_differing_settings_by_recipe(recipes: Sequence[str]) -> list[dict[str, str]]:
     """Return every recipe's settings that differ from the others. Empty for an unknown recipe."""
     known = [number for number, recipe in enumerate(recipes) if recipe]
     differing: list[dict[str, str]] = [{} for _ in recipes]
@@ -147,7 +150,7 @@ def _cell_value(row: RunRow, key: str) -> Any:
     return getattr(row, key) if key in COLUMNS else row.differs.get(key)
 
 
-def _numbers_first_key(value: Any) -> tuple[bool, float, str]:
+def _make_numbers_first_sort_key(value: Any) -> tuple[bool, float, str]:
     """Return a key that orders numbers, also those in the text of a setting, before other texts."""
     try:
         return False, float(value), ""

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.report.metrics import Column, MetricCurve, max_points_per_curve, thin_values_to_curve
+from drawloom.components.report.metrics import Column, MetricCurve, choose_max_points_per_curve, thin_values_to_curve
 from drawloom.components.report.run_record import OWN_SETTINGS, RunRecord, parse_recipe_settings
 from drawloom.graph.cli.result import output, output_class
 
@@ -69,7 +69,7 @@ class SeedGroup:
         first = self.runs[0].metrics
         if len(self.runs) == 1:
             return first.thin_all_curves()
-        points = max_points_per_curve(len(first.columns))
+        points = choose_max_points_per_curve(len(first.columns))
         return {
             name: curve for name in first.columns if (curve := self._mean_curve_with_band(name, points)) is not None
         }
@@ -78,7 +78,7 @@ class SeedGroup:
         """Return a metric's mean over the runs with a band, at common steps; None if a run lacks the metric."""
         columns = [run.metrics.columns.get(metric) for run in self.runs]
         known = [column for column in columns if column is not None]
-        steps = common_steps(known)
+        steps = find_common_steps(known)
         if len(known) < len(columns) or not len(steps):
             return None
         values = np.stack([_values_at_steps(column, steps) for column in known])
@@ -106,14 +106,14 @@ def group_runs_by_settings(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     ]
 
 
-def last_common_step(groups: Sequence[SeedGroup], metric: str) -> int | None:
+def find_last_common_step(groups: Sequence[SeedGroup], metric: str) -> int | None:
     """Return the last step at which all runs with a metric have it, or None."""
     columns = [run.metrics.columns.get(metric) for group in groups for run in group.runs]
     known = [column for column in columns if column is not None]
-    return int(steps[-1]) if known and len(steps := common_steps(known)) else None
+    return int(steps[-1]) if known and len(steps := find_common_steps(known)) else None
 
 
-def common_steps(columns: Sequence[Column]) -> NDArray[np.int64]:
+def find_common_steps(columns: Sequence[Column]) -> NDArray[np.int64]:
     """Return the steps common to all columns, ascending."""
     steps = np.asarray(columns[0].steps, dtype=np.int64)
     for column in columns[1:]:

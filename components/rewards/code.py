@@ -15,14 +15,14 @@ from contextlib import suppress
 
 from drawloom.components.ports.rollouts import Answer
 from drawloom.components.rewards import code_process
-from drawloom.components.rewards.expected import Compared
+from drawloom.components.rewards.expected import ExpectedValueReward
 from drawloom.graph import above, between, component, setting
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 @component
-class Code(Compared):
+class Code(ExpectedValueReward):
     """
     1 for a Python program that passes its tests, else 0.
 

@@ -11,7 +11,7 @@ import resource
 import sys
 
 
-def run_request() -> None:
+def run_program_and_tests() -> None:
     """Run the request. A program that fails or exits writes no nonce."""
     descriptor = int(sys.argv[1])
     request = json.load(sys.stdin)
@@ -32,4 +32,4 @@ def run_request() -> None:
 
 
 if __name__ == "__main__":
-    run_request()
+    run_program_and_tests()

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from drawloom.components.ports.rollouts import Answer
-from drawloom.components.rewards.expected import Compared
+from drawloom.components.rewards.expected import ExpectedValueReward
 from drawloom.graph import component
 
 
 @component
-class ExactMatch(Compared):
+class ExactMatch(ExpectedValueReward):
     """
     1 for a completion with an end token that equals the expected text, apart from surrounding white space; else 0.
     """

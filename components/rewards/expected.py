@@ -3,18 +3,18 @@
 from typing import Any
 
 from drawloom.components.ports.rollouts import Answer
-from drawloom.graph import UserError, inheritable, setting
+from drawloom.graph import UserError, component_base_class, setting
 
 
-@inheritable
+@component_base_class
 class Weighted:
     """Base for rewards with a weight in the sum of all."""
 
     weight: float = setting(default=1.0, doc="factor in the sum over all rewards; negative for a penalty")
 
 
-@inheritable
-class Compared(Weighted):
+@component_base_class
+class ExpectedValueReward(Weighted):
     """Base for rewards that compare a completion with a value in the prompt's example."""
 
     key: str = setting(default="answer", doc="key of the example's expected value")

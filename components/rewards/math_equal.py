@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from drawloom.components.ports.rollouts import Answer
-from drawloom.components.rewards.expected import Compared
+from drawloom.components.rewards.expected import ExpectedValueReward
 from drawloom.graph import UserError, at_least, component, setting
 
 DECIMAL = r"\d+(?:\.\d+)?|\.\d+"
@@ -18,7 +18,7 @@ MAX_DIGITS = 400
 
 
 @component
-class MathEqual(Compared):
+class MathEqual(ExpectedValueReward):
     r"""
     1 for a completion whose number equals the expected one, else 0.
 

@@ -56,7 +56,7 @@ class CompletionServer:
     url: str
     timeout: float
 
-    def find_model(self, wanted: str | None) -> str:
+    def find_served_model_name(self, wanted: str | None) -> str:
         """Return the name of the served model: `wanted`, or the only one. Raises UserError for any other."""
         answer = self.request("GET", "/v1/models")
         try:
@@ -81,11 +81,15 @@ class CompletionServer:
         choice = self._request_choice(model, prompt, fields, logprobs=1)
         ids, logps = self._read_ids(choice), self._read_logps(choice)
         if len(ids) != len(logps) or not ids:
-            raise self._answer_error(f"{len(ids)} token ids and {len(logps)} log-probabilities", "update the server")
+            raise self._make_unusable_answer_error(
+                f"{len(ids)} token ids and {len(logps)} log-probabilities", "update the server"
+            )
         count = ids.index(end) + 1 if end in ids else len(ids)
         if ids[count - 1] != end and count != max_tokens:
             text = f"a completion ends after {count} of {max_tokens} tokens with the token {ids[-1]}, not with {end}"
-            raise self._answer_error(text, "correct the tokenizer's end token, or the server's stop settings")
+            raise self._make_unusable_answer_error(
+                text, "correct the tokenizer's end token, or the server's stop settings"
+            )
         return Sampled(ids[:count], [min(value, 0.0) for value in logps[:count]])
 
     def check_scaled_logps(self, model: str, prompt: Sequence[int], temperature: float) -> None:
@@ -99,7 +103,7 @@ class CompletionServer:
         is_flat = plain[0] - plain[-1] < 1e-3  # scaled by any temperature, such a distribution is the same
         if not is_flat and abs(plain[0] - scaled[0]) < 1e-6:
             text = f"log-probabilities are those of temperature 1, and not of {temperature:g}"
-            raise self._answer_error(
+            raise self._make_unusable_answer_error(
                 text, "start vLLM with --logprobs-mode processed_logprobs, or write temperature = 1"
             )
 
@@ -124,9 +128,9 @@ class CompletionServer:
             raise UserError(self._describe_fault(path, reason, "start the server, or correct url")) from error
         finally:
             connection.close()
-        return self._parse_answer(path, response.status, content)
+        return self._parse_response(path, response.status, content)
 
-    def _parse_answer(self, path: str, status: int, content: bytes) -> Any:
+    def _parse_response(self, path: str, status: int, content: bytes) -> Any:
         """Return the JSON value in an answer. Raises UserError for a status above 299."""
         if not 200 <= status < 300:
             quoted = " ".join(content.decode(errors="replace").split())[:MAX_QUOTED]
@@ -146,7 +150,7 @@ class CompletionServer:
         try:
             (choice,) = answer["choices"]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._answer_error("it has no single choice", "correct url") from error
+            raise self._make_unusable_answer_error("it has no single choice", "correct url") from error
         return choice
 
     def _read_ids(self, choice: Any) -> list[int]:
@@ -156,14 +160,18 @@ class CompletionServer:
         names = (choice.get("logprobs") or {}).get("tokens") or []
         if names and all(str(name).startswith(TOKEN_PREFIX) for name in names):
             return [int(name.removeprefix(TOKEN_PREFIX)) for name in names]
-        raise self._answer_error("it has no token ids", "use a server with return_token_ids, such as vLLM")
+        raise self._make_unusable_answer_error(
+            "it has no token ids", "use a server with return_token_ids, such as vLLM"
+        )
 
     def _read_logps(self, choice: Any) -> list[float]:
         """Return the sampled ids' log-probabilities."""
         values = (choice.get("logprobs") or {}).get("token_logprobs")
         if not values or any(value is None or not math.isfinite(value) for value in values):
             text = "it has no finite log-probability for each token"
-            raise self._answer_error(text, "allow logprobs in the server; with NaN, see the policy's loss")
+            raise self._make_unusable_answer_error(
+                text, "allow logprobs in the server; with NaN, see the policy's loss"
+            )
         return [float(value) for value in values]
 
     def _read_top_logps(self, choice: Any) -> list[float]:
@@ -171,9 +179,11 @@ class CompletionServer:
         try:
             return sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise self._answer_error("it has no top_logprobs", "allow logprobs = 2 in the server") from error
+            raise self._make_unusable_answer_error(
+                "it has no top_logprobs", "allow logprobs = 2 in the server"
+            ) from error
 
-    def _answer_error(self, text: str, remedy: str) -> UserError:
+    def _make_unusable_answer_error(self, text: str, remedy: str) -> UserError:
         """Return the error for a completion's answer."""
         return UserError(self._describe_fault("/v1/completions", f"unusable answer: {text}", remedy))
 

@@ -57,7 +57,7 @@ class ServerCall:
     body: dict[str, Any] = setting(factory=dict, doc="JSON object; {folder} in a text is the exported folder's path")
 
 
-def _list_vllm_calls() -> list[ServerCall]:
+def _list_vllm_reload_calls() -> list[ServerCall]:
     """Return vLLM's requests for a weight update."""
     reload = {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}
     return [ServerCall(path="/collective_rpc", body=reload), ServerCall(path="/reset_prefix_cache")]
@@ -95,7 +95,7 @@ class ServerRollouts:
         default=1, check=at_least(1), doc="steps between updates of the server's weights; 1 samples from the newest"
     )
     reload: list[ServerCall] = setting(
-        factory=_list_vllm_calls, doc="requests that load an exported folder, in order; default: vLLM's"
+        factory=_list_vllm_reload_calls, doc="requests that load an exported folder, in order; default: vLLM's"
     )
     connections: int = setting(default=64, check=between(1, 1025), doc="requests of a replica at a time")
     timeout: float = setting(default=300.0, check=above(0), doc="seconds to wait for an answer")
@@ -123,11 +123,11 @@ class ServerRollouts:
         """
         world = self.mesh.world
         if self._name is None:
-            self._name = str(run_on_rank0(world, lambda: self._server.find_model(self.served_model)))
+            self._name = str(run_on_rank0(world, lambda: self._server.find_served_model_name(self.served_model)))
         last, target = self._updated_step, self._export_folder / purpose
         is_due = purpose != TRAIN or last is None or step - last >= self.update_every
         if is_due:
-            run_on_rank0(world, lambda: self._prepare_folder(target))
+            run_on_rank0(world, lambda: self._clear_export_folder(target))
             self.export.export_to(target)
         if is_due or self._served_purpose != purpose:
             run_on_rank0(world, lambda: self._send_reload(target))
@@ -143,7 +143,7 @@ class ServerRollouts:
         """
         if self.update_every == 1 or self._updated_step is None:
             return {}
-        files = {path.name: _map_file(path) for path in sorted((self._export_folder / TRAIN).iterdir())}
+        files = {path.name: _memory_map_file(path) for path in sorted((self._export_folder / TRAIN).iterdir())}
         return {"step": self._updated_step, "files": files}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ class ServerRollouts:
         self._updated_step, self._served_purpose = (int(state["step"]), None) if state else (None, None)
         target = self._export_folder / TRAIN
         if state and self.mesh.world.rank == 0:
-            self._prepare_folder(target)
+            self._clear_export_folder(target)
             target.mkdir()
             for name, content in state["files"].items():
                 (target / name).write_bytes(content.numpy())
@@ -168,7 +168,7 @@ class ServerRollouts:
             for part in prompts
             for tokens, length, key in zip(part.tokens, part.lengths, part.keys.tolist(), strict=True)
         ]
-        sampled = iter(run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in self._request_rows(rows)]))
+        sampled = iter(run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in self._request_completions(rows)]))
         return [self._make_completions(part, [Sampled(**next(sampled)) for _ in part.keys]) for part in prompts]
 
     @property
@@ -179,7 +179,7 @@ class ServerRollouts:
     def _export_folder(self) -> Path:
         return self.folder.folder.absolute() / "policy"
 
-    def _prepare_folder(self, target: Path) -> None:
+    def _clear_export_folder(self, target: Path) -> None:
         """Remove an earlier export, and make the folder around it."""
         remove_folder_atomically(target)
         target.parent.mkdir(exist_ok=True)
@@ -189,7 +189,7 @@ class ServerRollouts:
         for call in self.reload:
             self._server.request("POST", call.path, _fill_in_folder(call.body, str(target)) or None)
 
-    def _request_rows(self, rows: Sequence[tuple[list[int], int]]) -> list[Sampled]:
+    def _request_completions(self, rows: Sequence[tuple[list[int], int]]) -> list[Sampled]:
         """Return a completion by row; rows are prompts with their seeds."""
         server, name, end = self._server, str(self._name), self.tokenizer.eos_id
         if rows and self.temperature != 1 and not self._has_checked_temperature:
@@ -224,7 +224,7 @@ class ServerRollouts:
         return Completions(tokens, prompts.lengths, ends, logps, -logps, is_ended)
 
 
-def _map_file(path: Path) -> Tensor:
+def _memory_map_file(path: Path) -> Tensor:
     """Return a file's bytes, uint8 (size,), which stay readable after the file is removed."""
     size = path.stat().st_size
     return torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)

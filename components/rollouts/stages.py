@@ -20,7 +20,7 @@ from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Device, Group, Mesh
 from drawloom.components.ports.model import Head, Kernels, TokenContext, is_batch_invariant
 from drawloom.components.ports.pipeline import ForwardPasses
-from drawloom.components.ports.rollouts import Completions, Prompts, policy_logps
+from drawloom.components.ports.rollouts import Completions, Prompts, compute_policy_logps
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.state.trees import map_leaves
 from drawloom.graph import Problem, UserError, above, between, component, setting, wired
@@ -111,7 +111,9 @@ class StageRollouts:
         position = self._shortest_prompt_over_ranks(prompts.lengths)
         while self._any_rank_has_open_rows(position, ends):
             counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
-            drawn = self._draw_next_ids(tokens, position, prompts.lengths, uniform_by_counter(seed, counters), cache)
+            drawn = self._draw_next_ids_logps_and_entropies(
+                tokens, position, prompts.lengths, draw_uniform_by_counter(seed, counters), cache
+            )
             is_sampled = (position >= prompts.lengths) & (position < ends)
             ids = drawn[:, 0].long()
             tokens[:, position] = torch.where(is_sampled, ids, tokens[:, position])
@@ -123,14 +125,14 @@ class StageRollouts:
             position += 1
         return Completions(tokens, prompts.lengths, ends, logps, entropies, is_ended)
 
-    def _draw_next_ids(
+    def _draw_next_ids_logps_and_entropies(
         self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None
     ) -> Tensor:
         """Draw an id per row for `position`. Return ids, log-probabilities and entropies: float64 (rows, 3)."""
         first, last = (0, tokens.shape[1]) if cache is None else (cache.length, position)
         window = tokens[:, first:last]
         places = torch.arange(first, last).expand(len(tokens), -1)
-        context = TokenContext(places, torch.zeros_like(window), cache=cache, whole_rows=cache is None)
+        context = TokenContext(places, torch.zeros_like(window), cache=cache, one_document_per_row=cache is None)
         device = self.device.device
         uniforms = uniforms.to(device)
         scale = None if self.temperature == 1 else torch.tensor(self.temperature, device=device)
@@ -141,9 +143,11 @@ class StageRollouts:
             column = position - 1 - first
             last = hidden[:, column : column + 1]
             logits = head.logits(last)[:, 0]
-            ids, logps, entropies = draw_id_by_row(logits if scale is None else logits.float() / scale, uniforms)
+            ids, logps, entropies = draw_ids_logps_and_entropies(
+                logits if scale is None else logits.float() / scale, uniforms
+            )
             if self.exact and cache is not None:
-                logps = policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
+                logps = compute_policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
             elif self.exact:
                 logps = _compute_training_logps(hidden, head, known, starts, ids, position=position, temperature=scale)
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
@@ -153,7 +157,7 @@ class StageRollouts:
         drawn = torch.zeros(len(tokens), 3, dtype=torch.float64)
         if outputs and self.mesh.indices.tensor == 0:  # ranks along `tensor` have the same logits
             drawn = outputs[0].cpu()
-        layers = torch.tensor([0, 0] if cache is None else [cache.layers, cache.has_states])
+        layers = torch.tensor([0, 0] if cache is None else [cache.cached_layer_count, cache.has_states])
         self._copy.sum(drawn)
         self._copy.sum(layers)
         if not drawn.isfinite().all():
@@ -178,7 +182,7 @@ class StageRollouts:
         return position < int(longest)
 
 
-def uniform_by_counter(key: int, counters: Tensor) -> Tensor:
+def draw_uniform_by_counter(key: int, counters: Tensor) -> Tensor:
     """
     Return a random number in [0, 1) per counter, the same for equal keys and counters: float64 (rows,).
 
@@ -187,7 +191,7 @@ def uniform_by_counter(key: int, counters: Tensor) -> Tensor:
     return (draw_splitmix64_bits(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
-def draw_id_by_row(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def draw_ids_logps_and_entropies(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     Draw an id per row by inversion of the cumulative distribution.
 
@@ -219,7 +223,7 @@ def _compute_training_logps(
     targets[:, position - 1] = ids
     columns = torch.arange(length, device=tokens.device)
     is_target = (columns >= starts[:, None] - 1) & (columns < position)
-    logps = policy_logps(hidden, head, targets, is_target, temperature)
+    logps = compute_policy_logps(hidden, head, targets, is_target, temperature)
     return torch.where(position >= starts, logps[:, position - 1], 0.0)
 
 

@@ -69,13 +69,13 @@ class GlobalBatch:
     def dp_rank(self) -> int:
         return self.mesh.indices.data_replicate * self.mesh.sizes.data_shard + self.mesh.indices.data_shard
 
-    def fits_replicas(self, count: int) -> bool:
+    def can_divide_among_replicas(self, count: int) -> bool:
         return not any(_explain_uneven_sizes_and_remedies(self.global_size, self.ramp, self.micro_size, count))
 
-    def first_position(self, step: int) -> int:
+    def first_row_position(self, step: int) -> int:
         return self._compute_first_position_and_size(step)[0]
 
-    def microbatch_positions(self, step: int) -> list[list[int]]:
+    def microbatch_row_positions(self, step: int) -> list[list[int]]:
         first, size = self._compute_first_position_and_size(step)
         share = size // self.dp_size
         if self.deal == "in_turn":
@@ -88,13 +88,13 @@ class GlobalBatch:
         """Return a step's first position and size."""
         done = position = 0
         for stage in self.ramp:
-            steps = self._last_step(stage, done, position) - done
+            steps = self._find_last_step_of_ramp_stage(stage, done, position) - done
             if step - 1 < done + steps:
                 return position + (step - 1 - done) * stage.size, stage.size
             done, position = done + steps, position + steps * stage.size
         return position + (step - 1 - done) * self.global_size, self.global_size
 
-    def _last_step(self, stage: RampStage, done: int, position: int) -> int:
+    def _find_last_step_of_ramp_stage(self, stage: RampStage, done: int, position: int) -> int:
         """Return the last step of a stage beginning after `done` steps."""
         if stage.until_step is not None:
             return max(done, stage.until_step)

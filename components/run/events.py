@@ -6,7 +6,7 @@ from typing import get_args
 
 import attrs
 
-from drawloom.components.ports.run import Event, EventKind, Listener, event_kinds
+from drawloom.components.ports.run import Event, EventKind, Listener, list_observed_event_kinds
 from drawloom.graph import Every, component
 
 log = logging.getLogger("drawloom.run")
@@ -25,7 +25,7 @@ class EventDispatcher:
     @cached_property
     def _observers(self) -> dict[EventKind, list[tuple[str, Listener]]]:
         """Name and listener of every observer, by kind of event."""
-        listeners = [(item, event_kinds(item[1])) for item in self.listeners.items()]
+        listeners = [(item, list_observed_event_kinds(item[1])) for item in self.listeners.items()]
         return {kind: [item for item, observed in listeners if kind in observed] for kind in KINDS}
 
     def emit(self, event: Event) -> None:

@@ -49,7 +49,7 @@ class LockedFolder:
 
     @property
     def folder(self) -> Path:
-        return self.job.path
+        return self.job.folder_path
 
     def open(self) -> None:
         """Create and lock the folder. Raises UserError on all ranks if this recipe may not continue its run."""
@@ -60,7 +60,7 @@ class LockedFolder:
             self.close()
             raise
 
-    def after_restore(self, done: int) -> None:
+    def after_restore(self, restored_step: int) -> None:
         """Write the recipe and copy its files: only now, so a failed resume does not replace them."""
         self._is_new = False
         run_on_rank0(self.mesh.world, self._write_run_records)
@@ -72,12 +72,12 @@ class LockedFolder:
     def close(self) -> None:
         """Release the lock, and remove this rank's files from a new folder if the run was refused before it began."""
         if self._was_refused:
-            self._remove_files()
+            self._remove_files_of_refused_run()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
-    def _remove_files(self) -> None:
+    def _remove_files_of_refused_run(self) -> None:
         """Remove this rank's files, then the empty folders: the other ranks may still write to their logs."""
         logs = self.folder / "log"
         with suppress(OSError):
@@ -96,7 +96,7 @@ class LockedFolder:
         is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
-        self._changes = list_recipe_changes_if_safe(self.folder, self.recipe) if _has_steps(self.folder) else []
+        self._changes = list_recipe_changes_if_safe(self.folder, self.recipe) if _has_step_results(self.folder) else []
         return is_new
 
     def _write_run_records(self) -> None:
@@ -108,7 +108,7 @@ class LockedFolder:
                     create_folder_unless_link(create_folder_unless_link(self.folder / FILES) / node) / setting, paths
                 )
 
-        content = json.dumps(read_environment(self.environments), indent=1).encode()
+        content = json.dumps(collect_versions_and_choices(self.environments), indent=1).encode()
         path = create_folder_unless_link(self.folder / "log") / ENVIRONMENT
         if not path.is_file() or path.read_bytes() != content:
             replace_file(path, content)
@@ -124,7 +124,7 @@ class LockedFolder:
             )
 
 
-def read_environment(sources: Mapping[str, EnvironmentSource]) -> dict[str, str]:
+def collect_versions_and_choices(sources: Mapping[str, EnvironmentSource]) -> dict[str, str]:
     """Return versions, and the choices of nodes by `node.name`."""
     package = __name__.partition(".")[0]
     versions = {
@@ -167,7 +167,7 @@ def list_recipe_changes_if_safe(folder: Path, recipe: ResolvedRecipe) -> list[Re
     return changes
 
 
-def _has_steps(folder: Path) -> bool:
+def _has_step_results(folder: Path) -> bool:
     """Return whether a folder contains a step's results; without results, another recipe may use the folder."""
     results = (path for path in folder.iterdir() if path.name not in INITIAL_FILES)
     return any(any(path.iterdir()) if path.is_dir() else path.lstat().st_size for path in results)

@@ -32,19 +32,19 @@ class NamedRun:
 
     def open(self) -> None:
         """Raise UserError if the run folder is a file."""
-        if self.path.exists() and not self.path.is_dir():
+        if self.folder_path.exists() and not self.folder_path.is_dir():
             raise UserError(
-                f"folder: {self.path} is a file; write the path of a folder, or one that does not exist yet",
+                f"folder: {self.folder_path} is a file; write the path of a folder, or one that does not exist yet",
                 exit_code=2,
             )
 
     @property
-    def path(self) -> Path:
+    def folder_path(self) -> Path:
         return _choose_run_folder(self.name, self.folder)
 
     def outcome(self) -> dict[str, str]:
         """Return the run folder, for programs."""
-        return {"folder": str(self.path)}
+        return {"folder": str(self.folder_path)}
 
     @classmethod
     def settings_to_stay_in_folder(

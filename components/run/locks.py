@@ -34,7 +34,7 @@ class FolderLock:
             self._open.append(open_to_append(folder / "run.lock"))
             directory, file = self._open
             _lock_folder(directory, file, folder)
-            _write_holder(file, folder / "run.lock")
+            _write_lock_holder(file, folder / "run.lock")
         except BaseException:
             self.release()
             raise
@@ -58,7 +58,9 @@ def _lock_folder(directory: int, file: int, folder: Path) -> None:
         _lock_file_or_explain(directory)
         reason = _lock_file_or_explain(file)
     except BlockingIOError:
-        raise UserError(f"{folder} is in use by {_read_holder(file)}; wait for it, or use another run name") from None
+        raise UserError(
+            f"{folder} is in use by {_read_lock_holder(file)}; wait for it, or use another run name"
+        ) from None
     if reason:
         raise UserError(
             f"{folder} is on a file system without file locks ({reason}), where a second run could corrupt "
@@ -81,7 +83,7 @@ def _lock_file_or_explain(descriptor: int) -> str:
     return ""
 
 
-def _write_holder(file: int, path: Path) -> None:
+def _write_lock_holder(file: int, path: Path) -> None:
     """Write this process's host and id to the lock file, for the error message of a second run. Raises UserError."""
     holder = {
         "host": socket.gethostname(),
@@ -95,7 +97,7 @@ def _write_holder(file: int, path: Path) -> None:
         raise UserError(f"{path} can't be written ({error.strerror}); free some space, or use another disk") from error
 
 
-def _read_holder(file: int) -> str:
+def _read_lock_holder(file: int) -> str:
     try:
         holder = json.loads(os.pread(file, 4096, 0))
         return f"process {holder['pid']} on host {holder['host']} since {holder['started']}"
@@ -103,7 +105,7 @@ def _read_holder(file: int) -> str:
         return "another process"
 
 
-def is_holder_alive(folder: Path) -> bool:
+def is_lock_holder_alive(folder: Path) -> bool:
     """Return whether the process that last locked a run folder still exists; True if it is on another host."""
     # Locking the folder would be exact, and would refuse a run that starts at this moment.
     try:

@@ -47,7 +47,7 @@ class Determinism:
         )
 
     @classmethod
-    def full(cls) -> "Determinism":
+    def fully_deterministic(cls) -> "Determinism":
         """Return settings to reject nondeterministic operations, with the environment's workspace if it fits."""
         workspace = os.environ.get(WORKSPACE)
         if workspace not in DETERMINISTIC_WORKSPACES:
@@ -91,7 +91,7 @@ class ProcessRandomness:
         """Seed every generator from the run's seed, the rank and the generator's name."""
         if self.deterministic:
             self._determinism_before = Determinism.read_current()
-            Determinism.full().apply()
+            Determinism.fully_deterministic().apply()
         self._before = read_generator_states()
         rank = self.mesh.world.rank
         torch.manual_seed(derive_seed(self.job.seed, "process", "torch", rank))

@@ -144,7 +144,7 @@ class Signals:
         self.mesh.world.max(asked)
         return next(filter(None, self.mesh.world.gather_json(reason))) if asked else ""
 
-    def stop_on_signal(self) -> AbstractContextManager[None]:
+    def raise_stopped_error_on_signal(self) -> AbstractContextManager[None]:
         """Return a context in whose body a signal raises StoppedError in the main thread."""
         return self._raise_stopped_on_signals()
 

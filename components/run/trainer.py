@@ -137,18 +137,18 @@ class Trainer:
             step = self._make_step(done + 1)
             self._run_step(step)
             done, reason = (
-                (self._restore_newest_checkpoint(step), "") if step.goes_back else (step.index, step.stop_reason)
+                (self._go_back_to_newest_checkpoint(step), "") if step.goes_back else (step.index, step.stop_reason)
             )
             self._last_step, self._end_reason = done, reason
             yield step
             if is_watched and not reason and not step.goes_back and done < self.steps:
-                reason = self._end_reason = self._stop_if_asked(step)
-        with self.stop.stop_on_signal():
+                reason = self._end_reason = self._save_if_asked_to_stop(step)
+        with self.stop.raise_stopped_error_on_signal():
             self._run_final_tasks(done)
         self.events.emit(Event("run_ended"))
         self._skipped.fail_if_last_step_skipped()
 
-    def _stop_if_asked(self, step: Step) -> str:
+    def _save_if_asked_to_stop(self, step: Step) -> str:
         """Save the step if the caller's loop asked for a stop on any rank, and return the reason, or ""."""
         reason = self.stop.agree_on_reason(step.stop_reason)
         if reason:
@@ -185,7 +185,7 @@ class Trainer:
         for node in self.restored.values():
             node.after_restore(done)
 
-    def _restore_newest_checkpoint(self, step: Step) -> int:
+    def _go_back_to_newest_checkpoint(self, step: Step) -> int:
         """Restore the newest checkpoint and return its step; return this step if there is no checkpoint."""
         with self._emit_saving_events(step):  # restoring may take as long as saving
             done = self.checkpointer.restore() if self.checkpointer else 0
@@ -222,14 +222,14 @@ class Trainer:
             self._skipped.wait_and_count_added_step()
             self._agree_on_last_step(step, name, phase, asked)
             self.events.emit(Event("phase_ended", step, name))
-        step.state.copy_to_host()
+        step.state.start_copying_to_host()
         self.events.emit(Event("step_ended", step))
         self._skipped.add_step(step)
         if signal := self.stop.agree_on_signal():
             self._skipped.wait_and_count_added_step()
             self._save_and_stop(step, signal)
         if self.checkpointer:
-            self.checkpointer.keep_in_memory(step)
+            self.checkpointer.keep_in_memory_and_reopen_for_joiners(step)
 
     @cached_property
     def _gradient_reader_names(self) -> set[str]:
@@ -274,7 +274,7 @@ class Trainer:
         raise StoppedError(signal)
 
     @classmethod
-    def resume_impact(cls, node: Any, key: str) -> tuple[str, str] | None:
+    def resume_impact(cls, node: Any, key: str, before: Any) -> tuple[str, str] | None:
         """Return "safe" for changed `steps`, unless a phase such as a learning-rate schedule depends on them."""
         if key != "steps":
             return None

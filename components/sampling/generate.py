@@ -61,7 +61,7 @@ class Sampler:
         drawn = (
             0 if logits is None else draw_id(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
         )
-        sums = torch.tensor([drawn, cache.layers])
+        sums = torch.tensor([drawn, cache.cached_layer_count])
         self.pipeline.sum(sums)  # only the last stage has logits, and the other ranks add 0
         token, layers = sums.tolist()
         if token == BROKEN:
@@ -79,7 +79,7 @@ class Sampler:
         return self.model.infer(window, TokenContext(positions, torch.zeros_like(window), cache=cache))
 
 
-def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+def stream_decoded_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     """
     Yield the text of ids as they come; the pieces add up to the text of all ids.
 

@@ -56,7 +56,7 @@ class Sample:
     def run_after_training(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective."""
         with use_averages_if_any(self.average):
-            text = self._sample_text_or_error() if self.mesh.replicas.rank == 0 else ""
+            text = self._sample_text_or_error() if self.mesh.replica_group.rank == 0 else ""
         run_on_rank0(self.mesh.world, lambda: self._log_and_write_text(step, text))
 
     def _sample_text_or_error(self) -> str:
@@ -74,7 +74,7 @@ class Sample:
 
     def _sample_conversation(self, chat: ChatPrompts) -> str:
         """Return the user's message with the model's answer."""
-        prompt = chat.encode_messages([{"role": "user", "content": self.prompt}]).tolist()
+        prompt = chat.encode_messages_as_prompt([{"role": "user", "content": self.prompt}]).tolist()
         answer = self._make_sampler(chat.answer_end_ids).sample_continuation(prompt, self.tokens)
         return f"user: {self.prompt}\nassistant: {self.tokenizer.decode([*answer])}"
 

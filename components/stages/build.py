@@ -8,7 +8,7 @@ from torch import nn
 
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.expert import ExpertDimension, set_dispatcher
-from drawloom.components.parallel.float8_layers import set_float8_format
+from drawloom.components.parallel.float8_layers import enable_float8_layers
 from drawloom.components.parallel.frozen_formats import replace_by_quantized_storage
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.pipeline import build_layer_ranges, partition_layers, split_off_embedding_and_head
@@ -27,7 +27,7 @@ from drawloom.components.ports.pipeline import (
 )
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import LOSS, Transform
-from drawloom.components.weights.adapted import build_meta_model_with_adapters, inject_adapters
+from drawloom.components.weights.adapted import build_meta_model_with_adapters, freeze_and_inject_adapters
 from drawloom.graph import UserError
 
 
@@ -83,14 +83,14 @@ class StageBuilder:
                     experts |= slices.keys()
             self._cast_to_stored_dtypes(module)
             replace_by_quantized_storage(module, self.precision, splits)
-            set_float8_format(module, self.precision)
+            enable_float8_layers(module, self.precision)
         return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
 
     def build_stage_module(self, span: LayerRange) -> nn.Module:
         """Build a layer range's module on the meta device, not yet split, with adapters and transforms."""
         with torch.device("meta"):
             module = self.model.build(span)
-            inject_adapters(self.adapters, module)
+            freeze_and_inject_adapters(self.adapters, module)
         if span.head and (loss_module := find_loss_module(self.loss)) is not None:
             module.add_module(LOSS, loss_module)
         for transform in self.transforms:
@@ -99,7 +99,7 @@ class StageBuilder:
         set_dispatcher(module, self.dispatcher)
         return module
 
-    def build_for_activations(self, span: LayerRange) -> nn.Module:
+    def build_meta_module_for_activations(self, span: LayerRange) -> nn.Module:
         """Build a layer range's split module in its layers' compute dtypes."""
         module = self.build_stage_module(span)
         splits = {
@@ -109,7 +109,7 @@ class StageBuilder:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(choose_layer_dtype(name, self.precision))
         replace_by_quantized_storage(module, self.precision, splits)
-        set_float8_format(module, self.precision)
+        enable_float8_layers(module, self.precision)
         return module
 
     def _cast_to_stored_dtypes(self, module: nn.Module) -> None:
@@ -134,7 +134,7 @@ class StageBuilder:
             return build_layer_ranges(sizes)
         try:
             if isinstance(self.schedule, OuterLayersSchedule):
-                layers = self.schedule.count_layers_in_all_stages(ranks, layers)
+                layers = self.schedule.get_pipelined_layer_count(ranks, layers)
             return partition_layers(layers, stages, self.embedding_layer_cost, self.head_layer_cost)
         except ValueError as error:
             raise UserError(f"{error}; use fewer stages", exit_code=2) from error

@@ -10,7 +10,7 @@ from torch import nn
 from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule_or_none
-from drawloom.components.pipeline.program.recomputation import describe_policies
+from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, embeds_on_every_rank
 from drawloom.components.ports.stages import Recompute
@@ -115,7 +115,7 @@ def check_recompute_is_set_once(stages: NodeView, schedule: NodeView, mesh: Node
         yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
 
 
-def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
+def describe_layer_partition(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
     """Yield the schedule's own layer partition and recompute policies."""
     built, layers = build_schedule_or_none(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
@@ -124,10 +124,10 @@ def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iter
             yield f"layers of stages, by [{schedule.name}]: {', '.join(map(str, sizes))}"
     if isinstance(built, OuterLayersSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
-            in_stages = built.count_layers_in_all_stages(PerDimension.from_settings(mesh.settings).pipeline, layers)
+            in_stages = built.get_pipelined_layer_count(PerDimension.from_settings(mesh.settings).pipeline, layers)
             if in_stages < layers:
                 yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
-    if policies := describe_policies(_find_recompute_policies(schedule, mesh)):
+    if policies := describe_recompute_policies(_find_recompute_policies(schedule, mesh)):
         microbatches = _get_microbatch_count(schedule, mesh)
         yield f"recomputed, by [{schedule.name}] if a step has {microbatches} microbatches: {policies}"
 
@@ -167,6 +167,9 @@ def describe_recompute_policy(policy: Recompute) -> Iterator[str]:
     """Yield a sentence about a recompute policy's kept activations and its cost (activation checkpointing)."""
     if policy == "selective":
         yield "recompute: norms, gates and rotations run again in the backward pass; their results are not kept"
+    elif policy == "quantized":
+        yield "recompute: norms, gates and rotations run again in the backward pass; the results are not kept"
+        yield "recompute: inputs of norms and gates are kept in 8 bits, which rounds gradients (lossy), but no loss"
     elif policy != "none":
         blocks = "each block" if policy in ("blocks", 1) else f"one of {policy} blocks"
         yield f"recompute: of {blocks} only the input is kept, and its forward runs again in the backward pass"

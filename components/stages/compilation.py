@@ -7,7 +7,7 @@ from torch import nn
 
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.pipeline import build_schedule_or_none
-from drawloom.components.pipeline.program.lowering import build_program_for_lowering
+from drawloom.components.pipeline.program.lowering import build_program_of_rank_and_neighbours
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.program import BACKWARD_INPUT
 from drawloom.components.ports.stages import computes_both_gradients_at_once
@@ -46,13 +46,14 @@ def warn_compiled_recompute(stages: NodeView) -> Iterator[Problem]:
     """Warn about recompute policies ignored by compiled blocks."""
     if not stages.settings["compile"]:
         return
-    text = "torch chooses what compiled blocks recompute, so 'selective' only applies outside them"
-    if stages.settings["recompute"] == "selective":
-        yield stages.warning("recompute", text, 'write recompute = "blocks" or "none", or compile = false')
+    text = "torch chooses what compiled blocks recompute, so '{}' only applies outside them"
+    if (policy := stages.settings["recompute"]) in ("selective", "quantized"):
+        hint = 'write recompute = "blocks" or "none", or compile = false'
+        yield stages.warning("recompute", text.format(policy), hint)
     for schedule in stages.neighbours("schedule"):
         if "selective" in (schedule.settings.get("recompute") or ()):
             hint = f"leave recompute.selective out, or write compile = false in [{stages.name}]"
-            yield schedule.warning("recompute", text, hint)
+            yield schedule.warning("recompute", text.format("selective"), hint)
 
 
 def _splits_backward(schedule: NodeView, mesh: NodeView) -> bool:
@@ -60,7 +61,7 @@ def _splits_backward(schedule: NodeView, mesh: NodeView) -> bool:
     built, ranks = build_schedule_or_none(schedule), PerDimension.from_settings(mesh.settings).pipeline
     try:
         # Rank 0 is enough: in a schedule that computes ranks separately, all ranks split or none.
-        program = None if built is None else build_program_for_lowering(built, 0, ranks, 2 * ranks)
+        program = None if built is None else build_program_of_rank_and_neighbours(built, 0, ranks, 2 * ranks)
     except UserError:
         return False
     return program is not None and bool((program.op == BACKWARD_INPUT).any())

@@ -101,7 +101,7 @@ class FrozenStages:
         count = self.model.num_hidden_layers
         span = LayerRange(count, count, embedding=True, head=True)
         with torch.no_grad():
-            return self._stages.builder.build_for_activations(span)(inputs, context, finish)
+            return self._stages.builder.build_meta_module_for_activations(span)(inputs, context, finish)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         return {} if self._stages is None else self._stages.memory_bytes()
@@ -124,6 +124,6 @@ class _NoAdapter:
 
     targets: ClassVar[Sequence[str]] = ()
 
-    def inject(self, module: nn.Module) -> Collection[str]:
+    def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
         """Return no matches."""
         return ()

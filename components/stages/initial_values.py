@@ -18,13 +18,13 @@ from drawloom.components.ports.model import (
     LanguageModel,
     Model,
     PretrainedModel,
-    quantized_parameter_formats,
+    list_quantized_parameter_formats,
 )
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.byte_size import format_byte_size
-from drawloom.components.weights.adapted import adapter_parameter_names, fill_adapters
+from drawloom.components.weights.adapted import adapter_parameter_names, initialize_adapters
 from drawloom.components.weights.load import (
     fill_module_from_folder,
     folder_fingerprint,
@@ -36,8 +36,12 @@ from drawloom.graph import UserError
 
 
 def check_parameters_fit_device(modules: Iterable[nn.Module], sharding_ranks: int, device: torch.device) -> None:
-    """Raise UserError if the modules' parameters, partitioned over `sharding_ranks`, exceed a device's memory."""
-    needed = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // sharding_ranks
+    """
+    Raise UserError if the modules' parameters on the meta device, partitioned over `sharding_ranks`, exceed a device's
+    memory.
+    """
+    parameters = [parameter for module in modules for parameter in module.parameters() if parameter.is_meta]
+    needed = sum(parameter.nbytes for parameter in parameters) // sharding_ranks
     if needed > (capacity := get_device_memory(device)):
         raise UserError(
             f"the parameters of this rank take {format_byte_size(needed)}, and its device, {device}, has "
@@ -67,26 +71,30 @@ class InitialValues:
     weights: Path | None
     splits: Mapping[str, TensorSlice]
 
-    def fill_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Allocate and fill meta modules' parameters and buffers."""
+    def allocate_and_fill_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Fill modules' parameters and buffers; allocate them, unless parameters are in host memory already."""
         for module in modules:
             # Weights of a folder are read parameter by parameter, without a second copy of the model.
             if self.folder is None or any(map(is_dtensor, module.parameters())):
-                module.to_empty(device=self.device)
-            fill_buffers(module, self.device, self.seed)
+                module._apply(self._allocate_if_meta)  # type: ignore[no-untyped-call]
+            allocate_and_fill_buffers(module, self.device, self.seed)
             if (loss_module := getattr(module, LOSS, None)) is not None:
-                fill_parameters(LOSS, loss_module, self.device, self.seed)
+                allocate_and_fill_parameters(LOSS, loss_module, self.device, self.seed)
             if self.folder is not None:
                 self._read_weights(self.folder, module)
             else:
                 self._draw_random_weights(module)
 
-    def fill_adapters(self, modules: Iterable[nn.Module]) -> None:
+    def _allocate_if_meta(self, tensor: Tensor) -> Tensor:
+        """Return an uninitialized tensor on the device in place of one on the meta device; others stay."""
+        return torch.empty_like(tensor, device=self.device) if tensor.is_meta else tensor
+
+    def initialize_adapters(self, modules: Iterable[nn.Module]) -> None:
         """
         Fill the adapters' parameters; a collective over ranks with shared weights, because DoRA reads whole weights.
         """
         for module in modules:
-            fill_adapters(module, self.device, self._fill_slice_with_normal)
+            initialize_adapters(module, self.device, self._fill_slice_with_normal)
 
     def fingerprint_frozen_source(self, parameters: Iterable[nn.Parameter]) -> str:
         """Fingerprint the weights that the frozen parameters come from; "" if all parameters are trained."""
@@ -133,14 +141,17 @@ class InitialValues:
 
     def _draw_random_weights(self, module: nn.Module) -> None:
         """Fill a module's parameters with random values, except for adapters and loss."""
-        in_adapters, formats = adapter_parameter_names(module), quantized_parameter_formats(module)
+        in_adapters, formats = adapter_parameter_names(module), list_quantized_parameter_formats(module)
         for name, parameter in module.named_parameters():
             if name.startswith(f"{LOSS}.") or name in in_adapters:
                 continue
             local = get_local_slice(parameter) if is_dtensor(parameter) else parameter.data
             tensor_slice = self._get_rank_slice(name, parameter)
             if (weight_format := formats.get(name)) is None:
-                self.model.initialise(name, local, self.seed, tensor_slice)
+                drawn = local if local.device.type == self.device.type else torch.empty_like(local, device=self.device)
+                self.model.initialize_parameter(name, drawn, self.seed, tensor_slice)
+                if drawn is not local:
+                    local.copy_(drawn)
                 continue
             # A format may have blocks of several rows, which a slice could cut.
             stored_slice = tensor_slice or TensorSlice.whole(tuple(local.shape))
@@ -150,7 +161,7 @@ class InitialValues:
     def _draw_whole_parameter(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return random values for a whole parameter with this shape."""
         whole = torch.empty(shape, dtype=dtype, device=self.device)
-        self.model.initialise(name, whole, self.seed, None)
+        self.model.initialize_parameter(name, whole, self.seed, None)
         return whole
 
     def _get_rank_slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
@@ -170,7 +181,7 @@ Tensors = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
 """Function that yields the names and tensors of a module that its `reset_parameters()` has to fill."""
 
 
-def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
+def allocate_and_fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     """
     Allocate a module's buffers, persistent or not, and fill them by their owners' `reset_parameters()`.
 
@@ -179,10 +190,10 @@ def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     """
     for name, owner in module.named_modules():
         if any(True for _ in _list_buffers(owner)):
-            _fill_by_reset_parameters(name, owner, device, derive_seed(seed, "buffers", name), _list_buffers)
+            _allocate_and_fill_by_reset(name, owner, device, derive_seed(seed, "buffers", name), _list_buffers)
 
 
-def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: int) -> None:
+def allocate_and_fill_parameters(name: str, module: nn.Module, device: torch.device, seed: int) -> None:
     """
     Allocate the parameters and buffers of the module called `name`, and fill them by their owners'
     `reset_parameters()`.
@@ -191,10 +202,10 @@ def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: in
     """
     for path, owner in module.named_modules(prefix=name):
         if any(True for _ in _list_tensors(owner)):
-            _fill_by_reset_parameters(path, owner, device, derive_seed(seed, "initial weights", path), _list_tensors)
+            _allocate_and_fill_by_reset(path, owner, device, derive_seed(seed, "initial weights", path), _list_tensors)
 
 
-def _fill_by_reset_parameters(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
+def _allocate_and_fill_by_reset(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
     """Allocate an owner's tensors and fill them by `reset_parameters()`; UserError if a tensor is left unfilled."""
     owner.to_empty(device=device, recurse=False)
     # An inherited reset_parameters() may skip a tensor. A tensor that it fills has the same values, whether its

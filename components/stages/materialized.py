@@ -14,12 +14,12 @@ from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ra
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.data_parallel import DataParallel
-from drawloom.components.parallel.data_shard import ShardedStore, gathers_by_block
+from drawloom.components.parallel.data_shard import ShardedStore, should_gather_per_block
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
 from drawloom.components.parallel.float8_layers import (
-    KeptFloat8,
+    CachedFloat8Layers,
     check_float8,
     check_gpu_supports_float8,
     describe_float8,
@@ -52,7 +52,7 @@ from drawloom.components.stages.checks import (
     check_memory_policy,
     check_offload,
     check_recompute_is_set_once,
-    describe_layers,
+    describe_layer_partition,
     describe_recompute_fault,
     describe_recompute_policy,
     find_stage_nodes,
@@ -64,7 +64,7 @@ from drawloom.components.stages.compilation import (
     warn_compiled_split_backward,
 )
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device
-from drawloom.components.stages.model_precision import combine_precision
+from drawloom.components.stages.model_precision import add_model_uncast_patterns
 from drawloom.components.stages.parameters import StageParameters
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
@@ -135,7 +135,8 @@ class MaterializedStages:
         check=describe_recompute_fault,
         doc=(
             "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
-            "block; a number n: one block in n"
+            "block; a number n: one block in n; 'quantized': 'selective' with inputs of norms and gates in 8 bits, "
+            "which rounds gradients"
         ),
     )
     compile: bool = setting(
@@ -145,7 +146,7 @@ class MaterializedStages:
     capture: bool = setting(
         default=False,
         impact="safe",
-        doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches",
+        doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches and texts",
     )
     offload: bool = setting(
         default=False,
@@ -156,8 +157,8 @@ class MaterializedStages:
     stream_frozen: bool = setting(
         default=False,
         impact="safe",
-        doc="whether quantized frozen weights are in host memory, and are copied to the device where they are used: "
-        "less memory, and time for copies that take longer than a pass",
+        doc="whether frozen weights of linear layers and experts are in host memory, and are copied to the device "
+        "where they are used: less memory, and time for copies that take longer than a pass",
     )
     weights: Path | None = setting(
         default=None,
@@ -168,7 +169,7 @@ class MaterializedStages:
     store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
-    _float8: KeptFloat8 = attrs.field(init=False, default=None)
+    _float8: CachedFloat8Layers = attrs.field(init=False, default=None)
     open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     streamed: StreamedWeights | None = attrs.field(init=False, default=None)
     _fingerprint: str = attrs.field(init=False, default="")
@@ -196,6 +197,12 @@ class MaterializedStages:
         yield from warn_compiled_recompute(node)
 
     @classmethod
+    def resume_impact(cls, node: NodeView, key: str, before: Any) -> tuple[str, str] | None:
+        """Return changes_training if `recompute` begins or ceases to round gradients."""
+        changes = key == "recompute" and "quantized" in (before, node.settings["recompute"])
+        return ("changes_training", "'quantized' rounds gradients") if changes else None
+
+    @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
         """Yield sentences for `explain`: recomputation, CUDA graphs, formats, mesh dimensions and layers."""
         yield from describe_recompute_policy(node.settings["recompute"])
@@ -208,7 +215,7 @@ class MaterializedStages:
                 yield from dimension.notes(nodes)
             schedule = node.neighbour("schedule")
             if schedule and nodes.model:
-                yield from describe_layers(schedule, nodes.mesh, nodes.model)
+                yield from describe_layer_partition(schedule, nodes.mesh, nodes.model)
 
     def check_before_open(self) -> None:
         """Raise UserError if `weights` is not a folder of readable safetensors files, or the GPU lacks float8."""
@@ -226,7 +233,7 @@ class MaterializedStages:
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         parallel = self._parallelize()
         self._activations = ActivationSpecs(
-            parallel.spans, self.builder.build_for_activations, self._do_layers_keep_shapes
+            parallel.spans, self.builder.build_meta_module_for_activations, self._do_layers_keep_shapes
         )
         self._set_stages(parallel, self._materialize(parallel))
         for module in parallel.modules.values():
@@ -242,7 +249,8 @@ class MaterializedStages:
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
         tie_equally_named_parameters(modules)
-        self._move_frozen_weights(modules)
+        if self.stream_frozen:
+            self._open_streamed_weights().plan(modules)
         self._set_stages(parallel, self._create_data_parallel(parallel).create_planned_store(modules))
 
     def close(self) -> None:
@@ -250,12 +258,10 @@ class MaterializedStages:
         if self.streamed is not None:
             self.streamed.close()
 
-    def _move_frozen_weights(self, modules: Sequence[nn.Module]) -> None:
-        """Move modules' quantized frozen weights to host memory if they are streamed."""
-        if self.stream_frozen:
-            device = self.device.device
-            self.streamed = self.streamed or StreamedWeights(self.open_transfers(device), device)
-            self.streamed.move_to_host(modules)
+    def _open_streamed_weights(self) -> StreamedWeights:
+        """Open the stream for frozen weights in host memory."""
+        self.streamed = StreamedWeights(self.open_transfers(self.device.device), self.device.device)
+        return self.streamed
 
     @cached_property
     def _dimensions(self) -> list[Dimension]:
@@ -264,7 +270,7 @@ class MaterializedStages:
     @cached_property
     def _model_precision(self) -> Precision:
         """Return the precision with the model's own `uncast` patterns."""
-        return combine_precision(self.precision, self.model)
+        return add_model_uncast_patterns(self.precision, self.model)
 
     @cached_property
     def builder(self) -> StageBuilder:
@@ -292,7 +298,7 @@ class MaterializedStages:
             mesh=self.mesh,
             precision=self._model_precision,
             blocks=self.model.blocks,
-            gathers_per_block=gathers_by_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
+            gathers_per_block=should_gather_per_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
             reduces_per_microbatch=self.sync_each_microbatch,
             bucket_bytes=self.bucket_bytes,
             # A CUDA graph does not run the hooks with which replicas sum gradients during a backward pass.
@@ -303,25 +309,24 @@ class MaterializedStages:
     def _materialize(self, parallel: ParallelModules) -> ParameterStore | ShardedStore:
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
-        for together in [[module] for module in modules] if self.stream_frozen else [modules]:
-            check_parameters_fit_device(together, self.mesh.shard_group.size, self.device.device)
+        if self.stream_frozen:
+            self._open_streamed_weights().stream(modules)
+        check_parameters_fit_device(modules, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._create_data_parallel(parallel)
         sharded = data_parallel.shard_modules(modules)
         slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
-        for module in modules:
-            run_and_gather_on_all_ranks(self.mesh.world, partial(self._values.fill_modules, [module]))
-            self._move_frozen_weights([module])
+        run_and_gather_on_all_ranks(self.mesh.world, partial(self._values.allocate_and_fill_modules, modules))
         if self.adapters:
-            self._values.fill_adapters(modules)
+            self._values.initialize_adapters(modules)
         tie_equally_named_parameters(modules)
         return data_parallel.create_store(modules, sharded)
 
     def _set_stages(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
         """Set this rank's stages from the modules, with parameters in `store`."""
         self.store = store
-        self._float8 = KeptFloat8.allocate(parallel.modules.values(), self.precision)
-        choice = self._choose_memory(len(parallel.spans))
+        self._float8 = CachedFloat8Layers.allocate(parallel.modules.values(), self.precision)
+        choice = self._choose_recompute_and_offload(len(parallel.spans))
         self.local = [
             Stage(
                 index=index,
@@ -350,7 +355,7 @@ class MaterializedStages:
             experts=parallel.experts,
         )
 
-    def _choose_memory(self, stages: int) -> MemoryChoice:
+    def _choose_recompute_and_offload(self, stages: int) -> MemoryChoice:
         """Return the memory policy's choice, or the settings'."""
         if self.memory is not None:
             return self.memory.choose()
@@ -371,7 +376,7 @@ class MaterializedStages:
         """Return all local stages' trained parameters, without duplicates; [] before `open`."""
         return [] if self._parameters is None else self._parameters.named_parameters()
 
-    def slices(self) -> dict[str, TensorSlice | None]:
+    def parameter_slices(self) -> dict[str, TensorSlice | None]:
         return {name: self._parameters.get_rank_slice(name) for name, _ in self.named_parameters()}
 
     @property
@@ -386,12 +391,12 @@ class MaterializedStages:
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         if self.streamed is not None:
-            self.streamed.begin_step()
+            self.streamed.expect_last_fetch_order()
         self.store.cast_masters_to_copies(only_if_changed)
-        self._float8.round_weights(only_if_changed)
+        self._float8.requantize_weights(only_if_changed)
 
-    def hand_over_gradients(self) -> None:
-        self.store.hand_over_gradients()
+    def move_gradients_to_masters(self) -> None:
+        self.store.move_gradients_to_masters()
         self._float8.mark_all_changed()
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
@@ -408,9 +413,9 @@ class MaterializedStages:
             sizes["parameters"] -= self.streamed.byte_count
         return sizes | {"compute_copies": copies}
 
-    def sum_gradients(self) -> None:
+    def sum_remaining_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""
-        self._parameters.sum_gradients()
+        self._parameters.sum_remaining_gradients()
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         """Return this rank's slices by name, for trained parameters and persistent buffers; None for whole ones."""
@@ -441,15 +446,19 @@ class MaterializedStages:
         """Raise UserError for a pattern of `precision` that matches nothing on any rank."""
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]
-        self._check_patterns_match("uncast", "parameter", self.precision.uncast, parameters)
+        self._check_patterns_match_on_some_rank("uncast", "parameter", self.precision.uncast, parameters)
         layers = [name for module in modules for name in find_float8_candidates(module)]
-        self._check_patterns_match(
+        self._check_patterns_match_on_some_rank(
             "linear_in_compute", "linear layer or layer of experts", self.precision.linear_in_compute, layers
         )
         weights = [name for module in modules for name in find_quantizable_weights(module)]
-        self._check_patterns_match("frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
+        self._check_patterns_match_on_some_rank(
+            "frozen_in_compute", "weight", self.precision.frozen_in_compute, weights
+        )
 
-    def _check_patterns_match(self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    def _check_patterns_match_on_some_rank(
+        self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]
+    ) -> None:
         """Raise UserError if a pattern matches no name on any pipeline rank; `key` is its setting. A collective."""
         matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
         matched = {pattern for by_rank in self.mesh.pipeline_group.gather_json(matched_here) for pattern in by_rank}

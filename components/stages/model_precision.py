@@ -61,7 +61,7 @@ class ModelPrecision:
         return self.recipe.frozen_in_compute
 
 
-def combine_precision(recipe: Precision, model: Model) -> Precision:
+def add_model_uncast_patterns(recipe: Precision, model: Model) -> Precision:
     """Return the recipe's precision, with the model's own patterns if it has some."""
-    patterns = tuple(model.uncast_parameters()) if isinstance(model, UncastParameters) else ()
+    patterns = tuple(model.uncast_parameter_patterns()) if isinstance(model, UncastParameters) else ()
     return ModelPrecision(recipe, patterns) if patterns else recipe

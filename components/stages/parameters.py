@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.data_shard import ShardedStore
-from drawloom.components.parallel.dimension import Dimension, SharedParameters
+from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
@@ -42,7 +42,7 @@ class StageParameters:
     def __attrs_post_init__(self) -> None:
         """Collect the trained parameters."""
         self._trained = [
-            {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
+            {name: parameter for name, parameter in stage.named_masters_or_parameters() if parameter.requires_grad}
             for stage in self.stages
         ]
         self._named = {name: parameter for trained in self._trained for name, parameter in trained.items()}
@@ -59,7 +59,7 @@ class StageParameters:
 
     def all_parameters(self) -> dict[str, nn.Parameter]:
         """Return the stages' parameters by name, including frozen ones."""
-        return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
+        return {name: parameter for stage in self.stages for name, parameter in stage.named_masters_or_parameters()}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all stages' trained parameters by name, without duplicates."""
@@ -67,14 +67,14 @@ class StageParameters:
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's owned parameters. Every model parameter is owned by exactly one rank."""
-        shared = self._make_shared_parameters
+        shared = self._rank_parameters
         elsewhere = set[str]().union(*(dimension.list_names_owned_elsewhere(shared) for dimension in self.dimensions))
         return [(name, parameter) for name, parameter in self._named.items() if name not in elsewhere]
 
     @property
-    def _make_shared_parameters(self) -> SharedParameters:
+    def _rank_parameters(self) -> RankParameters:
         """Return how this rank shares its parameters with other ranks, for mesh dimensions."""
-        return SharedParameters(
+        return RankParameters(
             trained=self._named,
             split=self.splits.keys(),
             experts=self.experts,
@@ -101,11 +101,11 @@ class StageParameters:
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
-    def sum_gradients(self) -> None:
+    def sum_remaining_gradients(self) -> None:
         """Sum gradients not yet summed in backward passes, along all mesh dimensions, innermost first."""
-        shared = self._make_shared_parameters
+        shared = self._rank_parameters
         for dimension in reversed(self.dimensions):
-            dimension.sum_gradients(shared)
+            dimension.sum_remaining_gradients(shared)
 
     def state_tensors(self) -> list[dict[str, Tensor]]:
         """Return trained parameters and persistent buffers (any shape) by stage: the state a checkpoint saves."""

@@ -86,7 +86,7 @@ class Batch:
         """Count this batch's tokens: all positions with a weight, even 0."""
         return self.weights.numel()
 
-    def has_whole_rows(self) -> bool:
+    def has_one_document_per_row(self) -> bool:
         """Return whether each row is known to be one document."""
         return False
 

@@ -34,15 +34,15 @@ def infer_shard_spec(value: Any) -> SpecTree:
     return _infer_spec(lambda leaf: Shard() if isinstance(leaf, Tensor) and leaf.ndim else Stack(), value)
 
 
-def _infer_spec(choose: Callable[[Any], SpecTree], value: Any) -> SpecTree:
-    """Return a tree's spec: `choose` decides for leaves, and lists are sharded."""
+def _infer_spec(choose_leaf_spec: Callable[[Any], SpecTree], value: Any) -> SpecTree:
+    """Return a tree's spec: `choose_leaf_spec` decides for leaves, and lists are sharded."""
     if isinstance(value, list):
         return Shard()
     children = list_labelled_children(value)
     return (
-        choose(value)
+        choose_leaf_spec(value)
         if children is None
-        else replace_children(value, [_infer_spec(choose, child) for _, child in children])
+        else replace_children(value, [_infer_spec(choose_leaf_spec, child) for _, child in children])
     )
 
 
@@ -191,11 +191,11 @@ def _join_microbatch_tensors(values: list[Any], spec: Shard | Stack, path: str) 
         raise _make_error(path, text) from error
 
 
-def _check_dimension(value: Any, spec: Shard | Stack, more: int, path: str) -> None:
-    """Raise ValueError unless this is a tensor that has the spec's dimension, after `more` dimensions are added."""
+def _check_dimension(value: Any, spec: Shard | Stack, added_dims: int, path: str) -> None:
+    """Raise ValueError unless this is a tensor with the spec's dimension after adding `added_dims` dimensions."""
     if not isinstance(value, Tensor):
         raise _make_error(path, f"{_describe_kind(value)} can't be cut or joined by {spec}, only tensors and lists can")
-    dimensions = value.ndim + more
+    dimensions = value.ndim + added_dims
     if not -dimensions <= spec.dim < dimensions:
         instead = f"a dimension below {dimensions}" if dimensions else "Stack()"
         raise _make_error(path, f"{_describe_kind(value)} has no dimension for {spec}; write {instead}")

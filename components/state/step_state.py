@@ -89,7 +89,7 @@ class StepState:
         if microbatches < 0:
             raise PipelineStateError(f"a step has at least 0 microbatches, not {microbatches}")
         for key, spec in specs.items():
-            _add_location_to_errors(f"the specification of {key!r}", partial(check_spec, spec))
+            _call_with_error_location(f"the specification of {key!r}", partial(check_spec, spec))
         self.microbatches, self._specs = microbatches, dict(specs)
         self._copies, self._read = [], {}
         self._written: dict[str, Any] = {}  # by name, values that were written in the global view
@@ -132,15 +132,15 @@ class StepState:
         """Return the microbatches, counted from 0, with a written value; [] if it was never written."""
         return [*range(self.microbatches)] if key in self._written else sorted(self._shards.get(key, ()))
 
-    def needs_host_copy(self, tensor: Tensor) -> bool:
+    def is_on_gpu(self, tensor: Tensor) -> bool:
         """Return whether the host has to wait for a device to read a tensor."""
         return tensor.is_cuda
 
-    def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
+    def start_host_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
         """Start to copy tensors (numbers,) to the host."""
         return HostCopy.start(tensors)
 
-    def copy_to_host(self) -> None:
+    def start_copying_to_host(self) -> None:
         """
         Start to copy the tensors that were written in the global view to the host; does not wait.
 
@@ -153,7 +153,7 @@ class StepState:
                 str(dtype): torch.cat([tensor.reshape(-1) for tensor in tensors if tensor.dtype == dtype])
                 for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
             }
-            self._copies.append((tensors, self.start_copy(flat)))
+            self._copies.append((tensors, self.start_host_copy(flat)))
 
     @property
     def is_on_host(self) -> bool:
@@ -163,14 +163,14 @@ class StepState:
 
     def read_on_host(self, key: str) -> Any:
         """Return a value of the global view with its tensors on the CPU; waits for their copy. Any thread may call."""
-        self.copy_to_host()
+        self.start_copying_to_host()
         copies = dict(self._iterate_host_copies_by_id())
         return map_leaves(lambda leaf: copies.get(id(leaf), leaf), self[key])
 
     def number(self, key: str) -> float:
         """Return a number of the global view; waits for its copy to the host. Raises MissingStateError."""
         value = self[key]
-        if not isinstance(value, Tensor) or not self.needs_host_copy(value):
+        if not isinstance(value, Tensor) or not self.is_on_gpu(value):
             return float(value)
         if id(value) not in self._read:  # the state keeps every tensor that was copied, so that ids are unique
             self._read[id(value)] = float(self.read_on_host(key))
@@ -183,7 +183,7 @@ class StepState:
     def _iterate_tensors_on_device(self) -> Iterator[Tensor]:
         """Yield the tensors written in the global view that are not on the CPU."""
         for value in self._written.values():
-            yield from (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor) and self.needs_host_copy(leaf))
+            yield from (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor) and self.is_on_gpu(leaf))
 
     def _iterate_host_copies_by_id(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
@@ -201,25 +201,27 @@ class StepState:
         shards = [self._shards[key][index] for index in range(self.microbatches)]
         spec = self._specs[key] if key in self._specs else self._inferred.get(key)
         spec = infer_shard_spec(shards[0]) if spec is None else spec
-        return _add_location_to_errors(f"[{key!r}]", partial(unshard_tree, shards, spec))
+        return _call_with_error_location(f"[{key!r}]", partial(unshard_tree, shards, spec))
 
     def _read_microbatch_shard(self, key: str, index: int, location: str) -> Any:
         """Return a value's shard for one microbatch; MissingStateError if it was not written."""
         if index not in self.microbatches_present(key):
             raise self._create_missing_error(key, [index], location)
-        return self._get_shards(key, location)[index]
+        return self._get_or_split_shards(key, location)[index]
 
     def _write_shard(self, key: str, index: int, value: Any, location: str) -> None:
         """Replace the shard of one microbatch; the others keep theirs."""
-        shards = self._get_shards(key, location)  # of the written value, before it is dropped
+        shards = self._get_or_split_shards(key, location)  # of the written value, before it is dropped
         self._written.pop(key, None)
         self._joined.pop(key, None)
         shards[index] = _detach(value)
 
-    def _get_shards(self, key: str, location: str) -> dict[int, Any]:
+    def _get_or_split_shards(self, key: str, location: str) -> dict[int, Any]:
         """Return a value's shards by microbatch; a value written in the global view is sharded first."""
         if key not in self._shards:
-            shards = _add_location_to_errors(location, partial(self._split_value, key)) if key in self._written else {}
+            shards = (
+                _call_with_error_location(location, partial(self._split_value, key)) if key in self._written else {}
+            )
             self._shards[key] = shards
         return self._shards[key]
 
@@ -281,7 +283,7 @@ def _detach(value: Any) -> Any:
     return value
 
 
-def _add_location_to_errors(location: str, work: Callable[[], Any]) -> Any:
+def _call_with_error_location(location: str, work: Callable[[], Any]) -> Any:
     """Return the result of `work`; a ValueError gets the location in its message."""
     try:
         return work()

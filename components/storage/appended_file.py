@@ -24,7 +24,7 @@ class AppendedFile:
         """Open a file, and create it if it is missing. Raises UserError if it is a link or not a regular file."""
         return cls(path, open_to_append(path))
 
-    def append(self, data: bytes) -> int:
+    def append_what_fits(self, data: bytes) -> int:
         """Append data, and return the number of bytes written, which may be fewer on a nearly full disk."""
         self._restore_if_removed()
         return os.write(self._descriptor, data)

@@ -15,7 +15,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.components.storage.regular_file import CHUNK
-from drawloom.components.storage.sha256_stream import BLOCK, Content, Sha256Stream
+from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, Sha256Stream
 from drawloom.graph import UserError
 
 
@@ -45,7 +45,7 @@ class FileWriter:
                     raise _add_file_name(error, self.name) from error
                 piece, position = piece[count:], position + count
 
-    def content(self) -> Content:
+    def finish_digest(self) -> FileDigest:
         """Return size and SHA-256 for the bytes written in order from the start."""
         if self.sha256 is None:
             raise ValueError(f"{self.name} was opened without hashing, so it has no checksum")
@@ -65,11 +65,11 @@ def create_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
         os.close(descriptor)
 
 
-def create_file_with_content(path: Path, data: bytes) -> Content:
+def create_file_with_content(path: Path, data: bytes) -> FileDigest:
     """Create a file with these bytes, and flush it to disk. Raises OSError if it exists."""
     with create_file(path) as file:
         file.write_at(memoryview(data), 0)
-    return file.content()
+    return file.finish_digest()
 
 
 def flush_to_disk(path: Path) -> None:
@@ -94,7 +94,7 @@ def count_free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def remove_folder(path: Path) -> None:
+def remove_file_or_folder(path: Path) -> None:
     """Remove a folder with its content, if it exists; for anything else, such as a link or a pipe, only the name."""
     try:
         mode = os.lstat(path).st_mode
@@ -123,8 +123,8 @@ def rename_durably(old: Path, new: Path) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replace a file's content atomically. Two processes must not replace the same file at once."""
-    temporary = make_temporary_path(path)
-    remove_folder(temporary)  # left by a killed process, or anything else of that name
+    temporary = derive_temporary_path(path)
+    remove_file_or_folder(temporary)  # left by a killed process, or anything else of that name
     try:
         create_file_with_content(temporary, data)
         rename_durably(temporary, path)
@@ -134,7 +134,7 @@ def replace_file(path: Path, data: bytes) -> None:
         raise
 
 
-def make_temporary_path(path: Path) -> Path:
+def derive_temporary_path(path: Path) -> Path:
     """Return the temporary path for a file's new content: hidden, in the same folder, so the rename is atomic."""
     return path.with_name(f".{path.name}.tmp")
 
@@ -154,7 +154,7 @@ class TempFolder:
     def discard(self) -> None:
         """Remove the temporary folder, unless it was committed."""
         with suppress(OSError):
-            remove_folder(self.folder)
+            remove_file_or_folder(self.folder)
 
 
 def remove_folder_atomically(target: Path) -> None:
@@ -165,7 +165,7 @@ def remove_folder_atomically(target: Path) -> None:
         hidden = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
         rename_durably(target, hidden)
         with suppress(OSError):
-            remove_folder(hidden)
+            remove_file_or_folder(hidden)
 
 
 def create_temp_folder(target: Path) -> TempFolder:
@@ -175,20 +175,20 @@ def create_temp_folder(target: Path) -> TempFolder:
     Removes earlier attempts' temporary folders: if two attempts run concurrently, the first one fails, and their files
     never mix. Raises UserError if the target exists and is not an empty folder.
     """
-    _check_target_is_free(target)
+    _check_missing_or_empty(target)
     target = target.absolute()
     prefix = f".{target.name}.partial-"
     target.parent.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(target.parent):
         if name.startswith(prefix):
             with suppress(OSError):
-                remove_folder(target.parent / name)
+                remove_file_or_folder(target.parent / name)
     folder = target.parent / f"{prefix}{secrets.token_hex(4)}"
     folder.mkdir()
     return TempFolder(target, folder)
 
 
-def _check_target_is_free(target: Path) -> None:
+def _check_missing_or_empty(target: Path) -> None:
     """Raise UserError unless the target is missing or an empty folder."""
     if target.is_dir() and not any(target.iterdir()):
         return

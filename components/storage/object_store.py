@@ -45,7 +45,7 @@ class ObjectStore:
 
     def list_names(self, folder: str = "") -> list[str]:
         """Return the sorted names in a folder; empty if it is missing."""
-        with self._convert_errors():
+        with self._convert_to_store_errors():
             self._system.invalidate_cache()
             try:
                 paths = self._system.ls(self._join_path(folder), detail=False)
@@ -57,19 +57,19 @@ class ObjectStore:
         """Upload a local file under a name. Raises FileNotFoundError if the local file is gone."""
         if not file.is_file():
             raise FileNotFoundError(file)
-        with self._convert_errors():
+        with self._convert_to_store_errors():
             self._system.makedirs(posixpath.dirname(self._join_path(name)), exist_ok=True)
             self._system.put_file(str(file), self._join_path(name))
 
     def download(self, name: str, file: Path) -> None:
         """Download a file, and create the local folder for it."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        with self._convert_errors():
+        with self._convert_to_store_errors():
             self._system.get_file(self._join_path(name), str(file))
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder, if it exists."""
-        with self._convert_errors():
+        with self._convert_to_store_errors():
             if self._system.exists(self._join_path(name)):
                 self._system.rm(self._join_path(name), recursive=True)
 
@@ -78,7 +78,7 @@ class ObjectStore:
         return posixpath.join(self._root, name) if name else self._root
 
     @contextmanager
-    def _convert_errors(self) -> Iterator[None]:
+    def _convert_to_store_errors(self) -> Iterator[None]:
         """Convert every exception to StoreError, because stores and their packages raise many kinds."""
         try:
             yield

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.storage.sha256_stream import BLOCK, Content, count_blocks, hash_block
+from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, count_blocks, hash_block
 from drawloom.graph import UserError
 
 CHUNK = 2**22  # bytes that are read or written at a time
@@ -131,14 +131,14 @@ def read_file(path: Path, limit: int) -> bytes:
         return file.read(0, file.size)
 
 
-def hash_file(path: Path) -> Content:
+def hash_file(path: Path) -> FileDigest:
     """Return a regular file's size and SHA-256."""
     with open_regular_file(path) as file:
         blocks = (
             file.read(number * BLOCK, min(BLOCK, file.size - number * BLOCK))
             for number in range(count_blocks(file.size))
         )
-        return Content(file.size, (hash_block(block) for block in blocks))
+        return FileDigest(file.size, (hash_block(block) for block in blocks))
 
 
 def _check_is_regular(path: Path, status: os.stat_result) -> None:
@@ -165,7 +165,7 @@ class VerifiedFile(RegularFile):
     every byte once.
     """
 
-    expected: Content = attrs.field(kw_only=True)
+    expected: FileDigest = attrs.field(kw_only=True)
     verified: set[int] = attrs.field(kw_only=True, factory=set)
     _last: tuple[int, bytes] = (-1, b"")  # number and content of the last block that was needed in part
 
@@ -221,7 +221,7 @@ class VerifiedFile(RegularFile):
 
 
 @contextmanager
-def open_verified(path: Path, expected: Content) -> Iterator[VerifiedFile]:
+def open_verified_file(path: Path, expected: FileDigest) -> Iterator[VerifiedFile]:
     """
     Open a file with this content. Raises OSError as `open_regular_file`, and ContentMismatchError for another size.
     """

@@ -16,7 +16,7 @@ AHEAD = 4  # queued pieces; more would only use memory, because hashing is about
 
 
 @attrs.frozen
-class Content:
+class FileDigest:
     """Identity of a file's content: its size in bytes, and the hexadecimal SHA-256 per block."""
 
     size: int
@@ -64,7 +64,7 @@ class Sha256Stream:
         else:
             self._pieces.put(piece)
 
-    def finish(self) -> Content:
+    def finish(self) -> FileDigest:
         """Return the size and digests of all pieces."""
         if self._thread is not None:
             self._pieces.put(None)
@@ -72,7 +72,7 @@ class Sha256Stream:
             self._thread = None
         if self._hashed or not self._blocks:
             self._end_block()
-        return Content(self.size, self._blocks)
+        return FileDigest(self.size, self._blocks)
 
     def _hash_queue(self) -> None:
         """Hash the queued pieces, in the thread, until None arrives."""

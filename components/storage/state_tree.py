@@ -24,21 +24,21 @@ NAME_PART = re.compile(r"[A-Za-z0-9_.\-]+")
 MAX_NAME_LENGTH = 256  # characters
 
 
-class Packed(NamedTuple):
+class PackedState(NamedTuple):
     """Tree, with the tensors named in it."""
 
     tree: Tree
     tensors: dict[str, Tensor]
 
 
-def pack_state(state: Any) -> Packed:
+def pack_state(state: Any) -> PackedState:
     """
     Split a state into a JSON tree, with tensor names as leaves, and distinct tensors by name, which are not copied.
 
     Raises TypeError with the path to a value that `unpack_state` would not restore exactly.
     """
     packer = _Packer()
-    return Packed(packer.pack(state, ()), packer.tensors)
+    return PackedState(packer.pack(state, ()), packer.tensors)
 
 
 def unpack_state(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:

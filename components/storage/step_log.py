@@ -39,7 +39,7 @@ class StepLine:
 
 
 @attrs.define
-class Damage:
+class LogDamage:
     """Damaged lines in a file: line numbers, from 1, and steps for lines with a wrong checksum."""
 
     unreadable: list[int] = attrs.field(factory=list)
@@ -84,12 +84,12 @@ class StepLog:
             if len(self._buffer) < BUFFER_SIZE:
                 self._buffer += encode_row(row)
             self._appended = row["step"]
-            self._write_buffer()
+            self._try_to_write_buffer()
 
     def flush(self) -> None:
-        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
+        """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
         with self._lock:
-            self._write_buffer()
+            self._try_to_write_buffer()
             if self._buffer:
                 missing = f"the rows of steps {self._written + 1} to {self._appended} are in memory only"
                 raise OSError(errno.ENOSPC, missing, str(self._file.path))
@@ -104,7 +104,7 @@ class StepLog:
         """
         with self._lock:
             self._buffer, self._written, self._appended = b"", step, step
-            lines, damage = parse_lines(self._file.read())
+            lines, damage = parse_step_lines(self._file.read())
             kept = {line.step: line for line in lines if line.step <= step}
             damage.changed = [number for number in damage.changed if number in kept]
             repaired = _repair_rows(
@@ -119,14 +119,14 @@ class StepLog:
     def close(self) -> None:
         """Write the buffered lines, and close the file."""
         with self._lock:
-            self._write_buffer()
+            self._try_to_write_buffer()
             self._file.close()
 
-    def _write_buffer(self) -> None:
+    def _try_to_write_buffer(self) -> None:
         """Write as many buffered lines as the disk accepts; an error is only a warning."""
         try:
             while self._buffer:
-                self._buffer = self._buffer[self._file.append(self._buffer) :]
+                self._buffer = self._buffer[self._file.append_what_fits(self._buffer) :]
             self._written = self._appended
         except OSError as error:
             if not self._has_warned:
@@ -134,7 +134,7 @@ class StepLog:
                 text = "%s: %s; lines are kept in memory until the disk accepts them"
                 log.warning(text, self._file.path, error.strerror)
 
-    def _warn_of_damage(self, damage: Damage, repaired: Mapping[int, Row]) -> None:
+    def _warn_of_damage(self, damage: LogDamage, repaired: Mapping[int, Row]) -> None:
         """Log the damaged lines, and the steps repaired with the checkpoint's values."""
         if text := str(damage):
             names = ", ".join(map(str, sorted(repaired)))
@@ -143,7 +143,7 @@ class StepLog:
 
 
 @attrs.define
-class RestartedLog:
+class RewindingLog:
     """Step log opened by `begin(step)` at the first step, and again when a run goes back to an earlier step."""
 
     begin: Callable[[int], StepLog]
@@ -160,7 +160,7 @@ class RestartedLog:
         self._log.append(row)
 
     def flush(self) -> None:
-        """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
+        """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
         if self._log is not None:
             self._log.flush()
 
@@ -177,16 +177,16 @@ def encode_row(row: Row) -> bytes:
     return text[:-1] + f', "{CHECKSUM}": {zlib.crc32(text)}}}\n'.encode()
 
 
-def read_steps(path: Path) -> tuple[list[StepLine], Damage]:
+def read_step_log(path: Path) -> tuple[list[StepLine], LogDamage]:
     """Return a file's lines ordered by step, and its damage. Raises OSError if it is not a regular file."""
     try:
         content = read_file(path, MAX_SIZE)
     except FileNotFoundError:
         content = b""
-    return parse_lines(content)
+    return parse_step_lines(content)
 
 
-def parse_lines(content: bytes) -> tuple[list[StepLine], Damage]:
+def parse_step_lines(content: bytes) -> tuple[list[StepLine], LogDamage]:
     """
     Return the readable lines ordered by step, and the damage.
 
@@ -194,7 +194,7 @@ def parse_lines(content: bytes) -> tuple[list[StepLine], Damage]:
     are kept.
     """
     kept: list[tuple[int, StepLine]] = []
-    damage = Damage()
+    damage = LogDamage()
     *pieces, last = content.split(b"\n")
     if last and (torn := _parse_line(last)) is not None and not torn.has_changed:
         pieces.append(last)
@@ -228,7 +228,7 @@ def _parse_line(text: bytes) -> StepLine | None:
     return StepLine(step, row, text, has_changed or type(checksum) is not int)
 
 
-def _repair_rows(kept: Mapping[int, StepLine], damage: Damage, known: Mapping[int, Row]) -> dict[int, Row]:
+def _repair_rows(kept: Mapping[int, StepLine], damage: LogDamage, known: Mapping[int, Row]) -> dict[int, Row]:
     """Return the known rows for damaged lines: merged into changed lines, and in place of unreadable lines."""
     repaired = {number: kept[number].row | known[number] for number in damage.changed if number in known}
     if damage.unreadable:

@@ -6,18 +6,20 @@ from collections import Counter
 from typing import Any
 
 
-def parse_strictly(text: bytes, *, most: int) -> Any:
+def parse_strict_json(text: bytes, *, max_values: int) -> Any:
     """
     Parse a JSON text.
 
     Raises ValueError with the reason for invalid JSON, duplicate names in an object, NaN and infinities, and for more
-    than `most` braces, brackets, commas and colons: a value may take some hundred bytes in memory.
+    than `max_values` braces, brackets, commas and colons: a value may take some hundred bytes in memory.
     """
-    if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
-        raise ValueError(f"it has {parts} values, above the limit of {most}")
+    if (parts := sum(text.count(sign) for sign in b"{[,:")) > max_values:
+        raise ValueError(f"it has {parts} values, above the limit of {max_values}")
     try:
         return json.loads(
-            text.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_nan_and_infinity
+            text.decode("utf-8"),
+            object_pairs_hook=_build_dict_without_duplicates,
+            parse_constant=_refuse_nan_and_infinity,
         )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
@@ -33,7 +35,7 @@ def hash_canonical(value: Any) -> str:
     return hashlib.sha256(encode_canonical(value)).hexdigest()
 
 
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object as a dict. Raises ValueError for a repeated name."""
     value = dict(pairs)
     if len(value) < len(pairs):

@@ -39,7 +39,7 @@ class TensorSource(Protocol):
 
 
 @attrs.frozen
-class InMemory:
+class InMemoryTensors:
     """Source for tensors in memory, which are not copied."""
 
     tensors: Mapping[str, Tensor]
@@ -70,7 +70,7 @@ def view_bytes(tensor: Tensor) -> memoryview:
     return view_memory(dense.view(-1).view(torch.uint8))
 
 
-def hash_tensor(tensor: Tensor) -> str:
+def hash_tensor_bytes(tensor: Tensor) -> str:
     """Return the digest of a tensor's bytes, any shape and dtype."""
     return hash_bytes(view_bytes(tensor))
 

@@ -14,7 +14,7 @@ from drawloom.components.ports.run import RunFolder, RunInfo, Value
 from drawloom.components.ports.tracking import Context, Histogram
 from drawloom.components.trackers.aim_repository import AimLocation, AimRun, find_run_hash, refuse_linked_repository
 from drawloom.components.trackers.background import Background, OneWarning, Task, select_finite_values
-from drawloom.components.trackers.remembered_run import recall_run_id
+from drawloom.components.trackers.remembered_run import read_stored_run_id
 from drawloom.graph import UserError, above, at_least, component, setting
 
 
@@ -60,7 +60,7 @@ class AimTracker:
         """
         if self.mesh.world.rank == 0:
             self._run = AimRun(
-                import_aim(), self._repository_location(), self.job.name, self.experiment, self.system_metrics
+                import_aim(), self._locate_repository(), self.job.name, self.experiment, self.system_metrics
             )
             self._hash = self._recall_or_make_run_hash()
             self._background = Background("aim", self.queue_size, self._warn_of_error, self._run.close)
@@ -105,7 +105,7 @@ class AimTracker:
         if self._run is not None:
             self._queue_task(partial(self._run.track_distributions, self._hash, step, distributions))
 
-    def _repository_location(self) -> "AimLocation":
+    def _locate_repository(self) -> "AimLocation":
         """Return the repository's location. Raises UserError if it is a link in the run folder."""
         if self.repository is None:
             refuse_linked_repository(self.folder.folder)
@@ -115,7 +115,7 @@ class AimTracker:
     def _recall_or_make_run_hash(self) -> str:
         """Return the run folder's Aim run hash, or a new one; in a shared repository, "" before the first run."""
         folder = self.folder.folder
-        return recall_run_id(folder, "aim") if self.repository else find_run_hash(folder) or uuid.uuid4().hex[:24]
+        return read_stored_run_id(folder, "aim") if self.repository else find_run_hash(folder) or uuid.uuid4().hex[:24]
 
     def _queue_task(self, task: Task) -> None:
         """Queue a task on rank 0; warn if the queue is full."""

@@ -16,8 +16,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.storage.durable_files import remove_folder, rename_durably
-from drawloom.components.trackers.remembered_run import recall_run_id, store_run_id
+from drawloom.components.storage.durable_files import remove_file_or_folder, rename_durably
+from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
 from drawloom.graph import UserError
 
 
@@ -65,7 +65,7 @@ def open_repository(aim: Any, location: AimLocation) -> Any:
         # In a shared folder, a temporary repository may belong to another run that is starting.
         for partial in folder.glob(".aim-*") if location.shared_by is None else ():
             with suppress(OSError):
-                remove_folder(partial)
+                remove_file_or_folder(partial)
         temporary = Path(tempfile.mkdtemp(prefix=".aim-", dir=folder))
         aim.Repo.from_path(str(temporary), init=True)
         try:
@@ -73,7 +73,7 @@ def open_repository(aim: Any, location: AimLocation) -> Any:
         except OSError:
             if not (folder / ".aim").exists():
                 raise
-        remove_folder(temporary)
+        remove_file_or_folder(temporary)
     return aim.Repo.from_path(str(folder))
 
 
@@ -190,7 +190,7 @@ class AimRun:
         """
         shared_by = self._location.shared_by
         if shared_by is not None:
-            run_hash = recall_run_id(shared_by, "aim") or run_hash
+            run_hash = read_stored_run_id(shared_by, "aim") or run_hash
         if run_hash and not self._location.is_remote:
             prepare_run_for_writing(self._location.folder, run_hash)
         options = {**METRICS_ONLY, "system_tracking_interval": self._system_metrics}

@@ -15,7 +15,7 @@ import attrs
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Value
 from drawloom.components.ports.tracking import Histogram
-from drawloom.graph import above, at_least, inheritable, setting
+from drawloom.graph import above, at_least, component_base_class, setting
 
 log = logging.getLogger("drawloom.trackers")
 
@@ -98,7 +98,7 @@ def select_finite_values(values: Mapping[str, Value]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-@inheritable
+@component_base_class
 class TrackerInBackground(ABC):
     """
     Tracker with a thread that writes finite values on rank 0, so writing can't delay a step or end the run.
@@ -163,7 +163,7 @@ class TrackerInBackground(ABC):
         self._warn(f"{self.called} failed, some steps will be missing there: {type(error).__name__}: {error}")
 
 
-@inheritable
+@component_base_class
 class ServiceTracker(TrackerInBackground):
     """Background tracker for a program with histograms and run properties."""
 

@@ -65,7 +65,7 @@ class CsvTracker(TrackerInBackground):
         values = [str(step), *(repr(numbers[name]) if name in numbers else "" for name in self._names[1:])]
         line = _format_csv_lines([values])
         while line:  # a disk that is nearly full accepts only a part
-            line = line[self._file_or_error.append(line) :]
+            line = line[self._file_or_error.append_what_fits(line) :]
 
     def _rewrite_file(self, rows: Iterable[Mapping[str, str]]) -> None:
         """Replace the file's content by these rows."""

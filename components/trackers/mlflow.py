@@ -12,7 +12,7 @@ from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.ports.tracking import Histogram, flatten_properties
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
 from drawloom.components.trackers.background import ServiceTracker
-from drawloom.components.trackers.remembered_run import recall_run_id, store_run_id
+from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
 from drawloom.graph import UserError, component, setting
 
 REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]")
@@ -67,7 +67,7 @@ class MlflowTracker(ServiceTracker):
             return
         is_local = self.uri is None
         self._client = self._mlflow.MlflowClient(f"sqlite:///{self._database_path.resolve()}" if is_local else self.uri)
-        run = recall_run_id(self.folder.folder, "mlflow") or self._create_run()
+        run = read_stored_run_id(self.folder.folder, "mlflow") or self._create_run()
         self._client.update_run(run, status="RUNNING")
         self._log_properties(run)
         self._run = run

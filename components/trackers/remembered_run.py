@@ -8,7 +8,7 @@ from drawloom.components.storage.regular_file import read_file
 MAX_LENGTH = 200
 
 
-def recall_run_id(folder: Path, tracking_program: str) -> str:
+def read_stored_run_id(folder: Path, tracking_program: str) -> str:
     """Return the identifier that `store_run_id` stored, or "". Raises OSError if the file is a link or too large."""
     path = _identifier_path(folder, tracking_program)
     return read_file(path, MAX_LENGTH).decode("utf-8").strip() if path.exists() or path.is_symlink() else ""

@@ -19,7 +19,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 """Names of the embedding and of an untied head in Hugging Face models."""
 
 
-def inject_adapters(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
+def freeze_and_inject_adapters(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     """
     Add adapters to a module on the meta device, and freeze all parameters they do not train.
 
@@ -28,7 +28,7 @@ def inject_adapters(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     if not adapters:
         return set()
     module.requires_grad_(False)
-    return {target for adapter in adapters for target in adapter.inject(module)}
+    return {target for adapter in adapters for target in adapter.adapt_and_list_matched_targets(module)}
 
 
 def build_meta_model_with_adapters(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
@@ -36,7 +36,7 @@ def build_meta_model_with_adapters(model: Model, adapters: Sequence[Adapter]) ->
     with torch.device("meta"):
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
         names = [name for name, _ in module.named_modules() if name.count(".") > 2]
-        matched = inject_adapters(adapters, module)
+        matched = freeze_and_inject_adapters(adapters, module)
     for adapter in adapters:
         for target in adapter.targets:
             if target not in matched:
@@ -68,7 +68,7 @@ def adapter_parameter_names(module: nn.Module) -> set[str]:
     return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_parameter_names}
 
 
-def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
+def initialize_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
     """Materialize the adapter parameters with their initial values; all other parameters are already materialized."""
     for name, layer in find_adapted_layers(module):
         for leaf in layer.adapter_parameter_names:
@@ -92,7 +92,7 @@ def make_merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
 
 
 @attrs.frozen
-class MergeLoss:
+class MergeRoundingLoss:
     """Rounding loss in merged weights: squared norms of the adapters' change, and of its part lost by rounding."""
 
     change: float = 0.0
@@ -104,13 +104,15 @@ class MergeLoss:
         return (self.lost / self.change) ** 0.5 if self.change else 0.0
 
 
-def measure_merge_loss(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: torch.dtype | None) -> MergeLoss:
+def gather_and_measure_rounding_loss(
+    mapper: Mapper, parameters: dict[str, ModelParameter], dtype: torch.dtype | None
+) -> MergeRoundingLoss:
     """
     Measure the rounding loss of merging adapters into these parameters, in `dtype` or the weights' dtype.
 
     Slices are gathered: a collective over the ranks with slices.
     """
-    error = MergeLoss()
+    error = MergeRoundingLoss()
     for group in mapper.groups:
         if not parameters.keys() >= set(group.inputs):
             continue
@@ -119,5 +121,5 @@ def measure_merge_loss(mapper: Mapper, parameters: dict[str, ModelParameter], dt
         merged = convert_tensors(Mapper((group,)), wide_parameters)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
         change = merged - wide_parameters[group.inputs[0]]
-        error = MergeLoss(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))
+        error = MergeRoundingLoss(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))
     return error

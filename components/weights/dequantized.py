@@ -32,13 +32,14 @@ class QuantizedTensor:
     """
     Quantized tensor in a folder: its spec when dequantized, and the names of its codes and scales in files.
 
-    `read` returns its storage (..., outputs, units). A `transposed` tensor is (..., inputs, outputs) in files.
+    `read_packed_storage` returns its codes and scales (..., outputs, units). A `transposed` tensor is (..., inputs,
+    outputs) in files.
     """
 
     spec: TensorSpec
     weight_format: WeightFormat
     parts: tuple[str, ...]
-    read: Callable[[], Tensor]
+    read_packed_storage: Callable[[], Tensor]
     transposed: bool = False
 
     @property
@@ -49,11 +50,11 @@ class QuantizedTensor:
 
     def read_storage(self) -> Tensor:
         """Return the quantized storage (codes and scales) as BITS, transposed if the tensor is."""
-        return self._transpose_if_needed(self.read().view(BITS))
+        return self._transpose_if_needed(self.read_packed_storage().view(BITS))
 
     def read_dequantized(self) -> Tensor:
         """Return the values, bfloat16."""
-        return self._transpose_if_needed(self.weight_format.dequantize(self.read()))
+        return self._transpose_if_needed(self.weight_format.dequantize(self.read_packed_storage()))
 
     def _transpose_if_needed(self, tensor: Tensor) -> Tensor:
         """Swap the last two dimensions if the tensor is transposed in files."""
@@ -61,7 +62,7 @@ class QuantizedTensor:
 
 
 @attrs.frozen(slots=False)
-class Dequantized:
+class DequantizedSource:
     """
     Source in which each quantized tensor of another source is one bfloat16 tensor.
 
@@ -76,7 +77,9 @@ class Dequantized:
         """Quantized tensors by the name of the dequantized tensor. Raises UserError for an unsupported format."""
         specs = self.source.specs()
         return {
-            name: tensor for find in (_find_nf4, _find_float8, _find_mxfp4) for name, tensor in find(self.source, specs)
+            name: tensor
+            for find in (_find_nf4_weights, _find_float8_weights, _find_mxfp4_weights)
+            for name, tensor in find(self.source, specs)
         }
 
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -95,10 +98,10 @@ class Dequantized:
 
 
 Specs = Mapping[str, TensorSpec]
-Found = Iterator[tuple[str, QuantizedTensor]]
+NamedQuantizedTensors = Iterator[tuple[str, QuantizedTensor]]
 
 
-def _find_nf4(source: TensorSource, specs: Specs) -> Found:
+def _find_nf4_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTensors:
     """
     Find bitsandbytes' NF4 weights; yield their names and tensors. Raises UserError for other bitsandbytes formats.
 
@@ -124,14 +127,14 @@ def _find_nf4(source: TensorSource, specs: Specs) -> Found:
         ends = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", NF4_STATE)
         parts = tuple(name + end for end in ends if name + end in specs)
 
-        def read(name: str = name, shape: tuple[int, ...] = shape, state: Any = state) -> Tensor:
+        def read_packed_storage(name: str = name, shape: tuple[int, ...] = shape, state: Any = state) -> Tensor:
             """Read the weight's storage: codes and scales, not yet dequantized."""
-            return _read_nf4(source, name, shape, state)
+            return _read_nf4_storage(source, name, shape, state)
 
-        yield name, QuantizedTensor(TensorSpec(shape, torch.bfloat16), NF4, parts, read)
+        yield name, QuantizedTensor(TensorSpec(shape, torch.bfloat16), NF4, parts, read_packed_storage)
 
 
-def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Tensor:
+def _read_nf4_storage(source: TensorSource, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Tensor:
     """Read an NF4 weight's codes and scales as its storage. Raises UserError for another code table."""
     codes, scales = source.tensor(name), source.tensor(f"{name}.absmax")
     if not torch.equal(source.tensor(f"{name}.quant_map"), torch.tensor(NF4_VALUES)):
@@ -147,7 +150,7 @@ def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Ma
     return NF4.pack_storage(codes.view(torch.uint8).view(*blocks, NF4.block // 2), scales.view(blocks))
 
 
-def _find_float8(source: TensorSource, specs: Specs) -> Found:
+def _find_float8_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTensors:
     """Find weights `W` in e4m3 (..., outputs, inputs) with scales `W_scale_inv` for 128 x 128 tiles."""
     for name, spec in specs.items():
         scales = name + TILE_SCALES
@@ -160,15 +163,15 @@ def _find_float8(source: TensorSource, specs: Specs) -> Found:
                 f"{text}, and only scales of tiles of {TILE} x {TILE} can be read; use a folder without quantization"
             )
 
-        def read(name: str = name, shape: tuple[int, ...] = spec.shape) -> Tensor:
+        def read_packed_storage(name: str = name, shape: tuple[int, ...] = spec.shape) -> Tensor:
             by_row = source.tensor(name + TILE_SCALES).float().repeat_interleave(TILE, -2)[..., : shape[-2], :]
             codes = source.tensor(name).contiguous().view(torch.uint8)
             return FLOAT8.pack_storage(split_into_blocks(codes, TILE), by_row)
 
-        yield name, QuantizedTensor(TensorSpec(spec.shape, torch.bfloat16), FLOAT8, (name, scales), read)
+        yield name, QuantizedTensor(TensorSpec(spec.shape, torch.bfloat16), FLOAT8, (name, scales), read_packed_storage)
 
 
-def _find_mxfp4(source: TensorSource, specs: Specs) -> Found:
+def _find_mxfp4_weights(source: TensorSource, specs: Specs) -> NamedQuantizedTensors:
     """
     Yield pairs `X_blocks`, uint8 (experts, outputs, groups, 16), and `X_scales`, exponents uint8 (experts, outputs,
     groups), as tensors X (experts, inputs, outputs), as in the files of gpt-oss without quantization.
@@ -178,11 +181,11 @@ def _find_mxfp4(source: TensorSource, specs: Specs) -> Found:
         if name == key or name + SCALES not in specs:
             continue
 
-        def read(name: str = name) -> Tensor:
+        def read_packed_storage(name: str = name) -> Tensor:
             exponents = source.tensor(name + SCALES).int() - EXPONENT_BIAS
             scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
             return MXFP4.pack_storage(source.tensor(name + BLOCKS), scales)
 
         experts, outputs, groups, size = spec.shape
         turned = TensorSpec((experts, 2 * groups * size, outputs), torch.bfloat16)
-        yield name, QuantizedTensor(turned, MXFP4, (name + BLOCKS, name + SCALES), read, transposed=True)
+        yield name, QuantizedTensor(turned, MXFP4, (name + BLOCKS, name + SCALES), read_packed_storage, transposed=True)

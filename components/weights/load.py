@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import quantized_parameter_formats
+from drawloom.components.ports.model import list_quantized_parameter_formats
 from drawloom.components.ports.pipeline import SCORE
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
@@ -18,7 +18,7 @@ from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.dequantized import BITS, Dequantized
+from drawloom.components.weights.dequantized import BITS, DequantizedSource
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import cut_slice, distribute_like
 from drawloom.components.weights.nested import TextTensors
@@ -112,9 +112,9 @@ def open_and_check_folder(
     source = TextTensors(open_safetensors_folder(folder), frozenset(mapper.inputs))
     targets = _find_target_tensors(module, mapper, excluded)
     shapes = {name: _unsplit_shape(name, tensor, slices) for name, tensor in targets.items()}
-    for name, weight_format in quantized_parameter_formats(module).items():
+    for name, weight_format in list_quantized_parameter_formats(module).items():
         shapes[name] = weight_format.weight_shape(shapes[name])
-    expected = StackedExperts(Dequantized(source), mapper.inputs)
+    expected = StackedExperts(DequantizedSource(source), mapper.inputs)
     if reasons := list(_find_mismatches(expected, mapper, shapes)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
     return source
@@ -123,7 +123,7 @@ def open_and_check_folder(
 def open_dequantized_source(folder: Path, mapper: Mapper) -> TensorSource:
     """Open a folder as a source with the mapper's inputs: dequantized, with stacked experts, the text part alone."""
     inputs = frozenset(mapper.inputs)
-    return StackedExperts(Dequantized(TextTensors(open_safetensors_folder(folder), inputs)), inputs)
+    return StackedExperts(DequantizedSource(TextTensors(open_safetensors_folder(folder), inputs)), inputs)
 
 
 def fill_module(
@@ -144,10 +144,12 @@ def fill_module(
     parameters = _find_target_tensors(module, mapper, excluded)
     needed = select_outputs(mapper, parameters)
     formats = {
-        name: weight_format for name, weight_format in quantized_parameter_formats(module).items() if name in parameters
+        name: weight_format
+        for name, weight_format in list_quantized_parameter_formats(module).items()
+        if name in parameters
     }
     shapes = {name: _unsplit_shape(name, parameters[name], slices) for name in formats}
-    quantized = Dequantized(source)
+    quantized = DequantizedSource(source)
     kept = [group for group in needed.groups if _can_convert_storage(group, quantized, formats, shapes)]
     kept_outputs = {name for group in kept for name in group.outputs}
     steps = [
@@ -169,7 +171,7 @@ def _unsplit_shape(name: str, tensor: Tensor, slices: Mapping[str, TensorSlice])
 
 def _can_convert_storage(
     group: TensorGroup,
-    source: Dequantized,
+    source: DequantizedSource,
     formats: Mapping[str, WeightFormat],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> bool:

@@ -36,7 +36,7 @@ def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_sh
     """
     files = plan_files([compute_output_specs(source, mapper)], max_shard)
     write_files(folder, files, stream_converted_tensors(source, mapper))
-    write_index(folder, files)
+    write_index_if_several_files(folder, files)
 
 
 def compute_output_specs(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
@@ -50,24 +50,31 @@ def compute_output_specs(source: TensorSource, mapper: Mapper) -> dict[str, Tens
         raise UserError(f"the tensors do not fit the model: {error}") from error
 
 
-def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> list[PlannedFile]:
+def plan_files(specs_by_writer: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> list[PlannedFile]:
     """
     Plan the files for several writers' tensors. Raises UserError if two writers have a tensor with the same
     name.
     """
     writers: dict[str, int] = {}
-    for writer, specs in enumerate(shares):
+    for writer, specs in enumerate(specs_by_writer):
         if duplicates := [name for name in specs if name in writers]:
             first = writers[duplicates[0]]
             raise UserError(f"{format_names(duplicates)} would be written twice, by rank {first} and by rank {writer}")
         check_storable(specs)
         writers |= dict.fromkeys(specs, writer)
-    runs = [(writer, run) for writer, specs in enumerate(shares) if specs for run in split_by_size(specs, max_shard)]
+    runs = [
+        (writer, run)
+        for writer, specs in enumerate(specs_by_writer)
+        if specs
+        for run in split_by_size(specs, max_shard)
+    ]
     if len(runs) == 1:
-        return [PlannedFile(SINGLE, writer, _select_specs(shares[writer], run)) for writer, run in runs]
+        return [PlannedFile(SINGLE, writer, _select_specs(specs_by_writer[writer], run)) for writer, run in runs]
     count = len(runs)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return [PlannedFile(name, w, _select_specs(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
+    return [
+        PlannedFile(name, w, _select_specs(specs_by_writer[w], run)) for name, (w, run) in zip(names, runs, strict=True)
+    ]
 
 
 def check_storable(specs: Mapping[str, TensorSpec]) -> None:
@@ -93,7 +100,7 @@ def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tu
                 writer.write(name, tensor)
 
 
-def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
+def write_index_if_several_files(folder: Path, files: Sequence[PlannedFile]) -> None:
     """Write the index (tensor name to file name), if there are several files."""
     if len(files) > 1:
         file_names = {name: file.name for file in files for name in file.specs}

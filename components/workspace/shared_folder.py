@@ -20,12 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from drawloom.components.storage.durable_files import make_temporary_path, replace_file
-from drawloom.components.storage.regular_file import ContentMismatchError, open_untrusted_file, open_verified
+from drawloom.components.storage.durable_files import derive_temporary_path, replace_file
+from drawloom.components.storage.regular_file import ContentMismatchError, open_untrusted_file, open_verified_file
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
-from drawloom.components.storage.sha256_stream import Content
-from drawloom.components.storage.state_tree import Packed
-from drawloom.components.storage.strict_json import encode_canonical, hash_canonical, parse_strictly
+from drawloom.components.storage.sha256_stream import FileDigest
+from drawloom.components.storage.state_tree import PackedState
+from drawloom.components.storage.strict_json import encode_canonical, hash_canonical, parse_strict_json
 from drawloom.graph import UserError
 
 FORMAT = 1
@@ -33,7 +33,7 @@ MAX_JSON_SIZE = 256 * 2**20  # bytes
 MAX_PARTS = 4_000_000  # of JSON; more than any model configuration has, and less than 1 GB of memory
 READ_TIMEOUT = 30.0  # seconds; NFS clients cache attributes for 3 to 60 s (acregmin, acdirmax)
 PAUSE = 0.05  # seconds between attempts
-REMEDY = "remove the folder, and begin again"
+REMEDY = "remove the folder, and begin again, on storage that all nodes share"
 REMOVED_ERRNOS = (errno.ENOENT, errno.ESTALE)  # ESTALE: another NFS client removed the file while it was open here
 
 
@@ -41,7 +41,7 @@ class NotVisibleError(UserError):
     """A record that is not visible yet; the reader retries."""
 
 
-def publish_record(folder: Path, rank: int, packed: Packed) -> str:
+def publish_record(folder: Path, rank: int, packed: PackedState) -> str:
     """
     Replace a rank's record, and return the new generation's name.
 
@@ -57,16 +57,16 @@ def publish_record(folder: Path, rank: int, packed: Packed) -> str:
     return generation
 
 
-def read_record(folder: Path, rank: int, generation: str | None = None) -> Packed | None:
+def read_record(folder: Path, rank: int, awaited_generation: str | None = None) -> PackedState | None:
     """
-    Return a rank's record, or None if there is none; with a `generation`, wait until it is visible.
+    Return a rank's record, or None if there is none; with `awaited_generation`, wait until it is visible.
 
     Raises UserError if it is corrupt, or not visible after READ_TIMEOUT.
     """
     end = time.monotonic() + READ_TIMEOUT
     while True:
         try:
-            return _read_visible_record(folder, rank, generation)
+            return _read_visible_record(folder, rank, awaited_generation)
         except NotVisibleError:
             if time.monotonic() > end:
                 raise
@@ -80,20 +80,20 @@ def remove_record(folder: Path, rank: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read_visible_record(folder: Path, rank: int, generation: str | None) -> Packed | None:
+def _read_visible_record(folder: Path, rank: int, awaited_generation: str | None) -> PackedState | None:
     """
-    Return a rank's record, or None if there is none. Raises NotVisibleError if the `generation` is not visible yet.
+    Return a rank's record, or None if there is none. Raises NotVisibleError until `awaited_generation` is visible.
     """
     path = _record_path(folder, rank)
     record = _read_record_json(path, rank)
-    if record is None and generation is None:
+    if record is None and awaited_generation is None:
         return None
-    if record is None or generation not in (None, record["generation"]):
+    if record is None or awaited_generation not in (None, record["generation"]):
         raise NotVisibleError(
             f"{path} does not contain the record written by rank {rank}; do all ranks see the same folder there?"
         )
     name = _tensors_name(rank, record["generation"])
-    return Packed(record["config"], _read_tensors(folder / name, Content(**record["tensors"])))
+    return PackedState(record["config"], _read_tensors(folder / name, FileDigest(**record["tensors"])))
 
 
 def _read_record_json(path: Path, rank: int) -> dict[str, Any] | None:
@@ -108,7 +108,7 @@ def _read_record_json(path: Path, rank: int) -> dict[str, Any] | None:
     try:
         if len(text) > MAX_JSON_SIZE:
             raise ValueError(f"it has more than {MAX_JSON_SIZE} bytes")
-        record = parse_strictly(text, most=MAX_PARTS)
+        record = parse_strict_json(text, max_values=MAX_PARTS)
         if record.pop("digest") != hash_canonical(record):
             raise ValueError("its digest does not match its content")
         if (record["format"], record["rank"]) != (FORMAT, rank):
@@ -122,25 +122,25 @@ def _read_record_json(path: Path, rank: int) -> dict[str, Any] | None:
     return dict(record)
 
 
-def _read_tensors(path: Path, expected: Content) -> dict[str, Tensor]:
+def _read_tensors(path: Path, expected: FileDigest) -> dict[str, Tensor]:
     """Read a tensor file and verify its size and checksums. Raises NotVisibleError if it is missing."""
     try:
-        with open_verified(path, expected) as file:
+        with open_verified_file(path, expected) as file:
             return load(file.read(0, file.size))
     except ContentMismatchError as error:
-        raise UserError(f"{path} {error}; {REMEDY}") from error
+        raise UserError(f"{path} is corrupt: it {error}; {REMEDY}") from error
     except SafetensorError as error:
         raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
     except OSError as error:
         if error.errno in REMOVED_ERRNOS:
             raise NotVisibleError(f"{path} is missing, though its rank wrote it; {REMEDY}") from error
-        raise UserError(f"{path} can't be read ({error.strerror}); {REMEDY}") from error
+        raise UserError(f"{path} can't be read ({error.strerror}); make it readable, and start again") from error
 
 
 def _iterate_record_files(folder: Path, rank: int) -> Iterator[Path]:
     """Yield a rank's files, including leftovers from killed processes."""
     record = _record_path(folder, rank)
-    names = {record.name, make_temporary_path(record).name}
+    names = {record.name, derive_temporary_path(record).name}
     tensors = re.compile(rf"rank-{rank}-[0-9a-f]{{16}}\.safetensors")
     yield from (folder / name for name in os.listdir(folder) if name in names or tensors.fullmatch(name))
 

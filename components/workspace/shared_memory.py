@@ -18,33 +18,33 @@ from drawloom.components.distributed.torchrun import get_machine_id
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.components.storage.safetensors.header import HeaderError, map_safetensors_file
 from drawloom.components.storage.safetensors.writer import build_header_and_entries, write_planned_tensors
-from drawloom.components.storage.state_tree import Packed
-from drawloom.components.storage.strict_json import encode_canonical, parse_strictly
-from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.storage.state_tree import PackedState
+from drawloom.components.storage.strict_json import encode_canonical, parse_strict_json
+from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.workspace.shared_folder import MAX_PARTS
 from drawloom.graph import UserError
 
 TOKEN_SIZE = 16  # bytes at the start of a segment, to recognise it
 
-Ticket = dict[str, Any]
+SharedMemoryTicket = dict[str, Any]
 """Location of a packed state, as JSON: machine, process, its two open files, and the token of the first."""
 
 
 @contextmanager
-def share_in_memory(packed: Packed) -> Iterator[Ticket]:
+def share_in_memory(packed: PackedState) -> Iterator[SharedMemoryTicket]:
     """Share a packed state in memory until the context or this process ends; processes with the state open keep it."""
     token = secrets.token_bytes(TOKEN_SIZE)
     with _open_segment() as text, _open_segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
             file.write(token + encode_canonical(packed.tree))
-        head, entries = build_header_and_entries(InMemory(packed.tensors).specs())
+        head, entries = build_header_and_entries(InMemoryTensors(packed.tensors).specs())
         write_planned_tensors(FileWriter("shared memory", tensors), packed.tensors, head, entries)
         for descriptor in (text, tensors):
             _seal_segment(descriptor)
         yield {"machine": get_machine_id(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}
 
 
-def open_shared(ticket: Ticket) -> Packed:
+def open_shared_state(ticket: SharedMemoryTicket) -> PackedState:
     """
     Open another process's packed state. Its tensors are copy-on-write views on the shared memory.
 
@@ -65,8 +65,8 @@ def open_shared(ticket: Ticket) -> Packed:
         raise UserError(f"the memory that process {ticket['process']} shared is gone; see that process's log")
     try:
         mapped = map_safetensors_file(tensors)
-        return Packed(
-            parse_strictly(content[TOKEN_SIZE:], most=MAX_PARTS),
+        return PackedState(
+            parse_strict_json(content[TOKEN_SIZE:], max_values=MAX_PARTS),
             {name: mapped.get_tensor(name) for name in mapped.offset_keys()},
         )
     except (HeaderError, ValueError) as error:

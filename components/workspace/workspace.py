@@ -21,7 +21,7 @@ from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage.state_tree import pack_state, unpack_state
 from drawloom.components.workspace.shared_folder import publish_record, read_record, remove_record
-from drawloom.components.workspace.shared_memory import open_shared, share_in_memory
+from drawloom.components.workspace.shared_memory import open_shared_state, share_in_memory
 from drawloom.graph import UserError
 
 
@@ -58,16 +58,16 @@ class NFSWorkspace:
         return publish_record(self._folder, self.rank, pack_state({"config": config_json, "weights": dict(weights)}))
 
     def read_configs_and_weights_from_rank(
-        self, target_rank: int, generation: str | None = None
+        self, target_rank: int, awaited_generation: str | None = None
     ) -> tuple[Any, dict[str, Tensor] | None]:
         """
         Return a rank's configuration and weights (any shape, on the CPU), or (None, None) without a
         record.
 
-        With a `generation`, waits until it is visible. Raises UserError if the record is corrupt, or does
+        With `awaited_generation`, waits until it is visible. Raises UserError if the record is corrupt, or does
         not appear.
         """
-        packed = read_record(self._folder, target_rank, generation)
+        packed = read_record(self._folder, target_rank, awaited_generation)
         record = {"config": None, "weights": None} if packed is None else unpack_state(packed[0], packed[1])
         return record["config"], record["weights"]
 
@@ -102,7 +102,7 @@ def get_configs_parallel(
     left behind. The list is emptied at the end of the context; elements kept by the caller stay valid. An error on
     any rank is raised on all ranks.
     """
-    with _gather_values(config, ranks, group, workspace_path) as configs:
+    with _gather_values_on_first_rank(config, ranks, group, workspace_path) as configs:
         yield configs
 
 
@@ -114,12 +114,12 @@ def get_tensors_parallel(tensor: Tensor, ranks: Sequence[int], group: Group | No
     Like `get_configs_parallel`, through shared memory. tensor: any shape and dtype, which may differ between ranks;
     the first rank's tensor is not copied. The default group is all processes, or this one alone.
     """
-    with _gather_values(tensor, ranks, _default_group() if group is None else group, None) as tensors:
+    with _gather_values_on_first_rank(tensor, ranks, _default_group() if group is None else group, None) as tensors:
         yield tensors
 
 
 @contextmanager
-def _gather_values(
+def _gather_values_on_first_rank(
     value: Any, ranks: Sequence[int], group: Group, workspace_path: Path | str | None
 ) -> Iterator[list[Any]]:
     """Return all ranks' values on the first one, as `get_configs_parallel` does."""
@@ -161,7 +161,7 @@ def _open_values(value: Any, tickets: list[Any], is_reader: bool, path: Path | s
     if not is_reader:
         return []
     if path is None:
-        return [value, *(unpack_state(tree, tensors)["config"] for tree, tensors in map(open_shared, tickets))]
+        return [value, *(unpack_state(tree, tensors)["config"] for tree, tensors in map(open_shared_state, tickets))]
     workspace = NFSWorkspace(path)
     read_record = workspace.read_configs_and_weights_from_rank
     return [value, *(read_record(ticket["rank"], ticket["generation"])[0] for ticket in tickets)]

@@ -7,7 +7,7 @@ from itertools import groupby
 from drawloom.graph.component import Bound
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.toml.emit import dumps
+from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.types.describe import describe_type
 from drawloom.graph.types.port_match import implements
 from generate.catalogue import anchor, specs, subject
@@ -81,7 +81,7 @@ def default_of(field: Field) -> str:
     if field.required:
         return "*required*"
     plain = serialize_value(field.default_value())
-    return "*none*" if plain is None else f"`{cell(dumps(plain))}`"
+    return "*none*" if plain is None else f"`{cell(dump_toml(plain))}`"
 
 
 def cell(text: str) -> str:
@@ -151,4 +151,4 @@ one in a recipe, or with `node.key=value` on the command line. Other components 
 
 def _written(value: object) -> str:
     plain = serialize_value(value)
-    return "" if plain is None else f"`{cell(dumps(plain))}`"
+    return "" if plain is None else f"`{cell(dump_toml(plain))}`"

@@ -50,7 +50,7 @@ def _row(name: str, cls: Callable[..., Schedule]) -> tuple[float, str]:
     run, late = _simulated(cls(), 0.0), _simulated(cls(**INFORMED.get(name, {})), 0.25)
     stages = run.program.stages // run.program.ranks
     split = {0: "whole", run.action_counts["F"]: "split"}.get(run.action_counts["I"], "both")
-    held = max(run.peak_live_weights) / stages
+    held = max(run.peak_microbatches_in_flight) / stages
     cells = (
         f"[{name}](#{name})",
         stages,

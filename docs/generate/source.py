@@ -9,8 +9,8 @@ import attrs
 
 ROOT = Path(__file__).parents[2]
 PORTS = "components/ports/"
-OPTIONS = "kernels/attention_options.py"
-STATE = ("components/state/batch.py", "components/state/specs.py", "components/state/step_state.py", OPTIONS)
+KERNELS = ("kernels/attention_options.py", "kernels/results.py")
+STATE = ("components/state/batch.py", "components/state/specs.py", "components/state/step_state.py", *KERNELS)
 """Modules whose names `drawloom.ports` has besides the ports."""
 
 MANY = {"list", "Sequence", "Iterable", "Iterator", "tuple", "Ordered", "set", "Collection"}
@@ -61,8 +61,8 @@ class Module:
 
 @cache
 def modules() -> dict[str, Module]:
-    """Every file below components/, and the kernels' options, by its path from the root."""
-    paths = [*sorted((ROOT / "components").rglob("*.py")), ROOT / OPTIONS]
+    """Every file below components/, and modules of kernels in `drawloom.ports`, by its path from the root."""
+    paths = [*sorted((ROOT / "components").rglob("*.py")), *(ROOT / file for file in KERNELS)]
     return {str(path.relative_to(ROOT)): _read(str(path.relative_to(ROOT))) for path in paths}
 
 

@@ -69,9 +69,9 @@ AFTER_VALUES = """
 A value of your own needs no other declaration: a phase writes it, other phases name it in `reads`. A number is a float
 or a float tensor of shape (); `step.state.number(name)` returns it as a float, and waits for a GPU if necessary.
 `step.state.microbatch(i)` is the view of one microbatch, in which `batches` and `losses` are read and written.
-`step.skip(reason)` and `step.skip_if(condition, reason)` skip the update. A metric gets the same `step`, after all
-phases that come before `[report]`. `step.index` counts from 1, `step.total` is the number of steps,
-`step.tokens` the tokens on all ranks, and `step.skip_reason` is why the update is skipped, empty if it is not.
+`step.skip(reason)` and `step.skip_update_if(condition, reason)` skip the update. A metric gets the same `step`, after
+all phases that come before `[report]`. `step.index` counts from 1, `step.total` is the number of steps, `step.tokens`
+the tokens on all ranks, and `step.skip_reason` is why the update is skipped, empty if it is not.
 
 ## Events
 

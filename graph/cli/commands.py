@@ -19,7 +19,7 @@ from drawloom.graph.cli.results import (
     ShowResult,
     format_schema,
 )
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.inspect.listing import (
     find_component_names,
     find_fitting_components,
@@ -28,10 +28,10 @@ from drawloom.graph.inspect.listing import (
     format_plugins,
     list_ports,
 )
-from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, sort_problems
+from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, sort_and_deduplicate_problems
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.runtime.container import format_timings
-from drawloom.graph.schema import recipe_schema
+from drawloom.graph.schema import make_recipe_schema
 
 
 def _add_recipe_arguments(parser: argparse.ArgumentParser, name: str = "RECIPE", description: str = "") -> None:
@@ -121,21 +121,23 @@ def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
     return Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
 
 
-def _load_valid_recipe(options: argparse.Namespace, project: Project, *, elsewhere: bool = True) -> Recipe:
+def _load_checked_recipe_and_warn(
+    options: argparse.Namespace, project: Project, *, skip_machine_checks: bool = True
+) -> Recipe:
     """
     Load a recipe and print its warnings. Raises RecipeError with its errors, after the warnings.
 
-    Without `elsewhere`, the errors include files and devices missing on this machine. A run detects these itself.
+    Without `skip_machine_checks`, the errors include files and devices missing on this machine; a run detects these.
     """
     recipe = _load_recipe(options, project)
     options.console.print_warnings(problem for problem in recipe.graph.problems if problem.warning)
-    recipe.check(elsewhere=elsewhere)
+    recipe.check(skip_machine_checks=skip_machine_checks)
     return recipe
 
 
 def _run_recipe(options: argparse.Namespace, project: Project) -> RunResult:
     """Run a recipe; open it again after a failure its nodes can survive."""
-    recipe = _load_valid_recipe(options, project)
+    recipe = _load_checked_recipe_and_warn(options, project)
     if options.dry_run:
         return RunResult(options.recipe, preview=recipe.preview())
     handed_over: Mapping[str, Any] = {}
@@ -163,13 +165,13 @@ def _open_and_run_once(
             outcome = run.outcome()
     finally:
         if options.timings:
-            print_text(format_timings(run.timings), "stderr")
+            print_escaped_text(format_timings(run.timings), "stderr")
     return RunResult(options.recipe, signal, outcome=outcome)
 
 
 def _check_recipe(options: argparse.Namespace, project: Project) -> CheckResult:
     if options.format != JSON:
-        recipe = _load_valid_recipe(options, project, elsewhere=options.elsewhere)
+        recipe = _load_checked_recipe_and_warn(options, project, skip_machine_checks=options.elsewhere)
         return CheckResult.of(options.recipe, len(recipe.graph.nodes), recipe.graph.problems)
     problems: list[Problem] = []
     nodes = 0
@@ -177,32 +179,32 @@ def _check_recipe(options: argparse.Namespace, project: Project) -> CheckResult:
         recipe = _load_recipe(options, project)
         nodes = len(recipe.graph.nodes)
         problems = [problem for problem in recipe.graph.problems if problem.warning]
-        recipe.check(elsewhere=options.elsewhere)
+        recipe.check(skip_machine_checks=options.elsewhere)
     except RecipeError as error:
-        problems = sort_problems([*problems, *error.problems])
+        problems = sort_and_deduplicate_problems([*problems, *error.problems])
     return CheckResult.of(options.recipe, nodes, problems)
 
 
 def _resolve_recipe(options: argparse.Namespace, project: Project) -> ShowResult:
-    return ShowResult.of(_load_valid_recipe(options, project))
+    return ShowResult.of(_load_checked_recipe_and_warn(options, project))
 
 
 def _draw_recipe(options: argparse.Namespace, project: Project) -> DrawResult:
-    return DrawResult.of(_load_valid_recipe(options, project), options.focus, options.step)
+    return DrawResult.of(_load_checked_recipe_and_warn(options, project), options.focus, options.step)
 
 
 def _explain_recipe(options: argparse.Namespace, project: Project) -> ExplainResult:
     target = options.target or ""
-    return ExplainResult(target, _load_valid_recipe(options, project).explain(target))
+    return ExplainResult(target, _load_checked_recipe_and_warn(options, project).explain(target))
 
 
 def _compare_recipes(options: argparse.Namespace, project: Project) -> DiffResult:
     return DiffResult.of(_load_recipe(options, project).changes_since(Recipe.load(options.old, project=project)))
 
 
-def _print_schema(options: argparse.Namespace, project: Project) -> SchemaResult:
+def _make_and_write_schema(options: argparse.Namespace, project: Project) -> SchemaResult:
     schema = options.read_result_schema(options.result) if options.result else None
-    schema = schema or recipe_schema(project.registry, project.components_by_node())
+    schema = schema or make_recipe_schema(project.registry, project.components_by_node())
     if options.output is not None:
         try:
             options.output.write_text(f"{format_schema(schema)}\n", "utf-8")
@@ -249,7 +251,7 @@ COMMANDS: dict[str, Command] = {
         "list the differences between two recipes or runs, and their impact on resuming",
         _add_diff_arguments,
     ),
-    "schema": (_print_schema, "print the JSON Schema of recipes, or of a command's JSON", _add_schema_options),
+    "schema": (_make_and_write_schema, "print the JSON Schema of recipes, or of a command's JSON", _add_schema_options),
     "lsp": (_serve_editor, "start the language server (LSP) for an editor, on stdin and stdout", add_import_option),
     "list": (_list_components, "list components with their settings", _add_list_arguments),
 }

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.problems import Problem
 
 OK, FAILED, INVALID = 0, 1, 2
@@ -28,7 +28,7 @@ def format_problems(problems: Iterable[Problem]) -> str:
     )
 
 
-def describe_resource_shortage(error: Exception) -> str:
+def describe_lack_of_memory_or_threads(error: Exception) -> str:
     """Return a message about a lack of memory or threads on this machine. Empty for other errors."""
     text = str(error).strip()
     # torch raises a RuntimeError for CPU memory, and an OutOfMemoryError for GPU memory.
@@ -58,4 +58,4 @@ class Console:
 
     def print_warnings(self, problems: Iterable[Problem]) -> None:
         if self.warns and (text := format_problems(problems)):
-            print_text(text, "stderr")
+            print_escaped_text(text, "stderr")

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS, Main, add_import_option
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_resource_shortage
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_lack_of_memory_or_threads
 from drawloom.graph.cli.result import (
     JSON,
     CommandFailure,
@@ -24,7 +24,7 @@ from drawloom.graph.cli.result import (
     list_output_formats,
     make_result_schema,
 )
-from drawloom.graph.cli.terminal import print_text, redirect_stdout_to_stderr, redirect_to_null
+from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_stderr, redirect_to_null
 from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, did_you_mean, find_nearest
 from drawloom.graph.project import Project
 
@@ -45,13 +45,13 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
         return _print_failure(CommandFailure.of(error), arguments, console)
     except KeyboardInterrupt:
         if console.warns:
-            print_text("interrupted", "stderr")
+            print_escaped_text("interrupted", "stderr")
         return INTERRUPTED
     except BrokenPipeError:
         redirect_to_null("stdout")  # its reader, such as `head`, has closed it
         return OK
     except Exception as error:
-        if reason := describe_resource_shortage(error):
+        if reason := describe_lack_of_memory_or_threads(error):
             return _print_failure(CommandFailure(FAILED, reason), arguments, console)
         if console.is_first(repr(error)):
             raise
@@ -61,9 +61,9 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
 def _print_failure(failure: CommandFailure, arguments: Sequence[str], console: Console) -> int:
     """Print a failure, once for several processes, and return its exit code."""
     if console.is_first(failure.text):
-        print_text(failure.text, "stderr")
+        print_escaped_text(failure.text, "stderr")
         if "--format=json" in arguments or ("--format", JSON) in pairwise(arguments):
-            print_text(failure.json())
+            print_escaped_text(failure.json())
     return failure.exit_code
 
 
@@ -91,7 +91,7 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
         raise TypeError(f"the command {options.command} returned no result; its main must return a Result")
     text = dump_json(as_data(result)) if options.format == JSON else result.render(options.format)
     if text and console.warns:  # one process of several
-        print_text(text)
+        print_escaped_text(text)
     return result.exit_code
 
 

@@ -15,7 +15,7 @@ import attrs
 
 from drawloom.graph.cli.exit_codes import INVALID, OK, format_problems
 from drawloom.graph.problems import RecipeError, UserError
-from drawloom.graph.types.describe import union_members
+from drawloom.graph.types.describe import union_members_except_none
 
 Schema = dict[str, Any]
 
@@ -129,7 +129,7 @@ def dump_json(data: Any) -> str:
 def find_result_classes(function: Callable[..., Any]) -> list[type[Result]]:
     """Return the result classes in a command's return annotation. Empty for a server, whose stdout is a protocol."""
     kind = typing.get_type_hints(function)["return"]
-    members = [] if kind is type(None) else union_members(kind)
+    members = [] if kind is type(None) else union_members_except_none(kind)
     if wrong := [member for member in members if not issubclass(member, Result)]:
         raise TypeError(f"{function.__module__}.main returns {wrong[0].__name__}; a command returns a Result")
     return members

@@ -21,7 +21,7 @@ def escape_control_characters(text: str) -> str:
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def print_text(text: str, stream: Stream = "stdout", *, end: str = "\n") -> None:
+def print_escaped_text(text: str, stream: Stream = "stdout", *, end: str = "\n") -> None:
     """
     Print text from any source, such as a model or a file name.
 

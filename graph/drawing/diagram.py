@@ -17,7 +17,7 @@ class Box:
     use: str
 
     @property
-    def subject(self) -> str:
+    def component_folder(self) -> str:
         """The first part of the component's name, which determines the colour of the box."""
         return self.use.partition(".")[0]
 
@@ -57,9 +57,9 @@ class Diagram:
         return (len(self.boxes), "node"), (len(self.arrows), "arrow")
 
     @property
-    def subjects(self) -> list[str]:
-        """The subjects of the boxes without duplicates, in order."""
-        return list(dict.fromkeys(box.subject for box in self.boxes))
+    def component_folders(self) -> list[str]:
+        """The boxes' component folders without duplicates, in order."""
+        return list(dict.fromkeys(box.component_folder for box in self.boxes))
 
 
 def make_boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
@@ -70,7 +70,7 @@ def make_boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
 def make_wiring_diagram(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
     """Draw `root` and its dependencies or, with a `focus`, its dependencies and users. The graph must be acyclic."""
     users = graph.users(focus) if focus else []
-    below = _list_dependencies(graph, focus or root)
+    below = _list_node_and_dependencies(graph, focus or root)
     leads = [(user, focus) for user in users] + [(name, need) for name in below for need in graph.needs(name)]
     arrows = tuple(Arrow(source, target, _find_edges_between(graph, source, target)) for source, target in leads)
     return Diagram(
@@ -78,7 +78,7 @@ def make_wiring_diagram(graph: Graph, title: str, root: str, focus: str = "") ->
     )
 
 
-def _list_dependencies(graph: Graph, root: str) -> list[str]:
+def _list_node_and_dependencies(graph: Graph, root: str) -> list[str]:
     """Return a node and all its dependencies, in depth-first order."""
     visited: dict[str, None] = {}
     stack = [root]

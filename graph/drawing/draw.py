@@ -94,7 +94,7 @@ ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 def draw_dot(diagram: Diagram) -> str:
     """Draw a directed graph from left to right, with boxes in their subjects' colours."""
-    fills = assign_colours(diagram.subjects)
+    fills = assign_colours(diagram.component_folders)
     lines = [
         f"digraph {_quote_dot_string(diagram.title)} {{",
         "  rankdir=LR",
@@ -104,7 +104,9 @@ def draw_dot(diagram: Diagram) -> str:
     for box in diagram.boxes:
         style = ", penwidth=3" if box.name == diagram.focus else ""
         label = f'"{box.name.translate(ESCAPES)}\\n{box.use.translate(ESCAPES)}"'
-        lines.append(f'  {_quote_dot_string(box.name)} [label={label}, fillcolor="{fills[box.subject].pale}"{style}]')
+        lines.append(
+            f'  {_quote_dot_string(box.name)} [label={label}, fillcolor="{fills[box.component_folder].pale}"{style}]'
+        )
     for arrow in diagram.arrows:
         ends = f"{_quote_dot_string(arrow.source)} -> {_quote_dot_string(arrow.target)}"
         lines.append(f"  {ends} [label={_quote_dot_string(arrow.label)}]")
@@ -134,7 +136,7 @@ def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: st
     if step:
         return _draw_step(graph, title, focus or root, format)
     if format == "tree":
-        return _draw_tree(graph, focus or root, focus)
+        return _draw_tree_with_users_and_notes(graph, focus or root, focus)
     return PICTURES[format](make_wiring_diagram(graph, f"{title}: [{focus}]" if focus else title, root, focus))
 
 
@@ -145,7 +147,7 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
     return draw_step(step) if format == "svg" else PICTURES[format](step.diagram())
 
 
-def _draw_tree(graph: Graph, root: str, focus: str) -> str:
+def _draw_tree_with_users_and_notes(graph: Graph, root: str, focus: str) -> str:
     users = (
         [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.list_users_with_edge_names(focus)]
         if focus

@@ -38,39 +38,39 @@ class ArrowPoint:
 @attrs.frozen
 class Layering:
     """
-    Columns from left to right, each from top to bottom. `pieces` are the segments between points, without duplicates.
+    Columns from left to right, each from top to bottom. Segments are between points, without duplicates.
     """
 
     columns: Columns
-    pieces: tuple[tuple[ArrowPoint, ArrowPoint], ...]
-    ways: Mapping[tuple[str, str], tuple[ArrowPoint, ...]]
+    segments: tuple[tuple[ArrowPoint, ArrowPoint], ...]
+    routes: Mapping[tuple[str, str], tuple[ArrowPoint, ...]]
 
     @property
     def neighbours(self) -> dict[ArrowPoint, list[ArrowPoint]]:
         """The points on both sides of every point."""
         neighbours: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
-        for left, right in self.pieces:
+        for left, right in self.segments:
             neighbours[left].append(right)
             neighbours[right].append(left)
         return neighbours
 
 
-def layer_boxes(
+def arrange_boxes_in_columns(
     names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()
 ) -> Layering:
     """
     Arrange boxes in columns with few crossings. Boxes are in reading order, arrows acyclic; sequences keep their order.
     """
     depth = compute_depths(names, arrows)
-    ways = {(source, target): _route_arrow(source, target, depth) for source, target in arrows}
-    pieces = tuple(dict.fromkeys(piece for way in ways.values() for piece in pairwise(way)))
-    stops = dict.fromkeys(
-        [ArrowPoint(name, depth[name]) for name in names] + [stop for piece in pieces for stop in piece]
+    routes = {(source, target): _route_arrow(source, target, depth) for source, target in arrows}
+    segments = tuple(dict.fromkeys(segment for route in routes.values() for segment in pairwise(route)))
+    points = dict.fromkeys(
+        [ArrowPoint(name, depth[name]) for name in names] + [point for segment in segments for point in segment]
     )
     columns: Columns = [[] for _ in range(max(depth.values(), default=-1) + 1)]
-    for stop in stops:
-        columns[stop.column].append(stop)
-    return Layering(_minimize_crossings(columns, pieces, sequences), pieces, ways)
+    for point in points:
+        columns[point.column].append(point)
+    return Layering(_minimize_crossings(columns, segments, sequences), segments, routes)
 
 
 def compute_depths(names: Iterable[str], arrows: Sequence[tuple[str, str]]) -> dict[str, int]:
@@ -96,25 +96,25 @@ def _route_arrow(source: str, target: str, depth: Mapping[str, int]) -> tuple[Ar
 
 
 def _minimize_crossings(
-    columns: Columns, pieces: Sequence[tuple[ArrowPoint, ArrowPoint]], sequences: Sequence[Sequence[str]]
+    columns: Columns, segments: Sequence[tuple[ArrowPoint, ArrowPoint]], sequences: Sequence[Sequence[str]]
 ) -> Columns:
     """
     Return the order with the fewest crossings among SWEEPS passes, which sort columns by left or right neighbours.
     """
     lefts: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
     rights: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
-    for left, right in pieces:
+    for left, right in segments:
         lefts[right].append(left)
         rights[left].append(right)
     columns = [_restore_sequences(column, sequences) for column in columns]
-    best, fewest = columns, count_crossings(columns, pieces)
+    best, fewest = columns, count_crossings(columns, segments)
     for sweep in range(SWEEPS):
         columns = (
             _sort_by_neighbours(columns, lefts, sequences)
             if sweep % 2 == 0
             else _sort_by_neighbours(columns[::-1], rights, sequences)[::-1]
         )
-        if (count := count_crossings(columns, pieces)) < fewest:
+        if (count := count_crossings(columns, segments)) < fewest:
             best, fewest = columns, count
     return best
 
@@ -125,13 +125,13 @@ def _sort_by_neighbours(
     swept: Columns = []
     height: dict[ArrowPoint, float] = {}
     for column in columns:
-        own_height = {stop: (number + 0.5) / len(column) for number, stop in enumerate(column)}
+        own_height = {point: (number + 0.5) / len(column) for number, point in enumerate(column)}
         wished_height = {
-            stop: _mean_or_default([height[other] for other in toward.get(stop, ())], own_height[stop])
-            for stop in column
+            point: _mean_or_default([height[other] for other in toward.get(point, ())], own_height[point])
+            for point in column
         }
         swept.append(_restore_sequences(sorted(column, key=wished_height.__getitem__), sequences))
-        height |= {stop: (number + 0.5) / len(column) for number, stop in enumerate(swept[-1])}
+        height |= {point: (number + 0.5) / len(column) for number, point in enumerate(swept[-1])}
     return swept
 
 
@@ -140,10 +140,10 @@ def _restore_sequences(column: list[ArrowPoint], sequences: Sequence[Sequence[st
     column = list(column)
     for sequence in sequences:
         rank = {name: number for number, name in enumerate(sequence)}
-        slots = [number for number, stop in enumerate(column) if stop.box in rank and not stop.is_bend]
-        members = sorted((column[number] for number in slots), key=lambda stop: rank[stop.box])
-        for number, stop in zip(slots, members, strict=True):
-            column[number] = stop
+        slots = [number for number, point in enumerate(column) if point.box in rank and not point.is_bend]
+        members = sorted((column[number] for number in slots), key=lambda point: rank[point.box])
+        for number, point in zip(slots, members, strict=True):
+            column[number] = point
     return column
 
 
@@ -151,11 +151,11 @@ def _mean_or_default(numbers: Sequence[float], otherwise: float) -> float:
     return sum(numbers) / len(numbers) if numbers else otherwise
 
 
-def count_crossings(columns: Columns, pieces: Iterable[tuple[ArrowPoint, ArrowPoint]]) -> int:
+def count_crossings(columns: Columns, segments: Iterable[tuple[ArrowPoint, ArrowPoint]]) -> int:
     """Count the crossings between segments."""
-    row = {stop: number for column in columns for number, stop in enumerate(column)}
+    row = {point: number for column in columns for number, point in enumerate(column)}
     gaps: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for left, right in pieces:
+    for left, right in segments:
         gaps[left.column].append((row[left], row[right]))
     return sum(_count_inversions([right for _, right in sorted(gap)]) for gap in gaps.values())
 
@@ -211,37 +211,39 @@ class PlacedDiagram:
     width: float
     height: float
 
-    def entry_point(self, stop: ArrowPoint) -> tuple[float, float]:
+    def entry_point(self, point: ArrowPoint) -> tuple[float, float]:
         """Return the coordinates where arrows enter a point."""
-        return self.xs[stop.column], self.ys[stop]
+        return self.xs[point.column], self.ys[point]
 
-    def exit_point(self, stop: ArrowPoint) -> tuple[float, float]:
+    def exit_point(self, point: ArrowPoint) -> tuple[float, float]:
         """Return the coordinates where arrows leave a point."""
-        return self.xs[stop.column] + self.widths[stop.column], self.ys[stop]
+        return self.xs[point.column] + self.widths[point.column], self.ys[point]
 
 
 def place_boxes(diagram: Diagram) -> PlacedDiagram:
     """Compute coordinates for every box and bend, without overlaps and with nearly straight arrows."""
     arrows = [(arrow.source, arrow.target) for arrow in diagram.arrows]
-    layering = layer_boxes([box.name for box in diagram.boxes], arrows, diagram.sequences)
+    layering = arrange_boxes_in_columns([box.name for box in diagram.boxes], arrows, diagram.sequences)
     boxes = {box.name: box for box in diagram.boxes}
-    widths = [max(_box_width(boxes[stop.box]) for stop in column if not stop.is_bend) for column in layering.columns]
+    widths = [max(_box_width(boxes[point.box]) for point in column if not point.is_bend) for column in layering.columns]
     xs = [LEFT + sum(widths[:number]) + GAP * number for number in range(len(widths))]
     ys = _compute_ys(layering)
-    highest = min((ys[stop] - _point_height(stop) / 2 for stop in ys), default=0.0)
-    ys = {stop: y - highest + TOP for stop, y in ys.items()}
-    lowest = max((ys[stop] + _point_height(stop) / 2 for stop in ys), default=TOP)
-    titles = max(estimate_width(diagram.title, TITLE, bold=True), estimate_width(diagram.caption, CAPTION))
+    highest = min((ys[point] - _point_height(point) / 2 for point in ys), default=0.0)
+    ys = {point: y - highest + TOP for point, y in ys.items()}
+    lowest = max((ys[point] + _point_height(point) / 2 for point in ys), default=TOP)
+    titles = max(
+        estimate_max_text_width(diagram.title, TITLE, bold=True), estimate_max_text_width(diagram.caption, CAPTION)
+    )
     width = max(xs[-1] + widths[-1] if xs else 0.0, LEFT + titles) + LEFT
     return PlacedDiagram(layering, xs, widths, ys, width, lowest + BOTTOM)
 
 
 def _box_width(box: Box) -> float:
-    return max(estimate_width(box.name, NAME, bold=True), estimate_width(box.use, USE)) + 2 * PADDING
+    return max(estimate_max_text_width(box.name, NAME, bold=True), estimate_max_text_width(box.use, USE)) + 2 * PADDING
 
 
-def _point_height(stop: ArrowPoint) -> float:
-    return BEND if stop.is_bend else BOX + BETWEEN
+def _point_height(point: ArrowPoint) -> float:
+    return BEND if point.is_bend else BOX + BETWEEN
 
 
 def _compute_ys(layering: Layering) -> dict[ArrowPoint, float]:
@@ -255,15 +257,17 @@ def _compute_ys(layering: Layering) -> dict[ArrowPoint, float]:
     for sweep in range(STRAIGHTENING_SWEEPS):
         columns: Columns = layering.columns if sweep % 2 == 0 else layering.columns[::-1]
         for column in columns:
-            near = [[ys[other] for other in neighbours.get(stop, [])] or [ys[stop]] for stop in column]
+            near = [[ys[other] for other in neighbours.get(point, [])] or [ys[point]] for point in column]
             ys |= _compute_column_ys(column, [sum(heights) / len(heights) for heights in near])
     return ys
 
 
 def _compute_column_ys(column: Sequence[ArrowPoint], preferred_ys: Sequence[float]) -> dict[ArrowPoint, float]:
-    return dict(zip(column, place_without_overlap(preferred_ys, [_point_height(stop) for stop in column]), strict=True))
+    return dict(
+        zip(column, place_without_overlap(preferred_ys, [_point_height(point) for point in column]), strict=True)
+    )
 
 
-def estimate_width(text: str, size: float, *, bold: bool = False) -> float:
+def estimate_max_text_width(text: str, size: float, *, bold: bool = False) -> float:
     """Return an upper bound for a text's width in pixels, in any font."""
     return len(text) * size * MAX_LETTER_WIDTH * (BOLD_FACTOR if bold else 1.0)

@@ -19,7 +19,7 @@ from drawloom.graph.drawing.layout import (
     USE,
     ArrowPoint,
     PlacedDiagram,
-    estimate_width,
+    estimate_max_text_width,
     place_boxes,
 )
 
@@ -132,12 +132,12 @@ class _WiringDrawing:
     diagram: Diagram
     placed: PlacedDiagram
     colours: Mapping[str, Colour] = attrs.field(init=False)
-    stops: Mapping[str, ArrowPoint] = attrs.field(init=False)
+    points: Mapping[str, ArrowPoint] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        hues = assign_colours(self.diagram.subjects)
-        self.colours = {box.name: hues[box.subject] for box in self.diagram.boxes}
-        self.stops = {stop.box: stop for stop in self.placed.ys if not stop.is_bend}
+        hues = assign_colours(self.diagram.component_folders)
+        self.colours = {box.name: hues[box.component_folder] for box in self.diagram.boxes}
+        self.points = {point.box: point for point in self.placed.ys if not point.is_bend}
 
     def draw_elements(self) -> Iterator[str]:
         yield make_text_element(LEFT, 26, self.diagram.title, TITLE, attributes=BOLD_TEXT)
@@ -148,20 +148,20 @@ class _WiringDrawing:
             yield from self._draw_box(box)
 
     def _draw_box(self, box: Box) -> Iterator[str]:
-        (x, y), colour = self.placed.entry_point(self.stops[box.name]), self.colours[box.name]
-        width, thick = self.placed.widths[self.stops[box.name].column], box.name == self.diagram.focus
+        (x, y), colour = self.placed.entry_point(self.points[box.name]), self.colours[box.name]
+        width, thick = self.placed.widths[self.points[box.name].column], box.name == self.diagram.focus
         yield make_box_element(x, y - BOX / 2, width, colour.pale, colour.strong, 3 if thick else 1.2)
         yield make_text_element(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
         yield make_text_element(x + PADDING, y + 11.5, box.use, USE, GREY)
 
     def _draw_segments(self) -> Iterator[str]:
         """Yield every segment once, titled with the arrows sharing it."""
-        arrows_by_piece: dict[tuple[ArrowPoint, ArrowPoint], list[Arrow]] = {}
+        arrows_by_segment: dict[tuple[ArrowPoint, ArrowPoint], list[Arrow]] = {}
         for arrow in self.diagram.arrows:
-            way = self.placed.layering.ways[arrow.source, arrow.target]
-            for piece in pairwise(way):
-                arrows_by_piece.setdefault(piece, []).append(arrow)
-        for (start, end), arrows in arrows_by_piece.items():
+            route = self.placed.layering.routes[arrow.source, arrow.target]
+            for segment in pairwise(route):
+                arrows_by_segment.setdefault(segment, []).append(arrow)
+        for (start, end), arrows in arrows_by_segment.items():
             colour = self.colours[end.box].strong
             names = escape_xml("; ".join(f"{arrow.source} {arrow.label}: {arrow.target}" for arrow in arrows))
             path = self._trace_segment(start, end)
@@ -186,7 +186,7 @@ class _WiringDrawing:
         """Yield names of fields at points where all arrows have the same field, unless they overlap other names."""
         occupied: list[Area] = []
         for label, box, x, y, anchor in [*self._make_end_labels(), *self._make_start_labels()]:
-            width = estimate_width(label, LABEL)
+            width = estimate_max_text_width(label, LABEL)
             left = x - width if anchor == END else x
             area = (left, y - LABEL, left + width, y + LABEL / 3)  # with descenders
             if width < GAP - 3 * HEAD and not any(_do_areas_overlap(area, other) for other in occupied):
@@ -194,27 +194,27 @@ class _WiringDrawing:
                 yield from draw_text_with_halo(x, y, label, LABEL, self.colours[box].strong, anchor)
 
     def _make_end_labels(self) -> Iterator[Label]:
-        for stop, labels in self._list_labels_and_boxes_by_point(1).items():
+        for point, labels in self._list_labels_and_boxes_by_point(1).items():
             if len(labels) == 1:
-                (x, y), (label, box) = self.placed.entry_point(stop), labels[0]
-                yield label, box, x - (2 if stop.is_bend else HEAD + 4), y - 3, END
+                (x, y), (label, box) = self.placed.entry_point(point), labels[0]
+                yield label, box, x - (2 if point.is_bend else HEAD + 4), y - 3, END
 
     def _make_start_labels(self) -> Iterator[Label]:
         ends = self._list_labels_and_boxes_by_point(1)
-        for stop, labels in self._list_labels_and_boxes_by_point(0).items():
+        for point, labels in self._list_labels_and_boxes_by_point(0).items():
             if len(labels) == 1 and all(len(others) > 1 for others in ends.values() if labels[0] in others):
-                (x, y), (label, box) = self.placed.exit_point(stop), labels[0]
+                (x, y), (label, box) = self.placed.exit_point(point), labels[0]
                 yield label, box, x + 5, y - 4, ""
 
-    def _list_labels_and_boxes_by_point(self, stop_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
+    def _list_labels_and_boxes_by_point(self, point_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
         """Return arrow labels by first or second point, with target boxes, without duplicates."""
         found: dict[ArrowPoint, list[tuple[str, str]]] = {}
         for arrow in self.diagram.arrows:
-            here = found.setdefault(self.placed.layering.ways[arrow.source, arrow.target][stop_index], [])
+            here = found.setdefault(self.placed.layering.routes[arrow.source, arrow.target][point_index], [])
             label = (arrow.label, arrow.target)
             here += [label] if label not in here else []
-        plain = {stop: [(label, box) for label, box in labels] for stop, labels in found.items()}
-        return {stop: labels for stop, labels in plain.items() if labels[0][0] != labels[0][1].rpartition(".")[2]}
+        plain = {point: [(label, box) for label, box in labels] for point, labels in found.items()}
+        return {point: labels for point, labels in plain.items() if labels[0][0] != labels[0][1].rpartition(".")[2]}
 
 
 def _do_areas_overlap(area: Area, other: Area) -> bool:
@@ -243,9 +243,10 @@ class _StepDrawing:
 
     def __attrs_post_init__(self) -> None:
         boxes = self.step.members
-        self.margin = max((estimate_width(trace.title, VALUE) for trace in self.step.traces), default=0.0) + 14
+        self.margin = max((estimate_max_text_width(trace.title, VALUE) for trace in self.step.traces), default=0.0) + 14
         self.widths = [
-            max(estimate_width(b.name, NAME, bold=True), estimate_width(b.use, USE)) + 2 * PADDING for b in boxes
+            max(estimate_max_text_width(b.name, NAME, bold=True), estimate_max_text_width(b.use, USE)) + 2 * PADDING
+            for b in boxes
         ]
         starts = [sum(self.widths[:number]) + SPACING * number for number in range(len(boxes))]
         self.middles = [
@@ -258,8 +259,8 @@ class _StepDrawing:
 
     @property
     def width(self) -> float:
-        legend = LEFT + self.margin + 3 * 36 + estimate_width("writeschangesreads", 11)
-        return max(self.right, legend, LEFT + estimate_width(self.step.title, TITLE, bold=True)) + LEFT
+        legend = LEFT + self.margin + 3 * 36 + estimate_max_text_width("writeschangesreads", 11)
+        return max(self.right, legend, LEFT + estimate_max_text_width(self.step.title, TITLE, bold=True)) + LEFT
 
     @property
     def bottom(self) -> float:
@@ -296,7 +297,7 @@ class _StepDrawing:
         for verb in ("writes", "changes", "reads"):
             yield _draw_access_mark(verb, x + RADIUS, y, GREY, verb)
             yield make_text_element(x + 18, y + 4, verb, 11, GREY)
-            x += 36 + estimate_width(verb, 11)
+            x += 36 + estimate_max_text_width(verb, 11)
 
 
 def _draw_access_mark(access: str, x: float, y: float, colour: str, tooltip: str) -> str:

@@ -21,7 +21,7 @@ from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import FORMAT, MergedRecipe
-from drawloom.graph.toml.emit import dump_canonical, dump_key, dumps
+from drawloom.graph.toml.emit import dump_canonical, dump_key, dump_toml
 from drawloom.graph.toml.parsing import parse
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
@@ -50,7 +50,7 @@ def format_resolved_recipe(graph: Graph) -> str:
     """
     lines = [f"format = {FORMAT}"]
     for name, table in serialize_nodes(graph.nodes).items():
-        written = {key: f"{dump_key(key)} = {dumps(value)}" for key, value in table.items()}
+        written = {key: f"{dump_key(key)} = {dump_toml(value)}" for key, value in table.items()}
         width = max(len(line) for key, line in written.items() if len(line) <= MAX_ALIGNED_WIDTH or key == "use")
         lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
         lines += [
@@ -123,7 +123,7 @@ class _Comparison:
             before, after = old.get(key), new.get(key)
             if before is None or after is None or dump_canonical(before) != dump_canonical(after):
                 is_edge = is_edge_value(before) or is_edge_value(after)
-                own, why = self._find_declared_impact_and_reason(name, key)
+                own, why = self._find_declared_impact_and_reason(name, key, before)
                 impact = own or (
                     self._find_edge_impact(before, after) if is_edge else self._find_setting_impact(name, key)
                 )
@@ -131,10 +131,10 @@ class _Comparison:
                     name, key, _format_value(before), _format_value(after), impact, edge=is_edge, why=why
                 )
 
-    def _find_declared_impact_and_reason(self, name: str, key: str) -> tuple[Impact | None, str]:
+    def _find_declared_impact_and_reason(self, name: str, key: str, before: Any) -> tuple[Impact | None, str]:
         """Return impact and reason according to the component itself for a changed key, or (None, "")."""
         resume_impact = getattr(self.graph.nodes[name].spec.cls, "resume_impact", None)
-        impact = resume_impact(self.graph.view(name), key) if resume_impact else None
+        impact = resume_impact(self.graph.view(name), key, before) if resume_impact else None
         return impact if isinstance(impact, tuple) else (impact, "")
 
     def _find_setting_impact(self, name: str, key: str) -> Impact:
@@ -176,7 +176,7 @@ def _format_use(node: Mapping[str, Any] | None) -> str:
 
 
 def _format_value(part: Any) -> str:
-    return ABSENT if part is None else dumps(part)
+    return ABSENT if part is None else dump_toml(part)
 
 
 def diff(old: MergedRecipe, new: Graph) -> list[RecipeChange]:

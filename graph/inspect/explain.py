@@ -10,7 +10,7 @@ from drawloom.graph.problems import KeyPath, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.toml.emit import dumps
+from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.types.describe import describe_type, dump_toml_or_repr
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node, format_path
@@ -32,10 +32,10 @@ def explain(graph: Graph, target: str, root: str) -> str:
     raise UserError(f"there is no {target!r} to explain; {_suggest_target(graph, target)}".rstrip("; "), 2)
 
 
-def explain_variable(graph: Graph, name: str) -> str:
+def format_variable_history(graph: Graph, name: str) -> str:
     """Return all values set for a variable, newest first. Empty if the variable does not exist."""
     history = graph.recipe.vars[name].history() if name in graph.recipe.vars else ()
-    return "\n".join(f"{VARIABLE}{name} = {dumps(leaf.value)}  {leaf.key_position}" for leaf in history)
+    return "\n".join(f"{VARIABLE}{name} = {dump_toml(leaf.value)}  {leaf.key_position}" for leaf in history)
 
 
 def _suggest_target(graph: Graph, target: str) -> str:
@@ -65,7 +65,7 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield from _format_section("edges", [_format_edge(graph, node, f) for f in fields if f.is_edge])
     yield from _format_section(
         "filled by the container",
-        [_format_filled_field(graph, f, root) for f in fields if f.kind in ("every", "recipe")],
+        [_format_container_field(graph, f, root) for f in fields if f.kind in ("every", "recipe")],
     )
     yield from _format_section("notes", [*collect_notes(graph, node)])
     users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.list_users_with_edge_names(node.name)]
@@ -109,7 +109,7 @@ def _format_edge(graph: Graph, node: Node, field: Field) -> str:
     return f"{field.name} -> {leads}  ({field.target}; {describe_provenance(graph, node, field.name)})"
 
 
-def _format_filled_field(graph: Graph, field: Field, root: str) -> str:
+def _format_container_field(graph: Graph, field: Field, root: str) -> str:
     if field.kind == "recipe":
         return f"{field.name}: the resolved recipe"
     fitting = [
@@ -163,16 +163,16 @@ def _format_history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
         yield from _indent(() if rest else _format_edits(entry))
         variable = find_variable_used_as_whole_value(graph, entry)
         yield from (
-            f"  {dumps(value.value)}  {value.key_position}" for value in (variable.history() if variable else ())
+            f"  {dump_toml(value.value)}  {value.key_position}" for value in (variable.history() if variable else ())
         )
 
 
 def _format_edits(leaf: Leaf) -> Iterator[str]:
     """Yield the elements removed from a list or inserted into it by an edit."""
-    yield from (f"removed {dumps(value)}" for value in leaf.removed)
+    yield from (f"removed {dump_toml(value)}" for value in leaf.removed)
     for value, origin in zip(leaf.value, leaf.elements, strict=True) if leaf.elements else ():
         if origin.layer is leaf.layer and origin.path[: len(leaf.path)] == leaf.path:
-            yield f"inserted {dumps(value)}  {origin.position}"
+            yield f"inserted {dump_toml(value)}  {origin.position}"
 
 
 def _format_part(plain: Any, path: KeyPath) -> str:
@@ -181,7 +181,7 @@ def _format_part(plain: Any, path: KeyPath) -> str:
             plain = plain[step]
         except (LookupError, TypeError):
             return "nothing"
-    return dumps(plain)
+    return dump_toml(plain)
 
 
 # 11th, 12th and 13th are exceptions.

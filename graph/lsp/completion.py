@@ -19,10 +19,10 @@ from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.toml.emit import dump_key, dumps
+from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.toml.positions import SourceRange
-from drawloom.graph.types.describe import dump_toml_or_repr, union_members
-from drawloom.graph.types.port_match import implements
+from drawloom.graph.types.describe import dump_toml_or_repr, union_members_except_none
+from drawloom.graph.types.port_match import implements_any
 from drawloom.graph.wiring.node import format_path
 
 Kind = Literal["node", "key", "value", "component", "variable", "recipe"]
@@ -105,7 +105,7 @@ def _complete_elements(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
     """Yield elements for `remove`, `before` and `after` to name: the list's elements without this document's edits."""
     leaf = _find_item(meaning, path)
     for element in _list_elements_before_edits(meaning, leaf) if isinstance(leaf, Leaf) else ():
-        yield Completion(dumps(element), "node", _describe_node(meaning, element[1:]))
+        yield Completion(dump_toml(element), "node", _describe_node(meaning, element[1:]))
 
 
 def _list_elements_before_edits(meaning: Meaning, leaf: Leaf) -> list[str]:
@@ -125,7 +125,7 @@ def _complete_values(workspace: Workspace, meaning: Meaning) -> Iterator[Complet
     elif path[0] == "unset":
         recipe = meaning.graph.recipe
         names = dict.fromkeys([*recipe.tree.items, *recipe.nodes])
-        yield from (Completion(dumps(name), "node", _describe_node(meaning, name)) for name in names)
+        yield from (Completion(dump_toml(name), "node", _describe_node(meaning, name)) for name in names)
     elif path[0] == EDIT and "remove" in path[-2:]:
         yield from _complete_elements(meaning, path[1 : -1 if path[-1] == "remove" else -2])
     elif field and field.is_edge:
@@ -139,7 +139,7 @@ def _complete_bases(workspace: Workspace, path: Path) -> Iterator[Completion]:
     """Yield the shipped recipes, and the files beside a recipe."""
     beside = sorted(other.name for other in path.parent.glob("*.toml") if other.name != path.name)
     names = [*RecipeFolder(workspace.project.recipes).names, *beside]
-    yield from (Completion(dumps(name), "recipe") for name in names)
+    yield from (Completion(dump_toml(name), "recipe") for name in names)
 
 
 def _complete_components(workspace: Workspace, meaning: Meaning) -> Iterator[Completion]:
@@ -156,37 +156,39 @@ def _complete_components(workspace: Workspace, meaning: Meaning) -> Iterator[Com
     for name in registry.names():
         spec = registry.find(name)
         if isinstance(spec, Spec):
-            is_fitting = all(role(spec) for role in required_roles) and (not ports or _implements_any(spec, ports))
-            yield Completion(dumps(name), "component", spec.doc, preferred=is_fitting)
+            is_fitting = all(role(spec) for role in required_roles) and (not ports or implements_any(spec.cls, ports))
+            yield Completion(dump_toml(name), "component", spec.doc, preferred=is_fitting)
         else:
-            yield Completion(dumps(name), "component", spec.text, preferred=False)
+            yield Completion(dump_toml(name), "component", spec.text, preferred=False)
 
 
 def _complete_nodes(meaning: Meaning, field: Field) -> Iterator[Completion]:
     """Yield possible target nodes for an edge and, for a list, groups with such nodes."""
     graph = meaning.graph
-    fitting = [name for name, node in graph.nodes.items() if not node.owner and _implements_any(node.spec, field.ports)]
+    fitting = [
+        name for name, node in graph.nodes.items() if not node.owner and implements_any(node.spec.cls, field.ports)
+    ]
     for name in fitting:
         if name != meaning.node:
-            yield Completion(dumps(f"@{name}"), "node", _describe_node(meaning, name))
+            yield Completion(dump_toml(f"@{name}"), "node", _describe_node(meaning, name))
     if field.kind in ("list", "ordered"):
         groups = [name for name, members in graph.recipe.groups.items() if {*members} & {*fitting}]
-        yield from (Completion(dumps(f"@{name}.*"), "node", "all nodes of the group") for name in groups)
+        yield from (Completion(dump_toml(f"@{name}.*"), "node", "all nodes of the group") for name in groups)
 
 
 def _complete_variables(meaning: Meaning) -> Iterator[Completion]:
     for name, leaf in meaning.graph.recipe.vars.items():
-        yield Completion(dumps(f"{VARIABLE}{name}"), "variable", dumps(leaf.value), preferred=False)
+        yield Completion(dump_toml(f"{VARIABLE}{name}"), "variable", dump_toml(leaf.value), preferred=False)
 
 
 def _complete_choices(field: Field, path: KeyPath) -> Iterator[Completion]:
     """Yield a type's values if they are few, and the default."""
     choices: dict[str, None] = {}
-    for member in union_members(_find_part_type(field.type, path)):
+    for member in union_members_except_none(_find_part_type(field.type, path)):
         if typing.get_origin(member) is Literal:
-            choices |= dict.fromkeys(map(dumps, typing.get_args(member)))
+            choices |= dict.fromkeys(map(dump_toml, typing.get_args(member)))
         elif isinstance(member, type) and issubclass(member, Enum):
-            choices |= dict.fromkeys(dumps(choice.value) for choice in member)
+            choices |= dict.fromkeys(dump_toml(choice.value) for choice in member)
         elif member is bool:
             choices |= {"true": None, "false": None}
     default = None if path or field.required else serialize_value(field.default_value())
@@ -198,7 +200,7 @@ def _complete_choices(field: Field, path: KeyPath) -> Iterator[Completion]:
 def _find_part_type(kind: Any, path: KeyPath) -> Any:
     """Return the type for a part of a value, or Any if it is unknown."""
     for step in path:
-        for member in union_members(kind):
+        for member in union_members_except_none(kind):
             inner = [argument for argument in typing.get_args(member) if argument is not Ellipsis]
             if inner:  # item types of an array, or the key and value types of a table
                 kind = inner[min(step, len(inner) - 1) if isinstance(step, int) else -1]
@@ -209,11 +211,7 @@ def _find_part_type(kind: Any, path: KeyPath) -> Any:
                 break
         else:
             return Any
-    return next((member for member in union_members(kind) if attrs.has(member)), kind)
-
-
-def _implements_any(spec: Spec, ports: Iterable[type]) -> bool:
-    return any(implements(spec.cls, port) for port in ports)
+    return next((member for member in union_members_except_none(kind) if attrs.has(member)), kind)
 
 
 def _describe_node(meaning: Meaning, name: str) -> str:

@@ -36,10 +36,10 @@ def find_definitions(workspace: Workspace, meaning: Meaning) -> list[Position]:
             if leaf
             else []
         )
-    return [*_locate_node(meaning)][:1]
+    return [*_locate_node_or_key(meaning)][:1]
 
 
-def _locate_node(meaning: Meaning) -> Iterator[Position]:
+def _locate_node_or_key(meaning: Meaning) -> Iterator[Position]:
     """Yield the positions where an extended recipe sets a node or a key of it, and then the component."""
     table, field = meaning.graph.recipe.nodes.get(meaning.node), meaning.field
     if not meaning.path and table is not None and table.layer is not meaning.analysis.own:

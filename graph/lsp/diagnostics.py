@@ -17,17 +17,17 @@ _EXTENDS = re.compile(r"^extends\b.*", re.MULTILINE)
 
 @attrs.frozen
 class Diagnostic:
-    """A problem with a range of the document. `elsewhere` is its position in another file."""
+    """A problem with a range of the document. `position_in_other_file` is its position in another file."""
 
     problem: Problem
     start: int
     end: int
-    elsewhere: Position | None = None
+    position_in_other_file: Position | None = None
 
     @property
     def message(self) -> str:
         """The problem as `check` prints it, without a position in this document and without the code."""
-        prefix = self.elsewhere and f"{self.elsewhere}: "
+        prefix = self.position_in_other_file and f"{self.position_in_other_file}: "
         node = self.problem.node and f"[{self.problem.node}] "
         hint = self.problem.hint and f"; {self.problem.hint}"
         return f"{prefix or ''}{node}{self.problem.text}{hint}"
@@ -36,7 +36,7 @@ class Diagnostic:
 def diagnose(workspace: Workspace, path: Path) -> Iterator[Diagnostic]:
     """Yield an open recipe's problems. A problem of an extended recipe is marked at `extends`."""
     text = workspace.texts[path]
-    for problem in workspace.check(path):
+    for problem in workspace.analyse_and_list_problems(path):
         position = problem.position
         if position is not None and position.line and Path(position.source).resolve() == path:
             start = find_offset(text, position)

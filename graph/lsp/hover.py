@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator
 
-from drawloom.graph.inspect.explain import explain, explain_variable
+from drawloom.graph.inspect.explain import explain, format_variable_history
 from drawloom.graph.inspect.listing import format_components, format_field
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
@@ -18,7 +18,7 @@ def describe_token(workspace: Workspace, meaning: Meaning) -> str:
     if meaning.reference:
         return "\n\n".join(_describe_reference(workspace, meaning))
     if meaning.variable:
-        return explain_variable(meaning.graph, meaning.variable)
+        return format_variable_history(meaning.graph, meaning.variable)
     if not meaning.node or meaning.spec is None:
         return ""
     if not meaning.path:

@@ -71,7 +71,7 @@ class References:
         """Find all files naming a recipe's symbol: in its bases, in other recipes extending these, and so on."""
         recipes: dict[Path, MergedRecipe] = {}
         unread = []
-        for other in dict.fromkeys((path, *workspace.recipes())):
+        for other in dict.fromkeys((path, *workspace.find_recipes())):
             try:
                 recipes[other] = workspace.project.load(os.path.relpath(other), unsaved=workspace.texts)
             except RecipeError:
@@ -97,7 +97,9 @@ def find_rename_ranges(workspace: Workspace, path: Path, symbol: Symbol, new: st
     old = ".".join(symbol)
     if old == workspace.project.root:
         raise UserError(f"[{old}] can't be renamed: a run starts from the node with this name")
-    if not NAME.fullmatch(new) or (len(symbol) == 1 and new in (*DIRECTIVES, "vars")):
+    if len(symbol) == 1 and new in (*DIRECTIVES, "vars"):
+        raise UserError(f"{new!r} can't be the name of a node: recipes reserve it; choose another name")
+    if not NAME.fullmatch(new):
         raise UserError(f"{new!r} can't be the name of a node; use letters, digits, _ and -, a letter first")
     references = References.of(workspace, path, symbol)
     for file in references.files:

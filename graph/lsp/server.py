@@ -41,27 +41,31 @@ class RecipeServer(LanguageServer):
         package = importlib.import_module(project.registry.package.partition(".")[0])
         version = getattr(package, "__version__", "0")
         super().__init__("drawloom", version, text_document_sync_kind=lsp.TextDocumentSyncKind.Full)
-        self.recipes = Workspace(project)
+        self.recipe_workspace = Workspace(project)
         self.uris: dict[Path, str] = {}
 
     def publish_diagnostics(self, path: Path) -> None:
         """Check an open document and send its problems."""
-        if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
+        if not (self.recipe_workspace.contains(path) and self.recipe_workspace.is_recipe(path)):
             return
-        diagnostics = [self._to_lsp_diagnostic(path, diagnostic) for diagnostic in diagnose(self.recipes, path)]
+        diagnostics = [
+            self._to_lsp_diagnostic(path, diagnostic) for diagnostic in diagnose(self.recipe_workspace, path)
+        ]
         self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(self.uris[path], diagnostics))
 
     def publish_diagnostics_of_dependents(self, path: Path) -> None:
         """Check the open documents extending a file."""
-        for other in self.recipes.list_dependents(path):
+        for other in self.recipe_workspace.list_open_dependents(path):
             self.publish_diagnostics(other)
 
     def _to_lsp_diagnostic(self, path: Path, diagnostic: Diagnostic) -> lsp.Diagnostic:
         severity = lsp.DiagnosticSeverity.Warning if diagnostic.problem.warning else lsp.DiagnosticSeverity.Error
         related = []
-        if diagnostic.elsewhere is not None and diagnostic.elsewhere.line:
+        if diagnostic.position_in_other_file is not None and diagnostic.position_in_other_file.line:
             related = [
-                lsp.DiagnosticRelatedInformation(self.to_lsp_location(diagnostic.elsewhere), diagnostic.problem.text)
+                lsp.DiagnosticRelatedInformation(
+                    self.to_lsp_location(diagnostic.position_in_other_file), diagnostic.problem.text
+                )
             ]
         return lsp.Diagnostic(
             self.to_lsp_range(path, (diagnostic.start, diagnostic.end)),
@@ -75,7 +79,7 @@ class RecipeServer(LanguageServer):
     def to_lsp_location(self, position: Position) -> lsp.Location:
         """Convert a position to a location of the protocol."""
         path = Path(position.source).resolve()
-        line = self.recipes.text(path).split("\n")[max(position.line - 1, 0) :][:1]
+        line = self.recipe_workspace.text(path).split("\n")[max(position.line - 1, 0) :][:1]
         column = self.workspace.position_codec.client_num_units("".join(line)[: max(position.column - 1, 0)])
         start = lsp.Position(max(position.line - 1, 0), column)
         return lsp.Location(self.find_uri(path), lsp.Range(start, start))
@@ -86,7 +90,7 @@ class RecipeServer(LanguageServer):
 
     def to_lsp_range(self, path: Path, offsets: tuple[int, int]) -> lsp.Range:
         """Convert a range of a file, from a start to an end offset, to the editor's units."""
-        text = self.recipes.text(path)
+        text = self.recipe_workspace.text(path)
         start, end = (self._to_lsp_position(text, offset) for offset in offsets)
         return lsp.Range(start, end)
 
@@ -99,16 +103,16 @@ class RecipeServer(LanguageServer):
 
     def to_offset(self, path: Path, position: lsp.Position) -> int:
         """Return a position's offset in an open document."""
-        lines = self.recipes.text(path).split("\n")
+        lines = self.recipe_workspace.text(path).split("\n")
         start = self.workspace.position_codec.position_from_client_units(lines, position)
         return sum(len(line) + 1 for line in lines[: start.line]) + start.character
 
     def find_meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
         """Return a position's meaning in an open recipe. None if it has no meaning, or in other files."""
-        if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
+        if not (self.recipe_workspace.contains(path) and self.recipe_workspace.is_recipe(path)):
             return None
-        cursor = Cursor.at(self.recipes.text(path), self.to_offset(path, position))
-        return Meaning.of(self.recipes, self.recipes.find_analysis(path), cursor) if cursor else None
+        cursor = Cursor.at(self.recipe_workspace.text(path), self.to_offset(path, position))
+        return Meaning.of(self.recipe_workspace, self.recipe_workspace.find_analysis(path), cursor) if cursor else None
 
     def find_symbol_at(self, path: Path, position: lsp.Position) -> Symbol | None:
         """Return the node or variable named at a position in an open recipe, or None."""
@@ -135,7 +139,7 @@ def make_server(project: Project) -> RecipeServer:
     server.feature(lsp.TEXT_DOCUMENT_DEFINITION)(find_definition)
     server.feature(lsp.TEXT_DOCUMENT_REFERENCES)(list_references)
     server.feature(lsp.TEXT_DOCUMENT_PREPARE_RENAME)(prepare_rename)
-    server.feature(lsp.TEXT_DOCUMENT_RENAME)(rename_all)
+    server.feature(lsp.TEXT_DOCUMENT_RENAME)(make_rename_edits)
     return server
 
 
@@ -147,12 +151,12 @@ def initialize(server: RecipeServer, params: lsp.InitializeParams) -> None:
         os.chdir(folders[0])  # paths in recipes are relative to the current directory
     options: Any = params.initialization_options
     packages = options.get("import", []) if isinstance(options, dict) else []
-    project = server.recipes.project
+    project = server.recipe_workspace.project
     try:
         project = project.with_imports([packages] if isinstance(packages, str) else packages)
     except UserError as error:
         server.window_show_message(lsp.ShowMessageParams(lsp.MessageType.Error, str(error)))
-    server.recipes = Workspace(project, folders)
+    server.recipe_workspace = Workspace(project, folders)
 
 
 def request_file_events(server: RecipeServer, _params: lsp.InitializedParams) -> None:
@@ -178,7 +182,7 @@ def did_change(server: RecipeServer, params: lsp.DidChangeTextDocumentParams) ->
 def _store_text_and_publish_diagnostics(server: RecipeServer, uri: str, text: str) -> None:
     path = path_from_uri(uri)
     server.uris[path] = uri
-    server.recipes.texts[path] = text
+    server.recipe_workspace.texts[path] = text
     server.publish_diagnostics(path)
     server.publish_diagnostics_of_dependents(path)
 
@@ -186,8 +190,8 @@ def _store_text_and_publish_diagnostics(server: RecipeServer, uri: str, text: st
 def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> None:
     """Forget a closed document. Other documents see the file again."""
     path = path_from_uri(params.text_document.uri)
-    server.recipes.texts.pop(path, None)
-    server.recipes.analyses.pop(path, None)
+    server.recipe_workspace.texts.pop(path, None)
+    server.recipe_workspace.analyses.pop(path, None)
     uri = server.uris.pop(path, params.text_document.uri)
     server.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, []))
     server.publish_diagnostics_of_dependents(path)
@@ -196,7 +200,9 @@ def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> N
 def did_change_files(server: RecipeServer, params: lsp.DidChangeWatchedFilesParams) -> None:
     """Check the documents extending files changed outside the editor."""
     for path in {
-        other for change in params.changes for other in server.recipes.list_dependents(path_from_uri(change.uri))
+        other
+        for change in params.changes
+        for other in server.recipe_workspace.list_open_dependents(path_from_uri(change.uri))
     }:
         server.publish_diagnostics(path)
 
@@ -205,7 +211,7 @@ def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | Non
     """Explain the key or value at a position."""
     path = path_from_uri(params.text_document.uri)
     meaning = server.find_meaning(path, params.position)
-    text = describe_token(server.recipes, meaning) if meaning else ""
+    text = describe_token(server.recipe_workspace, meaning) if meaning else ""
     if not meaning or not text:
         return None
     # Preformatted, because the columns of the text are aligned.
@@ -229,7 +235,7 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
             filter_text=completion.text if meaning.cursor.quoted else completion.text.strip('"'),
             text_edit=lsp.TextEdit(edit_range, completion.text),
         )
-        for number, completion in enumerate(list_completions(server.recipes, meaning))
+        for number, completion in enumerate(list_completions(server.recipe_workspace, meaning))
     ]
     return lsp.CompletionList(is_incomplete=False, items=items)
 
@@ -238,7 +244,9 @@ def find_definition(server: RecipeServer, params: lsp.DefinitionParams) -> list[
     """Return the locations where the token at a position is defined."""
     meaning = server.find_meaning(path_from_uri(params.text_document.uri), params.position)
     return (
-        [server.to_lsp_location(position) for position in find_definitions(server.recipes, meaning)] if meaning else []
+        [server.to_lsp_location(position) for position in find_definitions(server.recipe_workspace, meaning)]
+        if meaning
+        else []
     )
 
 
@@ -246,7 +254,7 @@ def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[l
     """Return the locations naming the node or variable at a position, including its tables."""
     path = path_from_uri(params.text_document.uri)
     symbol = server.find_symbol_at(path, params.position)
-    files = References.of(server.recipes, path, symbol).files if symbol else {}
+    files = References.of(server.recipe_workspace, path, symbol).files if symbol else {}
     return [
         lsp.Location(server.find_uri(file), server.to_lsp_range(file, source_range))
         for file, ranges in files.items()
@@ -259,7 +267,7 @@ def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp
     path = path_from_uri(params.text_document.uri)
     symbol = server.find_symbol_at(path, params.position)
     offset = server.to_offset(path, params.position)
-    ranges = [*find_symbol_ranges(server.recipes.text(path), symbol)] if symbol else []
+    ranges = [*find_symbol_ranges(server.recipe_workspace.text(path), symbol)] if symbol else []
     source_range = next((span for span in ranges if span.start <= offset <= span.end), None)
     return (
         lsp.PrepareRenamePlaceholder(server.to_lsp_range(path, source_range), symbol[-1])
@@ -268,12 +276,12 @@ def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp
     )
 
 
-def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
+def make_rename_edits(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
     """Return the edits for renaming a node or variable in all recipes merged with each other."""
     path = path_from_uri(params.text_document.uri)
     symbol = server.find_symbol_at(path, params.position)
     try:
-        files = find_rename_ranges(server.recipes, path, symbol, params.new_name) if symbol else {}
+        files = find_rename_ranges(server.recipe_workspace, path, symbol, params.new_name) if symbol else {}
     except UserError as error:
         raise JsonRpcInvalidParams(str(error)) from error
     edits = {

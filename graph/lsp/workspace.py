@@ -123,13 +123,13 @@ class Workspace:
         except (ValueError, RecursionError):
             return RECIPE_LINE.search(text) is not None
         return (
-            any(map(_is_node, _iterate_tables(data)))
+            any(map(_is_node, _iterate_possible_nodes(data)))
             or bool(RECIPE_KEYS & data.keys())
             or data.keys() <= self._top_level_names_in_shipped_recipes
         )
 
-    def check(self, path: Path) -> list[Problem]:
-        """Return an open recipe's problems. If it can't be read, the last analysis is kept."""
+    def analyse_and_list_problems(self, path: Path) -> list[Problem]:
+        """Analyse an open recipe, and return its problems. If it can't be read, the last analysis is kept."""
         try:
             recipe = self.project.load(os.path.relpath(path), unsaved=self.texts)
         except RecipeError as error:
@@ -147,12 +147,12 @@ class Workspace:
         empty = MergedRecipe.of({}, str(path))
         return Analysis(path, empty.layers[0], self.project.graph(empty, root=""), is_overlay=True)
 
-    def list_dependents(self, path: Path) -> list[Path]:
+    def list_open_dependents(self, path: Path) -> list[Path]:
         """Return the other open recipes extending a file, or without an analysis."""
         known = {other: self.analyses.get(other) for other in self.texts if other != path}
         return [other for other, analysis in known.items() if analysis is None or path in analysis.files]
 
-    def recipes(self) -> Iterator[Path]:
+    def find_recipes(self) -> Iterator[Path]:
         """Yield the workspace's recipes, open or not, except lock files of runs."""
         paths = {path for path in self.texts if self.contains(path)}
         for folder in self.folders:
@@ -168,7 +168,7 @@ def _is_skipped_folder(folder: str) -> bool:
     return folder.startswith(".") or folder in SKIPPED_FOLDERS
 
 
-def _iterate_tables(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _iterate_possible_nodes(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a recipe's possible nodes: top-level tables, and members of groups."""
     for table in data.values():
         if isinstance(table, dict):

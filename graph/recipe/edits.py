@@ -13,7 +13,7 @@ import attrs
 
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Layer, Leaf, Origin, Table
-from drawloom.graph.toml.emit import dump_canonical, dumps
+from drawloom.graph.toml.emit import dump_canonical, dump_toml
 
 EDIT = "edit"
 """Top-level key of list edits."""
@@ -39,7 +39,7 @@ def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
                 stack.append((item, edit, path))
             elif isinstance(item, Leaf) and isinstance(item.value, list):
                 list_edit = _ListEdit(item, layer, path)
-                list_edit.read_edit(edit)
+                list_edit.resolve_removals_and_insertions(edit)
                 yield from list_edit.problems
                 table.items[key] = item if list_edit.problems else list_edit.make_edited_leaf()
             else:
@@ -53,7 +53,7 @@ def _make_missing_list_problem(table: Table, item: Leaf | Table | None, layer: L
         return Problem("DL118", f"there is no list {name!r} to edit", hint, position=position)
     if isinstance(item, Table):
         return Problem("DL118", f"{name!r} is a table, not a list", "name a list in it", position=position)
-    value = dumps(item.value)
+    value = dump_toml(item.value)
     is_variable = isinstance(item.value, str) and item.value.startswith("$vars.")
     hint = f"write [edit.{item.value[1:]}]" if is_variable else f"replace it in [{name.rpartition('.')[0]}]"
     return Problem("DL118", f"{name!r} is {value}, not a list", hint, position=position)
@@ -71,14 +71,14 @@ class _ListEdit:
     before: dict[int, list[tuple[Any, Origin]]] = attrs.field(factory=dict)
     after: dict[int, list[tuple[Any, Origin]]] = attrs.field(factory=dict)
 
-    def read_edit(self, edit: Any) -> None:
+    def resolve_removals_and_insertions(self, edit: Any) -> None:
         """Look up the removed elements and the anchors."""
         if not isinstance(edit, dict):
             self._add_problem("DL117", f"{self._dotted_path} must be a table with {', '.join(OPERATIONS)}", EXAMPLE, ())
             return
         for operation, value in edit.items():
             if operation == "remove":
-                self._read_removals(value)
+                self._resolve_removed_indices(value)
             elif operation not in OPERATIONS:
                 text = f"{self._dotted_path} has no operation {operation!a}"
                 self._add_problem("DL117", text, did_you_mean(operation, OPERATIONS), (operation,))
@@ -86,19 +86,21 @@ class _ListEdit:
                 text, hint = f"{self._dotted_path}.{operation} must be a table from anchors to elements", EXAMPLE
                 self._add_problem("DL117", text, hint, (operation,))
             else:
-                self._read_insertions(operation, value)
+                self._resolve_insertions(operation, value)
 
-    def _read_removals(self, value: Any) -> None:
+    def _resolve_removed_indices(self, value: Any) -> None:
         """Find the indices of elements to remove."""
         indices = _index_elements(map(dump_canonical, self.old.value))
         for element, path in _iterate_elements(value, ("remove",)):
             self.removed |= {*self._find_index(dump_canonical(element), indices, path)}
 
-    def _read_insertions(self, operation: str, anchors: dict[str, Any]) -> None:
+    def _resolve_insertions(self, operation: str, anchors: dict[str, Any]) -> None:
         """Find the anchors' indices, and record the elements inserted before or after them."""
         insertions = self.before if operation == "before" else self.after
         # TOML keys are strings: an anchor of another type, such as a number, is named by its TOML text.
-        indices = _index_elements(element if isinstance(element, str) else dumps(element) for element in self.old.value)
+        indices = _index_elements(
+            element if isinstance(element, str) else dump_toml(element) for element in self.old.value
+        )
         for anchor, value in anchors.items():
             inserted = [
                 (element, Origin(self.layer, (*self.path, *path)))
@@ -113,7 +115,7 @@ class _ListEdit:
         if len(matches) == 1:
             return matches
         # `remove` compares TOML text, which already has quotes.
-        text_of_element = element if path[0] == "remove" else dumps(element)
+        text_of_element = element if path[0] == "remove" else dump_toml(element)
         if matches:
             text = (
                 f"{self._dotted_path}: {text_of_element} is in the list {len(matches)} times, so the edit is ambiguous"

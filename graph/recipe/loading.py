@@ -97,22 +97,26 @@ class _Reader:
         elif shipped:
             self._read_and_add_recipe(shipped, _relative_to_cwd(shipped), COMMAND_LINE, ())
         else:
-            similar = next(_find_namesakes(name), None)
+            similar = next(_find_file_and_run_folders_named(name), None)
             hint = f"did you mean {similar!r}?" if similar else did_you_mean(name, self.folder.names)
             text = f"there is no recipe {name!r}: it is not a file, a run folder or a shipped name"
             self._add_problem("DL101", text, hint, COMMAND_LINE)
 
-    def _read_and_add_recipe(self, path: Path, name: str, requester: Position, above: tuple[Path, ...]) -> None:
+    def _read_and_add_recipe(
+        self, path: Path, name: str, requester: Position, extending_recipes: tuple[Path, ...]
+    ) -> None:
         text = self._read_text(path, name, requester)
         data = None if text is None else self._parse(text, name)
         if text is None or data is None:
             return
         label = path.name if self.folder.contains(path) else name
-        self.add_with_bases(Layer(name, data, text, label=label, is_base=bool(above)), path, above)
+        self.add_with_bases(
+            Layer(name, data, text, label=label, is_base=bool(extending_recipes)), path, extending_recipes
+        )
 
-    def add_with_bases(self, layer: Layer, path: Path, above: tuple[Path, ...]) -> None:
-        """Add a layer, and below it its bases. `above` contains the recipes extending it."""
-        chain = (*above, path.resolve())
+    def add_with_bases(self, layer: Layer, path: Path, extending_recipes: tuple[Path, ...]) -> None:
+        """Add a layer, and below it its bases. `extending_recipes` extend it, the outermost first."""
+        chain = (*extending_recipes, path.resolve())
         for base, base_name, position in self._iterate_bases(layer, path):
             if base.resolve() in chain:
                 self._add_problem("DL104", f"{base_name} extends itself through {layer.source}", "", position)
@@ -138,14 +142,16 @@ class _Reader:
         for name, number in _iterate_first_indices(names):
             position = layer.value_position(("extends",) if isinstance(extends, str) else ("extends", number))
             if name.endswith(".toml"):
-                yield from self._resolve_relative_base(layer, path, name, position)
+                yield from self._resolve_base_in_allowed_folders(layer, path, name, position)
             elif shipped := self.folder.find(name):
                 yield _Base(shipped, _relative_to_cwd(shipped), position)
             else:
                 hint = did_you_mean(name, self.folder.names)
                 self._add_problem("DL101", f"extends {name!r}, which is not a shipped recipe", hint, position)
 
-    def _resolve_relative_base(self, layer: Layer, path: Path, name: str, position: Position) -> Iterator[_Base]:
+    def _resolve_base_in_allowed_folders(
+        self, layer: Layer, path: Path, name: str, position: Position
+    ) -> Iterator[_Base]:
         """Yield a base given as a path beside the recipe; report it instead if it is outside the allowed folders."""
         target = path.parent / name.replace("\0", "")  # system calls refuse NUL
         # A recipe from a stranger must not read arbitrary files of this machine; "../mine.toml" is a user's own file.
@@ -200,7 +206,7 @@ def _iterate_first_indices(names: list[str]) -> Iterator[tuple[str, int]]:
             yield name, number
 
 
-def _find_namesakes(name: str) -> Iterator[str]:
+def _find_file_and_run_folders_named(name: str) -> Iterator[str]:
     """Yield the file and the run folders, one level down, with this name."""
     if os.path.isfile(f"{name}.toml"):
         yield f"{name}.toml"

@@ -68,10 +68,14 @@ def merge_layers(source: str, layers: Sequence[Layer]) -> MergedRecipe:
 
 @pause_garbage_collection()
 def _merge_over_tree(
-    source: str, tree: Table, layers: Sequence[Layer], below: Sequence[Layer] = (), before: Sequence[Problem] = ()
+    source: str,
+    tree: Table,
+    layers: Sequence[Layer],
+    layers_of_tree: Sequence[Layer] = (),
+    earlier_problems: Sequence[Problem] = (),
 ) -> MergedRecipe:
-    """Merge layers over a tree. `below` are the layers of the tree, and `before` the problems of merging them."""
-    problems = [*before]
+    """Merge layers over a tree, which is merged from `layers_of_tree` with `earlier_problems`."""
+    problems = [*earlier_problems]
     for layer in layers:
         # Before merging, so that a layer may unset a node and write it anew.
         problems += _apply_unset_directive(tree, layer)
@@ -83,7 +87,7 @@ def _merge_over_tree(
         tree.merge_layer(values, layer, ())
         problems += apply_edits(tree, layer)  # last, since a layer may also write the list that it edits
     recipe = _classify_tables(source, tree)
-    all_layers = [*below, *layers]
+    all_layers = [*layers_of_tree, *layers]
     unused = _check_unused_variables(recipe.vars, all_layers)
     return attrs.evolve(recipe, layers=all_layers, merging=problems, problems=[*recipe.problems, *problems, *unused])
 

@@ -9,16 +9,16 @@ import tomli
 from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError
 
 
-def read_overrides(words: Sequence[str]) -> dict[str, Any]:
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """
-    Read words `node.key=value` into one table. Raises RecipeError with all malformed words.
+    Read overrides `node.key=value` into one table. Raises RecipeError with all malformed ones.
 
     A value without TOML syntax is a string: `kernels.rms_norm=eager`. After ".@", a key is the dotted name of a node:
     `edit.report.metrics.after.@metrics.learning=@metrics.mine`.
     """
     tree: dict[str, Any] = {}
     problems = []
-    for word in words:
+    for word in overrides:
         key, equals, text = word.partition("=")
         path, at, name = key.partition(".@")
         *tables, last = [*path.split("."), f"@{name}"] if at else path.split(".")

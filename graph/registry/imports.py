@@ -29,7 +29,7 @@ class FileSource:
         return [Candidate(self.module, distribution=str(self.path))] if use == self.module else []
 
 
-def find_component_source(text: str) -> Source:
+def find_source_and_extend_sys_path(text: str) -> Source:
     """
     Return the components in a package, module, folder or file. Only the parents of a package are imported.
 

@@ -251,7 +251,7 @@ class Registry:
         if not beside:
             package, _, rest = use.partition(".")
             offer = f"to use the components of the package {package!r}, add --import {package}"
-            offer = offer if _is_installed_package(use) else ""
+            offer = offer if _belongs_to_installed_package(use) else ""
             if near := self._find_similar_component(rest.lower()):
                 return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
             if offer:
@@ -276,8 +276,8 @@ class Registry:
         return find_nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
 
 
-def _is_installed_package(use: str) -> bool:
-    """Return whether a name may belong to a component in an installed package, which is found but not imported."""
+def _belongs_to_installed_package(use: str) -> bool:
+    """Return whether a name may be in an installed package outside the standard library; nothing is imported."""
     package = use.partition(".")[0]
     if not NAME.fullmatch(use) or package in sys.stdlib_module_names:
         return False

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import Check, Every, Impact, Ordered, Traits, is_port
+from drawloom.graph.component import Check, Every, Impact, Ordered, Traits, is_port_or_component
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 
 Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
@@ -160,4 +160,4 @@ def _find_ports(kind: Any) -> tuple[type, ...]:
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     members = [member for member in typing.get_args(kind) if member is not type(None)] if union else [kind]
     plain = [typing.get_origin(member) or member for member in members]
-    return tuple(plain) if plain and all(is_port(member) for member in plain) else ()
+    return tuple(plain) if plain and all(is_port_or_component(member) for member in plain) else ()

@@ -1,7 +1,7 @@
 """The container: builds every node once in dependency order, opens the nodes, and closes them in reverse order."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
@@ -11,16 +11,16 @@ import attrs
 
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.garbage import pause_garbage_collection
-from drawloom.graph.lifecycle import Stage
+from drawloom.graph.lifecycle import LifecycleStage
 from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.runtime.origin import find_raising_node, locate_setting
-from drawloom.graph.types.port_match import find_mismatches, implements, join_mismatches
+from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Edge, Node
 
-STAGES: tuple[Stage, ...] = ("build", "open", "close")
+STAGES: tuple[LifecycleStage, ...] = ("build", "open", "close")
 
 T = TypeVar("T")
 
@@ -35,18 +35,18 @@ class NodeTiming(NamedTuple):
     """Time in seconds for building, opening or closing a node. `start` is a reading of the monotonic clock."""
 
     node: str
-    stage: Stage
+    stage: LifecycleStage
     start: float
     seconds: float
 
 
 @attrs.define
-class StageTimer:
+class LifecycleTimer:
     """Context manager for recording the duration of its body, even if the body raises."""
 
     timings: list[NodeTiming]
     node: str
-    stage: Stage
+    stage: LifecycleStage
     start: float = 0.0
 
     def __enter__(self) -> None:
@@ -61,7 +61,7 @@ def format_timings(timings: Sequence[NodeTiming]) -> str:
     Format a table of milliseconds by node and stage, slowest nodes first. The last rows sum up fast nodes and all
     nodes.
     """
-    totals: dict[str, dict[Stage, float]] = {}
+    totals: dict[str, dict[LifecycleStage, float]] = {}
     for timing in timings:
         stages = totals.setdefault(timing.node, dict.fromkeys(STAGES, 0.0))
         stages[timing.stage] += timing.seconds
@@ -69,8 +69,8 @@ def format_timings(timings: Sequence[NodeTiming]) -> str:
     rows = [(f"[{name}]", times) for name, times in slowest if sum(times.values()) >= MIN_SECONDS_SHOWN]
     others = [times for _, times in slowest if sum(times.values()) < MIN_SECONDS_SHOWN]
     if others:
-        rows.append((f"{len(others)} others", _sum_seconds_by_stage(others)))
-    rows.append(("all", _sum_seconds_by_stage(list(totals.values()))))
+        rows.append((f"{len(others)} others", _sum_seconds_by_lifecycle_stage(others)))
+    rows.append(("all", _sum_seconds_by_lifecycle_stage(list(totals.values()))))
     width = max(len(name) for name, _ in rows)
     head = f"{'ms':{width}}{''.join(f'{stage:>10}' for stage in STAGES)}"
     return "\n".join(
@@ -78,7 +78,7 @@ def format_timings(timings: Sequence[NodeTiming]) -> str:
     )
 
 
-def _sum_seconds_by_stage(timings: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
+def _sum_seconds_by_lifecycle_stage(timings: Sequence[Mapping[LifecycleStage, float]]) -> dict[LifecycleStage, float]:
     return {stage: sum(times[stage] for times in timings) for stage in STAGES}
 
 
@@ -180,7 +180,7 @@ class Container(Mapping[str, Any]):
                 for step in run.steps():
                     losses.append(step.state.number("loss"))
         """
-        root = self._built_objects.get(self.graph.root)
+        root = self._objects_except_replacements.get(self.graph.root)
         if root is None or not hasattr(root, "run_and_yield_steps"):
             raise TypeError(f"[{self.graph.root}] has no method `run_and_yield_steps`, or this container is not open")
         steps: Iterator[Any] = root.run_and_yield_steps()
@@ -188,7 +188,9 @@ class Container(Mapping[str, Any]):
 
     def outcome(self) -> dict[str, Mapping[str, Any]]:
         """Return facts about an ended run, by node."""
-        return {name: item.outcome() for name, item in self._built_objects.items() if hasattr(item, "outcome")}
+        return {
+            name: item.outcome() for name, item in self._objects_except_replacements.items() if hasattr(item, "outcome")
+        }
 
     def check_before_open(self) -> list[Problem]:
         """
@@ -198,7 +200,9 @@ class Container(Mapping[str, Any]):
         Every problem is reported once, by the faulty node, and not by nodes reading from it.
         """
         problems: dict[str, Problem] = {}
-        checkable = {name: item for name, item in self._built_objects.items() if hasattr(item, "check_before_open")}
+        checkable = {
+            name: item for name, item in self._objects_except_replacements.items() if hasattr(item, "check_before_open")
+        }
         for name, item in checkable.items():
             try:
                 item.check_before_open()
@@ -226,7 +230,7 @@ class Container(Mapping[str, Any]):
                     ports = field.ports
                     if item is None and field.kind == "optional":
                         continue
-                    if not _implements_any(type(item), ports):
+                    if not implements_any(type(item), ports):
                         why = join_mismatches(
                             [reason for port in ports for reason in find_mismatches(type(item), port)]
                         )
@@ -270,9 +274,15 @@ class Container(Mapping[str, Any]):
         nodes = [self.graph.nodes[name] for name in self._objects if name not in self.replacements]
         for node in [node for node in nodes if node.spec.fields_of_kind_every]:
             for field in node.spec.fields_of_kind_every:
-                fitting = {kind for kind in kinds if _implements_any(kind, field.ports)}
+                fitting = {kind for kind in kinds if implements_any(kind, field.ports)}
                 members = {key: item for key, item in self._objects.items() if type(item) in fitting}
                 getattr(self._objects[node.name], field.attribute).update(members)
+
+    def _empty_every_fields(self) -> None:
+        """Break the cycles between nodes, so they are freed with their memory even if the collector ignores them."""
+        for name in self._objects_except_replacements:
+            for field in self.graph.nodes[name].spec.fields_of_kind_every:
+                getattr(self._objects[name], field.attribute).clear()
 
     def __enter__(self) -> "Container":
         try:
@@ -283,8 +293,10 @@ class Container(Mapping[str, Any]):
                 if hasattr(self._objects[name], "take_over"):
                     self._objects[name].take_over(values)
             self.handed_over = {}  # the values may be large
-            self._watchers = [name for name, item in self._built_objects.items() if hasattr(item, "lifecycle_context")]
-            for name, item in self._built_objects.items():
+            self._watchers = [
+                name for name, item in self._objects_except_replacements.items() if hasattr(item, "lifecycle_context")
+            ]
+            for name, item in self._objects_except_replacements.items():
                 self._open_node(name, item)
         except BaseException as error:
             self._handle_failure_and_close_all(error)
@@ -299,15 +311,15 @@ class Container(Mapping[str, Any]):
             self._opened.push_callback(name, lambda: self._close_node(name, item))
         if hasattr(item, "open"):
             try:
-                with StageTimer(self.timings, name, "open"), self._enter_lifecycle_contexts("open", name):
+                with LifecycleTimer(self.timings, name, "open"), self._enter_lifecycle_contexts("open", name):
                     item.open()
             except UserError as error:  # printed without a traceback, so the message must name the node
-                node = self.graph.nodes[find_raising_node(error, self._built_objects, name)]
+                node = self.graph.nodes[find_raising_node(error, self._objects_except_replacements, name)]
                 error.add_node_to_message(locate_setting(node, str(error), self.graph.recipe.vars), node.name)
                 raise
 
     @contextmanager
-    def _enter_lifecycle_contexts(self, stage: Stage, name: str) -> Iterator[None]:
+    def _enter_lifecycle_contexts(self, stage: LifecycleStage, name: str) -> Iterator[None]:
         with ExitStack() as stack:
             for watcher in self._watchers:
                 if watcher != name:
@@ -315,12 +327,12 @@ class Container(Mapping[str, Any]):
             yield
 
     @property
-    def _built_objects(self) -> dict[str, Any]:
+    def _objects_except_replacements(self) -> dict[str, Any]:
         """The objects built by the container, without replacements."""
         return {name: item for name, item in self._objects.items() if name not in self.replacements}
 
     def _close_node(self, name: str, item: Any) -> None:
-        with StageTimer(self.timings, name, "close"), self._enter_lifecycle_contexts("close", name):
+        with LifecycleTimer(self.timings, name, "close"), self._enter_lifecycle_contexts("close", name):
             item.close()
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
@@ -335,16 +347,20 @@ class Container(Mapping[str, Any]):
         """
         replacement = error
         is_bug = isinstance(error, Exception) and not isinstance(error, UserError)
-        if is_bug and (name := find_raising_node(error, self._built_objects)):
+        if is_bug and (name := find_raising_node(error, self._objects_except_replacements)):
             node = self.graph.nodes[name]
             error.add_note(f"in [{name}] ({node.spec.use}), {node.position}")
         # Popped first: a handler that raises must not be called again.
         while self._failure_handlers:
             replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
         if isinstance(replacement, ReopenError):
-            predecessors = {name: item for name, item in self._built_objects.items() if hasattr(item, "hand_over")}
+            predecessors = {
+                name: item for name, item in self._objects_except_replacements.items() if hasattr(item, "hand_over")
+            }
             replacement.handed_over = {name: item.hand_over() for name, item in predecessors.items()}
         self._opened.close_all(replacement)
+        if isinstance(replacement, ReopenError):
+            self._empty_every_fields()
         if replacement is not error:
             raise replacement from error
 
@@ -371,7 +387,7 @@ class Container(Mapping[str, Any]):
         # Typed as a function that makes a T, because type checkers refuse Protocols for type[T].
         if isinstance(key, str):
             return self._objects.get(key, default)
-        names = [name for name, item in self._objects.items() if _implements_any(type(item), (key,))]
+        names = [name for name, item in self._objects.items() if implements_any(type(item), (key,))]
         if len(names) != 1:
             implementers = " and ".join(f"[{name}]" for name in names) or "no open node"
             verb = "implement" if names[1:] else "implements"
@@ -383,7 +399,3 @@ class Container(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._objects)
-
-
-def _implements_any(cls: type, ports: Iterable[type]) -> bool:
-    return any(implements(cls, port) for port in ports)

@@ -27,8 +27,8 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
     problems. Constraints are skipped if they read neighbours, because an object for an edge has no settings.
     """
     spec = _find_spec(component, package)
-    node = _make_node(spec, {key: value for key, value in values.items() if not _is_edge_or_filled_field(spec, key)})
-    objects = {key: value for key, value in values.items() if _is_edge_or_filled_field(spec, key)}
+    node = _make_node(spec, {key: value for key, value in values.items() if not _is_edge_or_container_field(spec, key)})
+    objects = {key: value for key, value in values.items() if _is_edge_or_container_field(spec, key)}
     problems = [*node.problems, *_check_edges(spec, objects)]
     if not problems:
         problems = [problem for problem in _check_constraints(node) if not problem.warning]
@@ -52,7 +52,7 @@ def _find_spec(component: str | type, package: str) -> Spec:
     return spec
 
 
-def _is_edge_or_filled_field(spec: Spec, key: str) -> bool:
+def _is_edge_or_container_field(spec: Spec, key: str) -> bool:
     return key in spec.fields and spec.fields[key].kind != "setting"
 
 
@@ -106,7 +106,7 @@ def _make_value_for_container_field(field: Field) -> Any:
     return Every() if field.kind == "every" else EMPTY_RECIPE
 
 
-class _IsolatedView(NodeView):
+class _NeighbourRefusingView(NodeView):
     """View of a node without neighbours."""
 
     def neighbours(self, edge: str) -> list[NodeView]:
@@ -126,6 +126,6 @@ class _NeighbourAccessError(Exception):
 def _check_constraints(node: Node) -> Iterator[Problem]:
     constraints = getattr(node.spec.cls, "constraints", None)
     try:
-        yield from constraints(_IsolatedView(node, {})) if constraints else ()
+        yield from constraints(_NeighbourRefusingView(node, {})) if constraints else ()
     except _NeighbourAccessError:  # an object for an edge has no settings that a constraint could check
         return

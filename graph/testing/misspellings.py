@@ -13,14 +13,14 @@ from typing import Any
 import attrs
 
 from drawloom.graph import lifecycle
-from drawloom.graph.component import is_port
+from drawloom.graph.component import is_port_or_component
 from drawloom.graph.types.port_match import list_protocol_members
 
 SIMILARITY = 0.8
 """Of two names, by difflib: `observe` and `observes` have 0.93, `end_on_every_rank` and `embeds_on_every_rank` 0.86."""
 
 
-def find_misspelt_members(cls: type, port: type) -> list[str]:
+def describe_misspelt_members(cls: type, port: type) -> list[str]:
     """Return a sentence for each public attribute of a class whose name resembles that of an optional member."""
     declared, optional = _list_all_and_optional_port_members(re.sub(r"(\.ports)\..*", r"\1", port.__module__))
     similar = (
@@ -60,8 +60,8 @@ def find_capability_protocols(package: str) -> list[type]:
 
 def _is_capability(protocol: Any) -> bool:
     """Return whether a Protocol is tested with isinstance, and either extends a port or is not a port itself."""
-    extends = any(is_port(base) for base in protocol.__mro__[1:])
-    return bool(protocol._is_runtime_protocol) and (extends or not is_port(protocol))
+    extends = any(is_port_or_component(base) for base in protocol.__mro__[1:])
+    return bool(protocol._is_runtime_protocol) and (extends or not is_port_or_component(protocol))
 
 
 def _import_modules(package: str) -> Iterator[ModuleType]:

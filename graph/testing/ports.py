@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import is_port
+from drawloom.graph.component import is_port_or_component
 from drawloom.graph.testing.build import build
-from drawloom.graph.testing.misspellings import find_misspelt_members
+from drawloom.graph.testing.misspellings import describe_misspelt_members
 from drawloom.graph.types.port_match import find_mismatches, join_mismatches, list_protocol_members
 
 EMPTY: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
@@ -93,7 +93,7 @@ def _make_empty_value(kind: Any) -> Any:
         return typing.get_args(kind)[0]
     if origin in (typing.Union, types.UnionType) and type(None) not in typing.get_args(kind):
         return _make_empty_value(typing.get_args(kind)[0])
-    if getattr(origin, "_is_protocol", False) and is_port(origin):
+    if getattr(origin, "_is_protocol", False) and is_port_or_component(origin):
         return fake(origin)
     return iter(()) if getattr(origin, "__name__", "") in ("Iterator", "Iterable", "Generator") else None
 
@@ -153,7 +153,7 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
                 expect(
                     not reasons, f"{type(instance).__name__} is not a {port.__name__}: it {join_mismatches(reasons)}"
                 )
-                expect(not (sentences := find_misspelt_members(type(instance), port)), "; ".join(sentences))
+                expect(not (sentences := describe_misspelt_members(type(instance), port)), "; ".join(sentences))
             try:
                 holds(*instances)
             except Exception as error:

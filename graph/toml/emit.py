@@ -9,7 +9,7 @@ _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f-\x9f]')
 _SHORT = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 
 
-def dumps(plain: Any) -> str:
+def dump_toml(plain: Any) -> str:
     """
     Return a value as TOML: str, bool, int, float, list or tuple, dict (an inline table), datetime, date or time.
 
@@ -26,9 +26,9 @@ def dumps(plain: Any) -> str:
         case float():
             return float.__repr__(plain)  # the shortest text that reads as the same number
         case list() | tuple():
-            return f"[{', '.join(map(dumps, plain))}]"
+            return f"[{', '.join(map(dump_toml, plain))}]"
         case dict():
-            pairs = map("{} = {}".format, map(dump_key, plain), map(dumps, plain.values()))
+            pairs = map("{} = {}".format, map(dump_key, plain), map(dump_toml, plain.values()))
             return f"{{ {', '.join(pairs)} }}" if plain else "{}"
         case datetime() | date() | time():
             return _dump_datetime(plain)
@@ -43,7 +43,7 @@ def dump_canonical(plain: Any) -> str:
         return f"{{{', '.join(f'{dump_key(name)} = {dump_canonical(plain[name])}' for name in sorted(plain))}}}"
     if isinstance(plain, list | tuple):
         return f"[{', '.join(map(dump_canonical, plain))}]"
-    return dumps(plain)
+    return dump_toml(plain)
 
 
 def dump_key(name: str) -> str:

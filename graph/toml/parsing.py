@@ -11,7 +11,7 @@ import tomli
 
 from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import KeyPath, Position, Problem, RecipeError
-from drawloom.graph.toml.emit import dumps
+from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.toml.positions import SourceMap
 
 MAX_FILE_BYTES = 1 << 20
@@ -153,7 +153,9 @@ def diagnose_syntax_error(text: str, error: tomli.TOMLDecodeError) -> SyntaxDiag
         )
     is_value = error.msg == "Invalid value" or error.msg.startswith("Expected newline")
     hint = _suggest_valid_value(text, error.pos) if is_value else ""
-    return SyntaxDiagnosis(f"this is not TOML: {error.msg}", error.pos, hint or _suggest_character(text, error.pos))
+    return SyntaxDiagnosis(
+        f"this is not TOML: {error.msg}", error.pos, hint or _explain_unexpected_character(text, error.pos)
+    )
 
 
 def _suggest_valid_value(text: str, at: int) -> str:
@@ -170,10 +172,10 @@ def _suggest_valid_value(text: str, at: int) -> str:
         value = bare_item[0]
     else:
         return ""
-    return f"strings need quotes: write {dumps(value)}" if _WORD.search(value) else ""
+    return f"strings need quotes: write {dump_toml(value)}" if _WORD.search(value) else ""
 
 
-def _suggest_character(text: str, at: int) -> str:
+def _explain_unexpected_character(text: str, at: int) -> str:
     """Return a correction for an unexpected character."""
     letter = text[at : at + 1]
     if letter == ":" or text.startswith("---", at - 3):

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-Fits = Callable[[type, Any], bool]
+ImplementsProtocol = Callable[[type, Any], bool]
 """Predicate: whether a class implements a Protocol, which may have type parameters."""
 
 WIDER = {int: (float, complex), float: (complex,)}
@@ -15,7 +15,9 @@ WIDER = {int: (float, complex), float: (complex,)}
 FUNCTION: type = collections.abc.Callable  # type: ignore[assignment]
 
 
-def is_assignable(source: Any, target: Any, fits: Fits = lambda source, target: True) -> bool:
+def is_assignable(
+    source: Any, target: Any, implements_protocol: ImplementsProtocol = lambda source, target: True
+) -> bool:
     """
     Return whether `source` is assignable to `target`. Generics are compared by their parameters if both have some.
     """
@@ -23,14 +25,14 @@ def is_assignable(source: Any, target: Any, fits: Fits = lambda source, target: 
     if target is object or _does_accept_anything(source) or _does_accept_anything(target) or source == target:
         return True
     if _is_union(source):
-        return all(is_assignable(member, target, fits) for member in typing.get_args(source))
+        return all(is_assignable(member, target, implements_protocol) for member in typing.get_args(source))
     if _is_union(target):
-        return any(is_assignable(source, member, fits) for member in typing.get_args(target))
+        return any(is_assignable(source, member, implements_protocol) for member in typing.get_args(target))
     if typing.get_origin(source) is Literal:
-        return _is_literal_assignable(source, target, fits)
+        return _is_literal_assignable(source, target, implements_protocol)
     if typing.get_origin(target) is Literal:
         return False
-    return _is_class_assignable(source, target, fits)
+    return _is_class_assignable(source, target, implements_protocol)
 
 
 def find_type_arguments(kind: Any, base: Any) -> dict[Any, Any]:
@@ -82,26 +84,27 @@ def _is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-def _is_literal_assignable(source: Any, target: Any, fits: Fits) -> bool:
+def _is_literal_assignable(source: Any, target: Any, implements_protocol: ImplementsProtocol) -> bool:
     values = typing.get_args(source)
     if typing.get_origin(target) is Literal:
         # Compared with their types, since 1 == True == 1.0 in Python.
         return {(type(value), value) for value in values} <= {(type(v), v) for v in typing.get_args(target)}
-    return all(is_assignable(type(value), target, fits) for value in values)
+    return all(is_assignable(type(value), target, implements_protocol) for value in values)
 
 
-def _is_class_assignable(source: Any, target: Any, fits: Fits) -> bool:
+def _is_class_assignable(source: Any, target: Any, implements_protocol: ImplementsProtocol) -> bool:
     source_class, target_class = (_runtime_class(kind) for kind in (source, target))
     if source_class is None or target_class is None:
         return (source_class is None) == (target_class is None) and source == target
     if target_class in WIDER.get(source_class, ()):
         return True
     if target_class is FUNCTION:
-        return _is_callable_assignable(source, target, fits)
+        return _is_callable_assignable(source, target, implements_protocol)
     if getattr(target_class, "_is_protocol", False) and target_class not in source_class.__mro__:
-        return fits(source_class, target)
-    return _is_subclass(source_class, target_class) and all(
-        is_assignable(part, wanted, fits) for part, wanted in _pair_type_arguments(source, target, target_class)
+        return implements_protocol(source_class, target)
+    return _may_be_subclass(source_class, target_class) and all(
+        is_assignable(part, wanted, implements_protocol)
+        for part, wanted in _pair_type_arguments(source, target, target_class)
     )
 
 
@@ -120,18 +123,18 @@ def _pair_type_arguments(source: Any, target: Any, common: type) -> Iterator[tup
         yield from zip(source_arguments, target_arguments, strict=False)
 
 
-def _is_callable_assignable(source: Any, target: Any, fits: Fits) -> bool:
+def _is_callable_assignable(source: Any, target: Any, implements_protocol: ImplementsProtocol) -> bool:
     """Compare parameters as contravariant and the return type as covariant."""
     source_arguments, target_arguments = typing.get_args(source), typing.get_args(target)
     if _runtime_class(source) is not FUNCTION or not source_arguments or not target_arguments:
-        return bool(source_arguments) or _is_subclass(_runtime_class(source) or object, FUNCTION)
-    if not is_assignable(source_arguments[1], target_arguments[1], fits):
+        return bool(source_arguments) or _may_be_subclass(_runtime_class(source) or object, FUNCTION)
+    if not is_assignable(source_arguments[1], target_arguments[1], implements_protocol):
         return False
     if not (isinstance(source_arguments[0], list) and isinstance(target_arguments[0], list)):
         return True
     pairs = zip(target_arguments[0], source_arguments[0], strict=False)
     return len(source_arguments[0]) == len(target_arguments[0]) and all(
-        is_assignable(part, wanted, fits) for part, wanted in pairs
+        is_assignable(part, wanted, implements_protocol) for part, wanted in pairs
     )
 
 
@@ -140,7 +143,7 @@ def _runtime_class(kind: Any) -> type | None:
     return kind if isinstance(kind, type) else None
 
 
-def _is_subclass(source: type, target: type) -> bool:
+def _may_be_subclass(source: type, target: type) -> bool:
     try:
         return issubclass(source, target)
     except TypeError:  # issubclass refuses protocols with data members

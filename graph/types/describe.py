@@ -12,7 +12,7 @@ from typing import Any, Literal
 import attrs
 import tomli
 
-from drawloom.graph.toml.emit import dumps
+from drawloom.graph.toml.emit import dump_toml
 
 MAX_VALUE_LENGTH = 40
 """Length in characters at which messages cut a value."""
@@ -49,7 +49,7 @@ def describe(value: Any) -> str:
 def dump_toml_or_repr(value: Any) -> str:
     """Return a value as TOML, or as Python for values which TOML can't express."""
     try:
-        return dumps(value)
+        return dump_toml(value)
     except (TypeError, ValueError):
         return ascii(value)
 
@@ -65,7 +65,7 @@ def describe_type(kind: Any) -> str:
     return _join_with_or(noun + rest for noun, rest in _list_nouns_with_rests(kind))
 
 
-def make_placeholder(kind: Any) -> str:
+def make_ellipsis_placeholder(kind: Any) -> str:
     """Return the placeholder for a value in a line to complete: ... or ["..."]."""
     noun, rest = next(iter(_list_nouns_with_rests(kind)))
     if noun != "array":
@@ -78,7 +78,7 @@ def format_expected_type(kind: Any) -> str:
     return "expected " + _join_with_or(_article_for(noun) + noun + rest for noun, rest in _list_nouns_with_rests(kind))
 
 
-def union_members(union: Any) -> list[Any]:
+def union_members_except_none(union: Any) -> list[Any]:
     """Return a union's members except None, or the type itself if it is not a union."""
     if typing.get_origin(union) not in (typing.Union, types.UnionType):
         return [union]
@@ -94,8 +94,12 @@ def _list_nouns_with_rests(kind: Any) -> list[tuple[str, str]]:
         return [("", dump_shortened(choice)) for choice in inner]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [("", dump_shortened(member.value)) for member in kind]
-    if union_members(kind) != [kind]:
-        return list(dict.fromkeys(words for member in union_members(kind) for words in _list_nouns_with_rests(member)))
+    if union_members_except_none(kind) != [kind]:
+        return list(
+            dict.fromkeys(
+                words for member in union_members_except_none(kind) for words in _list_nouns_with_rests(member)
+            )
+        )
     if origin in (list, tuple, Sequence):
         return [("array", _describe_item_types(inner, origin is tuple and inner[-1:] != (...,)))]
     if origin in (dict, Mapping):
@@ -133,7 +137,7 @@ def _join_with_or(words: Iterable[str]) -> str:
 def find_near_misses_with_hints(value: Any) -> Iterator[tuple[Any, str]]:
     """Yield (value, hint) for values of other types that the user probably meant, such as 3 for "3"."""
     try:
-        text = dumps(value)
+        text = dump_toml(value)
     except (TypeError, ValueError):  # not a TOML value
         return
     if isinstance(value, str):
@@ -143,7 +147,7 @@ def find_near_misses_with_hints(value: Any) -> Iterator[tuple[Any, str]]:
         for bare in (value, value.lower()):
             yield from ((corrected, f"write {bare} without quotes") for corrected in _parse_value(bare))
     elif not isinstance(value, list | dict):
-        yield text, f"write {dumps(text)}"
+        yield text, f"write {dump_toml(text)}"
     if isinstance(value, float) and value.is_integer():
         yield int(value), f"write {int(value)}"
     if type(value) is int and value in (0, 1):

@@ -9,7 +9,12 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.types.assignable import Fits, find_type_arguments, is_assignable, substitute_type_variables
+from drawloom.graph.types.assignable import (
+    ImplementsProtocol,
+    find_type_arguments,
+    is_assignable,
+    substitute_type_variables,
+)
 
 # Attributes that typing adds to every Protocol. They are not members, and differ between Python versions.
 PROTOCOL_ATTRIBUTES = frozenset(dir(typing.Protocol)) | {
@@ -47,22 +52,21 @@ def implements(cls: type, port: Any) -> bool:
     return _implements(frozenset(), cls, port)
 
 
-@functools.cache
 def implements_any(cls: type, ports: tuple[type, ...]) -> bool:
     """Return whether a class implements at least one port."""
     return any(implements(cls, port) for port in ports)
 
 
-def _implements(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> bool:
-    return next(_find_mismatches(asked, cls, port), None) is None
+def _implements(assumed_pairs: frozenset[tuple[type, Any]], cls: type, port: Any) -> bool:
+    return next(_find_mismatches(assumed_pairs, cls, port), None) is None
 
 
-def _find_mismatches(asked: frozenset[tuple[type, Any]], cls: type, port: Any) -> Iterator[str]:
-    """Yield mismatches. The pairs in `asked` are assumed to match, since recursive Protocols must terminate."""
-    if (cls, port) in asked:
+def _find_mismatches(assumed_pairs: frozenset[tuple[type, Any]], cls: type, port: Any) -> Iterator[str]:
+    """Yield mismatches. The pairs in `assumed_pairs` are assumed to match, since recursive Protocols must terminate."""
+    if (cls, port) in assumed_pairs:
         return
     origin, arguments = typing.get_origin(port) or port, find_type_arguments(port, port)
-    matcher = _Matcher(cls, origin, arguments, functools.partial(_implements, asked | {(cls, port)}))
+    matcher = _Matcher(cls, origin, arguments, functools.partial(_implements, assumed_pairs | {(cls, port)}))
     if origin in cls.__mro__:
         yield from matcher.find_type_argument_mismatches()
     elif getattr(origin, "_is_protocol", False):
@@ -90,13 +94,13 @@ class _Matcher:
     cls: type
     port: type
     arguments: Mapping[Any, Any]
-    fits: Fits
+    implements_protocol: ImplementsProtocol
 
     def find_type_argument_mismatches(self) -> Iterator[str]:
         """Compare the type arguments in a class derived from the port with the expected ones."""
         own = find_type_arguments(self.cls, self.port)
         for variable, kind in self.arguments.items():
-            if variable in own and not is_assignable(own[variable], kind, self.fits):
+            if variable in own and not is_assignable(own[variable], kind, self.implements_protocol):
                 yield f"is a {type_name(self.port)} of {type_name(own[variable])}, not of {type_name(kind)}"
 
     def find_member_mismatches(self, member: str) -> Iterator[str]:
@@ -113,7 +117,7 @@ class _Matcher:
                 _read_member_type(self.cls, member),
                 substitute_type_variables(_read_member_type(self.port, member), self.arguments),
             )
-            if not is_assignable(own_type, kind, self.fits):
+            if not is_assignable(own_type, kind, self.implements_protocol):
                 yield f"has a {member} that is {type_name(own_type)}, not {type_name(kind)}"
 
     def _find_method_mismatches(self, expected: Any, member: str) -> Iterator[str]:
@@ -135,9 +139,13 @@ class _Matcher:
         own_types, port_types = _read_type_hints(method), _read_type_hints(expected)
         for parameter, open_kind in port_types.items():
             kind = substitute_type_variables(open_kind, self.arguments)
-            if parameter == "return" and not is_assignable(own_types.get(parameter, Any), kind, self.fits):
+            if parameter == "return" and not is_assignable(
+                own_types.get(parameter, Any), kind, self.implements_protocol
+            ):
                 return f"returns {type_name(own_types[parameter])} from {method.__name__}(), not {type_name(kind)}"
-            if parameter != "return" and not is_assignable(kind, own_types.get(parameter, Any), self.fits):
+            if parameter != "return" and not is_assignable(
+                kind, own_types.get(parameter, Any), self.implements_protocol
+            ):
                 own = type_name(own_types[parameter])
                 return f"accepts {own} as {parameter} of {method.__name__}(), not {type_name(kind)}"
         return ""

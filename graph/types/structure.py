@@ -20,14 +20,14 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from drawloom.graph.component import Check
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean, find_nearest
-from drawloom.graph.toml.emit import dump_key, dumps
+from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.types.describe import (
     MAX_VALUE_LENGTH,
     TYPE_NAMES,
     describe,
     find_near_misses_with_hints,
     format_expected_type,
-    union_members,
+    union_members_except_none,
 )
 
 Hook = Callable[[Any, Any], Any]
@@ -80,13 +80,15 @@ class ValueConverter:
         converter.register_structure_hook_factory(lambda kind: True, _raise_unsupported_type)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
         converter.register_structure_hook_func(_is_literal, _structure_choice)
-        converter.register_structure_hook_func(lambda kind: union_members(kind) != [kind], self._structure_union)
+        converter.register_structure_hook_func(
+            lambda kind: union_members_except_none(kind) != [kind], self._structure_union
+        )
         converter.register_structure_hook_func(lambda kind: _get_origin_or_type(kind) is tuple, self._structure_tuple)
-        converter.register_structure_hook_factory(_is_array, _make_array_hook)
+        converter.register_structure_hook_factory(_is_variable_length_array, _make_array_hook)
         converter.register_structure_hook_factory(
             lambda kind: _get_origin_or_type(kind) in (dict, Mapping), _make_mapping_hook
         )
-        converter.register_structure_hook_factory(_is_class, self._make_class_hook)
+        converter.register_structure_hook_factory(_is_attrs_class, self._make_class_hook)
         for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and their subclasses
             converter.register_structure_hook(kind, _structure_scalar)
         return converter
@@ -97,7 +99,7 @@ class ValueConverter:
             return None
         inside: list[Exception] = []
         # float last: it accepts integers, which an int member should keep.
-        for member in sorted(union_members(kind), key=lambda member: member is float):
+        for member in sorted(union_members_except_none(kind), key=lambda member: member is float):
             try:
                 return self._structure(value, member)
             except _MismatchError as error:
@@ -170,12 +172,12 @@ class ValueConverter:
                 return hint if len(hint) <= 2 * MAX_VALUE_LENGTH else ""
         choices = [
             plain
-            for member in union_members(kind)
+            for member in union_members_except_none(kind)
             if _is_choice(member)
             for plain, _ in _pair_toml_values_with_choices(member)
         ]
         near = find_nearest(value, filter(_is_string, choices)) if _is_string(value) else None
-        return "" if near is None else f"did you mean {dumps(near)}?"
+        return "" if near is None else f"did you mean {dump_toml(near)}?"
 
 
 class _MismatchError(ValueError):
@@ -259,7 +261,7 @@ def _get_origin_or_type(kind: Any) -> Any:
     return typing.get_origin(kind) or kind
 
 
-def _is_array(kind: Any) -> bool:
+def _is_variable_length_array(kind: Any) -> bool:
     return _get_origin_or_type(kind) in (list, Sequence) or kind is tuple or typing.get_args(kind)[1:] == (...,)
 
 
@@ -271,7 +273,7 @@ def _is_choice(kind: Any) -> bool:
     return _is_literal(kind) or (isinstance(kind, type) and issubclass(kind, Enum))
 
 
-def _is_class(kind: Any) -> bool:
+def _is_attrs_class(kind: Any) -> bool:
     return isinstance(kind, type) and attrs.has(kind)
 
 

@@ -91,7 +91,7 @@ class EdgeResolver:
             elif field.kind in ("one", "optional"):
                 path = (field.name,)
                 value = self._substitute_variable(node, item, field)
-                targets = self._find_named_target(field, value) or self._resolve_targets(node, field, value, path)
+                targets = self._find_target_if_fitting(field, value) or self._resolve_targets(node, field, value, path)
                 if len(targets) == 1:
                     node.set_edge(field.name, Edge(targets, (), (path,)))
             elif field.kind == "mapping":
@@ -120,7 +120,7 @@ class EdgeResolver:
         items: list[KeyPath] = []
         for number, value in enumerate(values):
             path = (field.name, number)
-            for target in self._find_named_target(field, value) or self._resolve_targets(
+            for target in self._find_target_if_fitting(field, value) or self._resolve_targets(
                 node, field, value, path, many=True
             ):
                 targets.append(target)
@@ -151,7 +151,7 @@ class EdgeResolver:
         paths = tuple((field.name, key) for key in targets)
         node.set_edge(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
 
-    def _find_named_target(self, field: Field, value: Any) -> tuple[str, ...]:
+    def _find_target_if_fitting(self, field: Field, value: Any) -> tuple[str, ...]:
         """Return the node named by a written edge if it fits, the common case. Otherwise return an empty tuple."""
         name = value[1:] if isinstance(value, str) and value[:1] == "@" else ""
         target = self.nodes.get(name)
@@ -234,15 +234,15 @@ class EdgeResolver:
                 "DL315", f"{node.spec.use!r} needs the edge {field.name!r}", f"write {field.name} = {shape}"
             )
         # A node can't depend on itself.
-        fitting = [name for name in self._find_candidates(field) if name != node.name]
+        fitting = [name for name in self._find_implementers_with_own_table(field) if name != node.name]
         if len(fitting) == 1:
             node.set_edge(field.name, Edge((fitting[0],), written=False))
         elif not fitting and field.kind == "optional":
             return
         elif len(self.nodes) >= len(self.recipe.nodes):  # otherwise an invalid table may be the node
-            self._report_ambiguous_targets(node, field, fitting)
+            self._report_missing_or_ambiguous_target(node, field, fitting)
 
-    def _find_candidates(self, field: Field) -> list[str]:
+    def _find_implementers_with_own_table(self, field: Field) -> list[str]:
         """Return the nodes with their own tables that implement a field's port."""
         # Cached: matching is slow, and many nodes have an edge with the same port.
         if field.ports not in self._fitting:
@@ -250,7 +250,7 @@ class EdgeResolver:
             self._fitting[field.ports] = [node.name for node in nodes if implements_any(node.spec.cls, field.ports)]
         return self._fitting[field.ports]
 
-    def _report_ambiguous_targets(self, node: Node, field: Field, fitting: list[str]) -> None:
+    def _report_missing_or_ambiguous_target(self, node: Node, field: Field, fitting: list[str]) -> None:
         port = " or ".join(port.__name__ for port in field.ports)
         if not fitting:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, but no node implements it"

@@ -10,7 +10,7 @@ import attrs
 
 from drawloom.graph.component import Flow
 from drawloom.graph.garbage import pause_garbage_collection
-from drawloom.graph.problems import Position, Problem, RecipeError, sort_problems
+from drawloom.graph.problems import Position, Problem, RecipeError, sort_and_deduplicate_problems
 from drawloom.graph.recipe.layers import Layer, iterate_leaves
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.registry import Registry
@@ -48,9 +48,9 @@ class Graph:
         builder = GraphBuilder(recipe, registry)
         builder.build_nodes_and_edges()
         graph = cls(recipe, registry, MappingProxyType(builder.nodes), root)
-        problems = [*recipe.problems, *builder.problems(), *graph._check()]
-        problems += graph._check_unneeded_nodes(all(problem.warning for problem in problems)) if root else ()
-        return attrs.evolve(graph, problems=tuple(sort_problems(problems)))
+        problems = [*recipe.problems, *builder.problems(), *graph._check_cycles_dataflow_and_constraints()]
+        problems += graph._check_root_and_unneeded_nodes(all(problem.warning for problem in problems)) if root else ()
+        return attrs.evolve(graph, problems=tuple(sort_and_deduplicate_problems(problems)))
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Graph":
         """Return the graph for this recipe with other values merged over it."""
@@ -186,7 +186,7 @@ class Graph:
             del trail[last]
         return None
 
-    def _check(self) -> Iterator[Problem]:
+    def _check_cycles_dataflow_and_constraints(self) -> Iterator[Problem]:
         cycle = self.find_cycle()
         if cycle:
             text = "dependency cycle: " + " -> ".join(cycle)
@@ -246,11 +246,11 @@ class Graph:
                 removals.append(_Removal(new.layer, _collect_references([*new.removed]), is_edit=True))
         return removals
 
-    def _check_unneeded_nodes(self, complete: bool) -> Iterator[Problem]:
+    def _check_root_and_unneeded_nodes(self, is_otherwise_valid: bool) -> Iterator[Problem]:
         if self.root not in self.recipe.nodes:
             text, position = f"there is no node [{self.root}], so there is nothing to run", Position(self.recipe.source)
             yield Problem(NO_ROOT, text, f"write [{self.root}]", position=position)
-        elif complete:  # otherwise an edge may be missing because of another problem
+        elif is_otherwise_valid:  # otherwise an edge may be missing because of another problem
             needed = set(self.topological_order([self.root]))
             unneeded = [node for name, node in self.nodes.items() if name not in needed and not node.owner]
             for node in unneeded:

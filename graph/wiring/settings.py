@@ -9,7 +9,7 @@ from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.recipe.overrides import quote_override
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.types.describe import describe_type, make_placeholder
+from drawloom.graph.types.describe import describe_type, make_ellipsis_placeholder
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, format_path
 
@@ -30,14 +30,14 @@ class SettingsResolver:
         for key, item in items.items():
             field = node.spec.fields.get(key)
             if field is not None and field.kind == "setting":
-                self._set_value(node, field, item)
+                self._convert_and_set_value(node, field, item)
             elif key != "use" and (field is None or not field.is_edge):
-                self._report_unknown(node, key, field)
+                self._report_unsettable_key(node, key, field)
         for field in node.spec.settings:
             if field.name not in items:
-                self._set_default(node, field)
+                self._set_default_or_report_missing(node, field)
 
-    def _report_unknown(self, node: Node, key: str, field: Field | None) -> None:
+    def _report_unsettable_key(self, node: Node, key: str, field: Field | None) -> None:
         if field is not None:
             text = f"{key!r} is filled in by the container and can't be set"
             return node.add_problem("DL301", text, "remove it", (key,), key=True)
@@ -48,9 +48,9 @@ class SettingsResolver:
             hint = f"write {key} at the top of the file, before the first [table]"
         node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
-    def _set_value(self, node: Node, field: Field, item: Leaf | Table) -> None:
+    def _convert_and_set_value(self, node: Node, field: Field, item: Leaf | Table) -> None:
         """Convert and check a setting's value, and set it on the node or report its problems."""
-        plain = self.resolve_value(node, item, (field.name,))
+        plain = self.substitute_variables_and_unescape(node, item, (field.name,))
         if plain is INVALID_VALUE:
             return
         try:
@@ -77,18 +77,18 @@ class SettingsResolver:
         variable = self.vars.get(name.removeprefix(VARIABLE)) if name.startswith(VARIABLE) else None
         return variable.position if variable else None
 
-    def _set_default(self, node: Node, field: Field) -> None:
+    def _set_default_or_report_missing(self, node: Node, field: Field) -> None:
         if not field.required:
             node.set_setting(field.name, field.default_value())
             return
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
-        value = make_placeholder(field.type)
+        value = make_ellipsis_placeholder(field.type)
         hint = f"write {field.name} = {value}"
         if not node.owner:
             hint += f" in [{node.name}], or add {quote_override(f'{node.name}.{field.name}={value}')} to the command"
         node.add_problem("DL305", text, hint, ())
 
-    def resolve_value(self, node: Node, item: Any, path: KeyPath) -> Any:
+    def substitute_variables_and_unescape(self, node: Node, item: Any, path: KeyPath) -> Any:
         if isinstance(item, Leaf):
             item = item.value
         elif isinstance(item, Table):
@@ -96,10 +96,14 @@ class SettingsResolver:
         if isinstance(item, str):
             return self._unescape_or_resolve_string(node, item, path) if item[:1] in ("@", "$") else item
         if isinstance(item, list):
-            parts = [self.resolve_value(node, part, (*path, number)) for number, part in enumerate(item)]
+            parts = [
+                self.substitute_variables_and_unescape(node, part, (*path, number)) for number, part in enumerate(item)
+            ]
             return INVALID_VALUE if any(part is INVALID_VALUE for part in parts) else parts
         if isinstance(item, dict):
-            table = {key: self.resolve_value(node, part, (*path, key)) for key, part in item.items()}
+            table = {
+                key: self.substitute_variables_and_unescape(node, part, (*path, key)) for key, part in item.items()
+            }
             return INVALID_VALUE if any(part is INVALID_VALUE for part in table.values()) else table
         return item
 

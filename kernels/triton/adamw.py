@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
-from drawloom.kernels.triton.gradient_factors import multiply_by_factors, unify_gradient_dtypes
+from drawloom.kernels.triton.gradient_factors import cast_and_scale_if_mixed_dtypes, multiply_by_factors
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import philox, round_stochastically, split_into_16bit_halves, upload
 
@@ -62,11 +62,11 @@ class AdamwTriton:
 
 
 def _build_step(params: list[ParamState], indices: list[int], maximize: bool) -> Any:
-    if not params[0].has_8bit_means:
+    if not params[0].has_8bit_moments:
         return _FusedStep(params, indices, maximize)
-    from drawloom.kernels.triton.adamw_codes import FusedCodesStep
+    from drawloom.kernels.triton.adamw_codes import Fused8bitStep
 
-    return FusedCodesStep(params, indices, maximize)
+    return Fused8bitStep(params, indices, maximize)
 
 
 def _get_launch_group_key(param: ParamState) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def _kernel_constants(param: ParamState) -> dict[str, bool]:
     has_maximum = param.max_exp_avg_sq is not None
     constants = {
         "ALIGNED": aligned,
-        "ROWS": not param.is_contiguous,
+        "ROWS": not param.is_one_flat_range,
         "PAIRS": param.has_adjacent_noise_pairs,
         "AMSGRAD": has_maximum,
     }
@@ -129,7 +129,7 @@ class _FusedStep:
 
         The weights do not change if `found_inf` is not 0. `factors`, float32 (factors,), multiply the gradients.
         """
-        grads, factors = unify_gradient_dtypes([_align_gradient(grad) for grad in grads], factors)
+        grads, factors = cast_and_scale_if_mixed_dtypes([_align_gradient(grad) for grad in grads], factors)
         self._update_table(grads)
         weight_like, exp_avg_like = self._likes
         _adamw_kernel[(len(self._parts),)](
@@ -268,9 +268,9 @@ def _update_elements(
     if counter is not None:
         for_weight, for_mean, for_square, _ = philox(key, index >> 1, counter)
         if not MASTER:
-            new = _round_if_narrow(new, for_weight, index, weight, PAIRS)
-        m = _round_if_narrow(m, for_mean, index, exp_avg, PAIRS)
-        s = _round_if_narrow(s, for_square, index, exp_avg_sq, PAIRS)
+            new = _round_stochastically_if_bfloat16(new, for_weight, index, weight, PAIRS)
+        m = _round_stochastically_if_bfloat16(m, for_mean, index, exp_avg, PAIRS)
+        s = _round_stochastically_if_bfloat16(s, for_square, index, exp_avg_sq, PAIRS)
     if AMSGRAD:  # both values are already in the stored dtype, so the maximum needs no rounding
         maximum = tl.maximum(maximum, s.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_sq + element, maximum.to(max_sq.dtype.element_ty), mask=mask)
@@ -287,7 +287,7 @@ def _update_elements(
 
 
 @triton.jit
-def _round_if_narrow(x, word, index, pointer, PAIRS: tl.constexpr):
+def _round_stochastically_if_bfloat16(x, word, index, pointer, PAIRS: tl.constexpr):
     """Round x stochastically with halves of the random words if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
         if PAIRS:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
 from drawloom.kernels.dynamic_map import BLOCK, SMALLEST, compute_values_and_midpoints
-from drawloom.kernels.triton.gradient_factors import multiply_by_factors, unify_gradient_dtypes
+from drawloom.kernels.triton.gradient_factors import cast_and_scale_if_mixed_dtypes, multiply_by_factors
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import philox, round_stochastically, upload
 
@@ -40,7 +40,7 @@ def _upload_code_values_and_midpoints(device: torch.device) -> Tensor:
     return upload(torch.cat(padded), device)
 
 
-class FusedCodesStep:
+class Fused8bitStep:
     """Launch for non-empty weights with equal dtypes and constants, like `_FusedStep` in adamw.py."""
 
     def __init__(self, params: list[ParamState], indices: list[int], maximize: bool) -> None:
@@ -51,7 +51,7 @@ class FusedCodesStep:
         parts = [
             (row, first)
             for row, p in enumerate(params)
-            for first in range(0, _count_scales_per_mean(p), PROGRAM_BLOCKS)
+            for first in range(0, _count_scales_per_moment(p), PROGRAM_BLOCKS)
         ]
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         decays = torch.tensor([param.weight_decay for param in params], dtype=torch.float32)
@@ -78,7 +78,7 @@ class FusedCodesStep:
 
         `factors`, float32 (factors,), multiply the gradients.
         """
-        grads, factors = unify_gradient_dtypes([grad.contiguous() for grad in grads], factors)
+        grads, factors = cast_and_scale_if_mixed_dtypes([grad.contiguous() for grad in grads], factors)
         addresses = [grad.data_ptr() for grad in grads]
         if addresses != self._addresses:
             rows = [_make_table_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
@@ -96,7 +96,7 @@ class FusedCodesStep:
             self._weight_like,
             grads[0].view(-1)[:0],
             FACTORS=0 if factors is None else len(factors),
-            ROWS=not self._params[0].is_contiguous,
+            ROWS=not self._params[0].is_one_flat_range,
             MASTER=self._params[0].remainder is not None,
             MAXIMIZE=self._maximize,
             BLOCK=BLOCK,
@@ -108,7 +108,7 @@ class FusedCodesStep:
         )
 
 
-def _count_scales_per_mean(param: ParamState) -> int:
+def _count_scales_per_moment(param: ParamState) -> int:
     """Return how many scales a mean has; 0 without codes."""
     return 0 if param.exp_avg_scale is None else param.exp_avg_scale.numel()
 
@@ -119,7 +119,7 @@ def _make_table_row(param: ParamState, grad: int, index: int) -> list[int]:
     *remainder, mean_scale, square_scale = others
     addresses = [weight, grad, mean, square, mean_scale, square_scale, *(remainder or [0])]
     noise = [param.key, param.first, param.width, param.stride]
-    return [*addresses, _count_scales_per_mean(param), index, *noise, param.weight.shape[-1]]
+    return [*addresses, _count_scales_per_moment(param), index, *noise, param.weight.shape[-1]]
 
 
 # fmt: off
@@ -166,8 +166,8 @@ def _adamw_8bit_kernel(
         g = multiply_by_factors(tl.load(grad + element, mask=mask, other=0.0), factors, FACTORS)
         if MAXIMIZE:
             g = -g
-        m = _decode_means(mean, mean_scale, maps, element, block, mask, is_block)
-        s = _decode_means(square, square_scale, maps + 512, element, block, mask, is_block)
+        m = _load_and_decode_moments(mean, mean_scale, maps, element, block, mask, is_block)
+        s = _load_and_decode_moments(square, square_scale, maps + 512, element, block, mask, is_block)
         m = m + (g - m) * one_minus_beta1
         s = s + (g * g - s) * one_minus_beta2
         old = old - old * lr_decay
@@ -182,14 +182,14 @@ def _adamw_8bit_kernel(
                 index = element
                 if ROWS:
                     index = element // noise_width * noise_stride + element % noise_width
-                new = _round_if_bfloat16(new, key, first + index, tl.load(counter), weight)
+                new = _round_stochastically_if_bfloat16(new, key, first + index, tl.load(counter), weight)
             tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
-        _encode_means(m, mean, mean_scale, maps + 256, element, block, mask, is_block, True, SMALLEST)
-        _encode_means(s, square, square_scale, maps + 768, element, block, mask, is_block, False, SMALLEST)
+        _encode_and_store_moments(m, mean, mean_scale, maps + 256, element, block, mask, is_block, True, SMALLEST)
+        _encode_and_store_moments(s, square, square_scale, maps + 768, element, block, mask, is_block, False, SMALLEST)
 
 
 @triton.jit
-def _round_if_bfloat16(x, key, index, counter, pointer):
+def _round_stochastically_if_bfloat16(x, key, index, counter, pointer):
     """Round x stochastically if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
         word, _, _, _ = philox(key, index >> 1, counter)
@@ -198,7 +198,7 @@ def _round_if_bfloat16(x, key, index, counter, pointer):
 
 
 @triton.jit
-def _decode_means(codes, scales, values, element, block, mask, is_block):
+def _load_and_decode_moments(codes, scales, values, element, block, mask, is_block):
     """Return the numbers of codes; 0 outside of the mask."""
     code = tl.load(codes + element, mask=mask, other=0).to(tl.int32)
     scale = tl.load(scales + block, mask=is_block, other=0.0)
@@ -206,7 +206,7 @@ def _decode_means(codes, scales, values, element, block, mask, is_block):
 
 
 @triton.jit
-def _encode_means(
+def _encode_and_store_moments(
     numbers, codes, scales, midpoints, element, block, mask, is_block, SIGNED: tl.constexpr, SMALLEST: tl.constexpr
 ):
     """Store the nearest codes, and the largest magnitudes as scales."""

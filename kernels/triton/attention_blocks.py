@@ -37,21 +37,23 @@ class BlockMask(NamedTuple):
     """
     Causal mask within documents, int64 (rows, length), or within whole rows, and the last `window` tokens.
 
-    `learned` is the differentiating implementation's mask; None without gradients, as with a cache.
+    `learned` is the differentiating implementation's mask; None without gradients, as with a cache. With `key_count`,
+    int64 () on the device, the text has only so many of the keys.
     """
 
     documents: Tensor | None
     window: int | None
     learned: Any = None
+    key_count: Tensor | None = None
 
 
-def create_block_attention(differentiated: AttentionImplementation) -> AttentionImplementation:
+def create_block_attention(gradient_implementation: AttentionImplementation) -> AttentionImplementation:
     """Return attention in blocks, with another implementation's gradients."""
 
     def create_mask(documents: Tensor, window: int | None = None, queries: Tensor | None = None) -> BlockMask:
         if queries is not None:
             raise ValueError("attention in blocks has the queries of whole rows")
-        return BlockMask(documents, window, differentiated.mask(documents, window))
+        return BlockMask(documents, window, gradient_implementation.mask(documents, window))
 
     def attend(
         q: Tensor,
@@ -63,10 +65,10 @@ def create_block_attention(differentiated: AttentionImplementation) -> Attention
     ) -> Tensor:
         if q.is_meta:
             return attention_on_meta(q, k, v, sinks=sinks)
-        result: Tensor = _BlockAttention.apply(q, k, v, sinks, mask, options, differentiated)  # type: ignore[no-untyped-call]
+        result: Tensor = _BlockAttention.apply(q, k, v, sinks, mask, options, gradient_implementation)  # type: ignore[no-untyped-call]
         return result
 
-    whole = differentiated.whole_rows
+    whole = gradient_implementation.one_document_mask
     return AttentionImplementation(create_mask, attend, None if whole is None else BlockMask(None, None, whole))
 
 
@@ -82,11 +84,11 @@ class _BlockAttention(Function):
         sinks: Tensor | None,
         mask: BlockMask,
         options: AttentionOptions,
-        differentiated: AttentionImplementation,
+        gradient_implementation: AttentionImplementation,
     ) -> Tensor:
         """Return (rows, length, heads, v_dim), for q (rows, length, heads, head_dim) and as many keys and values."""
         ctx.save_for_backward(q, k, v, sinks)
-        ctx.mask, ctx.options, ctx.attend = mask, options, differentiated.attend
+        ctx.mask, ctx.options, ctx.attend = mask, options, gradient_implementation.attend
         return attend_in_blocks_triton(q, k, v, mask, options, sinks)
 
     @staticmethod
@@ -116,7 +118,7 @@ def attend_in_blocks_triton(
     """
     check_floats("attend_in_blocks_triton", q, k, v)
     scale, softcap = options.scale_for(q.shape[-1]), options.softcap or 0.0
-    return _attend(q, k, v, mask.documents, sinks, mask.window or 0, scale, softcap)  # type: ignore[no-any-return]
+    return _attend(q, k, v, mask.documents, sinks, mask.key_count, mask.window or 0, scale, softcap)  # type: ignore[no-any-return]
 
 
 def _allocate(
@@ -125,6 +127,7 @@ def _allocate(
     v: Tensor,
     documents: Tensor | None,
     sinks: Tensor | None,
+    key_count: Tensor | None,
     window: int,
     scale: float,
     softcap: float,
@@ -137,8 +140,8 @@ def _count_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 @register_kernel(
-    "block_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, int window, float scale, "
-    "float softcap) -> Tensor",
+    "block_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, Tensor? key_count, int window, "
+    "float scale, float softcap) -> Tensor",
     fake=_allocate,
     flops=_count_flops,
     scratch=return_zero_scratch_bytes,
@@ -149,11 +152,12 @@ def _attend(
     v: Tensor,
     documents: Tensor | None,
     sinks: Tensor | None,
+    key_count: Tensor | None,
     window: int,
     scale: float,
     softcap: float,
 ) -> Tensor:
-    result = _allocate(q, k, v, documents, sinks, window, scale, softcap)
+    result = _allocate(q, k, v, documents, sinks, key_count, window, scale, softcap)
     if not result.numel():
         return result
     q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
@@ -166,6 +170,7 @@ def _attend(
         v,
         None if documents is None else documents.contiguous(),
         None if sinks is None else sinks.contiguous(),
+        key_count,
         result,
         length,
         keys,
@@ -194,13 +199,15 @@ def _attend(
 @cache_launches
 @triton.jit(do_not_specialize=["length", "keys", "window"])
 def _forward_kernel(
-    q, k, v, documents, sinks, result, length, keys, window, scale, softcap,
+    q, k, v, documents, sinks, key_count, result, length, keys, window, scale, softcap,
     q_row, q_position, q_head, k_row, k_position, k_head, v_row, v_position, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CAPPED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):
     # fmt: on
+    if key_count is not None:
+        keys = tl.load(key_count).to(tl.int32)
     tile = tl.program_id(0)
     row, head = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
     index = tile * QUERIES + tl.arange(0, QUERIES)

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, reduce_partials
+from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, sum_partials
 
 TOKENS, CHANNELS = 64, 64
 """Tokens and channels in a program."""
@@ -101,7 +101,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Ten
     block = next_power_of_2(weight.shape[1])
     _gate_gradient_kernel[grid](grad, x, weight, ids, before_gate, parts, length, TAP_BLOCK=block, **constants)
     _input_gradient_kernel[grid](before_gate, weight, ids, grad_x, length, **constants)
-    return grad_x, reduce_partials(parts, weight.dtype).view(weight.shape)
+    return grad_x, sum_partials(parts, weight.dtype).view(weight.shape)
 
 
 @triton.jit

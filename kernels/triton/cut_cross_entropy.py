@@ -18,13 +18,13 @@ from drawloom.kernels.cut_cross_entropy import (
     EXACT,
     CutCrossEntropyImplementation,
     LogitCut,
-    Needs,
+    NeededGradients,
     apply_cut_cross_entropy,
     count_logits_bytes,
     sort_vocabulary_by_mean_logit,
     split_token_chunks,
 )
-from drawloom.kernels.logsumexp import logsumexp_by_halves
+from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
@@ -93,7 +93,7 @@ def _forward(
         part = hidden[chunk]
         logits = _compute_logits(part, weight, words) if by_torch else None
         factors, by_tma = _make_matrix_arguments((tokens, STEP), (words, STEP), part, weight)
-        kernels.lse_kernel[(cdiv(len(part), tokens) * len(lse),)](
+        kernels.lse_and_target_logit_kernel[(cdiv(len(part), tokens) * len(lse),)](
             logits,
             *factors,
             targets[chunk],
@@ -109,7 +109,7 @@ def _forward(
             enable_fp_fusion=True,
         )
         del logits  # or they would live until the next chunk's are computed
-    return logsumexp_by_halves(lse.T), target_logit
+    return logsumexp_in_fixed_order(lse.T), target_logit
 
 
 def _make_matrix_arguments(
@@ -210,9 +210,9 @@ def _backward(
         grad_logits, active = _compute_grad_logits(*inputs, cut)
         if is_filtered and not _multiplies_by_torch(hidden):
             if needs_hidden:
-                _sparse_grad_hidden(grad_logits, active, weight, grad_hidden[chunk], cut)
+                _write_sparse_grad_hidden(grad_logits, active, weight, grad_hidden[chunk], cut)
             if needs_weight:
-                _sparse_grad_weight(grad_logits, active, part, grad_weight, cut)
+                _add_sparse_grad_weight(grad_logits, active, part, grad_weight, cut)
             continue
         if needs_hidden:
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
@@ -263,7 +263,9 @@ def _compute_grad_logits(
     return grad_logits, active
 
 
-def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, result: Tensor, cut: LogitCut) -> None:
+def _write_sparse_grad_hidden(
+    grad_logits: Tensor, active: Tensor, weight: Tensor, result: Tensor, cut: LogitCut
+) -> None:
     step = min(STEP, cut.tile[1])
     factors, by_tma = _make_matrix_arguments((cut.tile[0], step), (step, CHANNELS), grad_logits, weight)
     kernels.grad_hidden_kernel[(active.shape[0], cdiv(weight.shape[1], CHANNELS))](
@@ -283,10 +285,10 @@ def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, res
     )
 
 
-def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, result: Tensor, cut: LogitCut) -> None:
+def _add_sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, result: Tensor, cut: LogitCut) -> None:
     step = min(STEP, cut.tile[0])
     factors, by_tma = _make_matrix_arguments((step, cut.tile[1]), (step, CHANNELS), grad_logits, hidden)
-    kernels.grad_weight_kernel[(active.shape[1], cdiv(hidden.shape[1], CHANNELS))](
+    kernels.add_grad_weight_kernel[(active.shape[1], cdiv(hidden.shape[1], CHANNELS))](
         *factors,
         *_list_active_tiles_by_row(active.T.contiguous()),
         result,
@@ -325,7 +327,7 @@ def _run_backward(
     grad: Tensor,
     grad_lse: Tensor | None,
     cut: LogitCut,
-    needs: Needs,
+    needs: NeededGradients,
 ) -> tuple[Tensor | None, Tensor | None]:
     inputs = hidden, weight, targets, lse, grad, grad_lse
     grad_hidden, grad_weight = _backward(*inputs, cut.filter_eps, *_choose_tile(hidden, cut), cut.max_logits, *needs)

@@ -47,7 +47,7 @@ def _get_logit_tile(
 
 @cache_launches
 @triton.jit(do_not_specialize=["tokens"])
-def lse_kernel(
+def lse_and_target_logit_kernel(
     logits, hidden, weight, targets, lse, target_logit, tokens, words, width,
     logits_stride, hidden_stride, weight_stride, lse_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
@@ -144,7 +144,7 @@ def grad_hidden_kernel(
 
 @cache_launches
 @triton.jit(do_not_specialize=["tokens"])
-def grad_weight_kernel(
+def add_grad_weight_kernel(
     grad_logits, hidden, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):

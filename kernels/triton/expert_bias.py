@@ -43,7 +43,7 @@ def _add_bias_by_expert(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tens
     count, width = rows.shape
     if result.numel():
         x, bias = contiguous_last_dim(rows), contiguous_last_dim(bias)
-        _add_kernel[(cdiv(count, ROWS), cdiv(width, COLUMNS))](
+        _add_bias_kernel[(cdiv(count, ROWS), cdiv(width, COLUMNS))](
             *(x, bias, offsets, None if scale is None else scale.contiguous(), result),
             *(count, width, len(offsets), x.stride(0), bias.stride(0)),
             EXPERTS=next_power_of_2(len(offsets)),
@@ -121,7 +121,7 @@ def _find_expert_of_row(row, offsets, num_experts, EXPERTS: tl.constexpr):
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["count", "num_experts"])
-def _add_kernel(
+def _add_bias_kernel(
     rows, bias, offsets, scale, result, count, width, num_experts, row_stride, bias_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):

@@ -1,9 +1,9 @@
 """
 Casts to float8 in Triton; cuBLAS multiplies.
 
-A cast by rows keeps whole rows in registers. Transposed copies are made tile by tile from rounded elements. Tensors in
-bfloat16 are read once, except weights: they are cast again for the backward pass and not kept. SwiGLU and its backward
-pass write no bfloat16.
+A cast by rows keeps whole rows in registers. Transposed copies are made tile by tile from quantized elements. Tensors
+in bfloat16 are read once, except weights: they are cast again for the backward pass and not kept. SwiGLU and its
+backward pass write no bfloat16.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from drawloom.kernels.float8 import (
     SCALE_BIAS,
     Float8Kernels,
     Float8Rows,
-    Gradient,
+    QuantizedGradient,
     ScaledRows,
     compute_padded_row_count,
 )
@@ -56,7 +56,7 @@ class TritonFloat8:
     """Casts in Triton, and products by `torch._scaled_mm`."""
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
-        data, scale = _quantize(x)
+        data, scale = _quantize_rows(x)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
     def transpose(self, data: Tensor) -> Tensor:
@@ -68,22 +68,22 @@ class TritonFloat8:
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         return _quantize_transposed_weights([*weights], scale)  # type: ignore[no-any-return]
 
-    def round_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+    def quantize_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
         if not weights[0].is_meta:
             _quantize_weights_into([*weights], rows.data, rows.scale)
-            _transpose_into(rows.data, rows.transposed, None, None, None)
+            _scale_and_transpose_into(rows.data, rows.transposed, None, None, None)
 
     def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
         data, scale = _quantize_swiglu(gate_and_up)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
-    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        return Gradient(*_quantize_gradient([*grads], factor, row_scale))
+    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> QuantizedGradient:
+        return QuantizedGradient(*_quantize_gradient([*grads], factor, row_scale))
 
     def quantize_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
-    ) -> Gradient:
-        return Gradient(*_quantize_swiglu_gradient(grad, gate_and_up, factor, row_scale))
+    ) -> QuantizedGradient:
+        return QuantizedGradient(*_quantize_swiglu_gradient(grad, gate_and_up, factor, row_scale))
 
     def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         columns = _get_ones(b) if b_scale is None else b_scale
@@ -126,30 +126,30 @@ def _allocate_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     data, scale = _allocate_quantized(x)
     _quantize_rows_into(x, None, data, scale)
     return data, scale
 
 
-def _allocate_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _allocate_quantized_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     return _allocate_quantized_rows(weights[0], sum(map(len, weights)), weights[0].shape[1])
 
 
 @register_kernel(
     "float8_quantize_weights(Tensor[] weights) -> (Tensor, Tensor)",
-    fake=_allocate_weights,
+    fake=_allocate_quantized_weights,
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
 def _quantize_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_weights(weights)
+    data, scale = _allocate_quantized_weights(weights)
     _quantize_weights_into(weights, data, scale)
     return data, scale
 
 
 def _quantize_weights_into(weights: list[Tensor], data: Tensor, scale: Tensor) -> None:
-    """Fill data (all outputs, inputs) and scale (all outputs,) with rounded weights."""
+    """Fill data (all outputs, inputs) and scale (all outputs,) with quantized weights."""
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(data, sizes), torch.split(scale, sizes), strict=True):
         _quantize_rows_into(weight, None, part, part_scale)
@@ -183,7 +183,7 @@ def _quantize_rows_into(x: Tensor, up: Tensor | None, data: Tensor, scale: Tenso
         )
 
 
-def _allocate_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+def _allocate_quantized_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
     data, scale = _allocate_quantized_rows(grads[0], len(grads[0]), len(factor))
     count, width = data.shape if row_scale is not None else (0, 0)
     return data, scale, data.new_empty(width, compute_padded_row_count(count)), scale.new_empty(width)
@@ -191,7 +191,7 @@ def _allocate_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | 
 
 @register_kernel(
     "float8_quantize_gradient(Tensor[] grads, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_allocate_gradient,
+    fake=_allocate_quantized_gradient,
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
@@ -202,7 +202,7 @@ def _quantize_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | 
 def _allocate_quantized_swiglu_gradient(
     grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _allocate_gradient([grad], factor, row_scale)
+    return _allocate_quantized_gradient([grad], factor, row_scale)
 
 
 @register_kernel(
@@ -221,8 +221,8 @@ def _quantize_swiglu_gradient(
 def _quantize_gradient_rows(
     grads: list[Tensor], gate_and_up: Tensor | None, factor: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Round the gradients, or with `gate_and_up` SwiGLU's gradient, by rows, and with row_scale by columns."""
-    data, scale, columns, column_scale = _allocate_gradient(grads, factor, row_scale)
+    """Quantize the gradients, or with `gate_and_up` SwiGLU's gradient, by rows, and with row_scale by columns."""
+    data, scale, columns, column_scale = _allocate_quantized_gradient(grads, factor, row_scale)
     if not data.numel():
         return data, scale, columns, column_scale.fill_(1.0)
     count, width = data.shape
@@ -253,7 +253,7 @@ def _quantize_gradient_rows(
             num_warps=8,
             enable_fp_fusion=True,
         )
-        _transpose_into(data, columns, None, row_factor, inverse)
+        _scale_and_transpose_into(data, columns, None, row_factor, inverse)
     return data, scale, columns, column_scale
 
 
@@ -270,7 +270,7 @@ def _allocate_transpose(x: Tensor) -> Tensor:
 def _transpose(x: Tensor) -> Tensor:
     result = _allocate_transpose(x)
     if result.numel():
-        _transpose_into(x, result, None, None, None)
+        _scale_and_transpose_into(x, result, None, None, None)
     return result
 
 
@@ -289,16 +289,16 @@ def _quantize_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(result, sizes, 1), torch.split(scale, sizes), strict=True):
         if part.numel():
-            _transpose_into(view_as_rows(weight), part, part_scale, None, None)
+            _scale_and_transpose_into(view_as_rows(weight), part, part_scale, None, None)
     return result
 
 
-def _transpose_into(
+def _scale_and_transpose_into(
     x: Tensor, result: Tensor, row_scale: Tensor | None, row_factor: Tensor | None, column_factor: Tensor | None
 ) -> None:
     """Fill result (width, padded rows) with x (rows, width), divided by row_scale or multiplied by both factors."""
     count, width = x.shape
-    _transpose_kernel[(cdiv(result.shape[1], TOKENS) * cdiv(width, CHANNELS),)](
+    _scale_and_transpose_kernel[(cdiv(result.shape[1], TOKENS) * cdiv(width, CHANNELS),)](
         x,
         result,
         row_scale,
@@ -436,7 +436,7 @@ def get_magnitude_bits(values):
 
 
 @triton.jit
-def scale_and_inverse(largest):
+def compute_scale_and_inverse(largest):
     """Return a largest magnitude's scale and its inverse, both powers with base two; NaN if it is not finite."""
     exponent = tl.maximum(((largest + UP) >> 23) - BIAS, LEAST)
     is_finite = largest < INFINITY
@@ -471,17 +471,17 @@ def _load_values(x, second, third, up, row, column, width, first_end, second_end
 
 
 @triton.jit
-def _round_and_store_block(values, inverse, at, inside):
-    """Store and return rounded values."""
-    rounded = (values * inverse).to(at.dtype.element_ty)
-    tl.store(at, rounded, mask=inside)
-    return rounded
+def _quantize_and_store_block(values, inverse, at, inside):
+    """Store and return quantized values."""
+    quantized = (values * inverse).to(at.dtype.element_ty)
+    tl.store(at, quantized, mask=inside)
+    return quantized
 
 
 @triton.jit
-def _update_column_maxima(most, rounded, shift):
+def _update_column_maxima(most, quantized, shift):
     """Return column maxima in bfloat16, which takes half the registers: float8 times powers of two are exact."""
-    return tl.maximum(most, tl.abs(rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+    return tl.maximum(most, tl.abs(quantized.to(tl.float32)) * shift).to(tl.bfloat16)
 
 
 # fmt: off
@@ -522,18 +522,18 @@ def _quantize_kernel(
             if factor is not None:
                 rest_values *= rest_factors
             largest = tl.maximum(largest, tl.max(get_magnitude_bits(rest_values), 0))
-        own_scale, inverse = scale_and_inverse(largest)
+        own_scale, inverse = compute_scale_and_inverse(largest)
         tl.store(scale + row, own_scale)
-        rounded = _round_and_store_block(values, inverse, data + row * width + column, inside)
+        quantized = _quantize_and_store_block(values, inverse, data + row * width + column, inside)
         if REST:
-            rest_rounded = _round_and_store_block(rest_values, inverse, data + row * width + rest, rest_inside)
+            rest_quantized = _quantize_and_store_block(rest_values, inverse, data + row * width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            most = _update_column_maxima(most, rounded, shift)
+            most = _update_column_maxima(most, quantized, shift)
             if REST:
-                rest_most = _update_column_maxima(rest_most, rest_rounded, shift)
+                rest_most = _update_column_maxima(rest_most, rest_quantized, shift)
     if parts is not None:
         tl.store(parts + program * width + column, tl.maximum(most.to(tl.float32), not_finite), mask=inside)
         if REST:
@@ -585,23 +585,23 @@ def _swiglu_gradient_kernel(
             rest_gate_grads, rest_up_grads = _load_swiglu_gradient(grad_row, gate_and_up_row, factor, rest, width)
             rest_largest = tl.max(tl.maximum(get_magnitude_bits(rest_gate_grads), get_magnitude_bits(rest_up_grads)), 0)
             largest = tl.maximum(largest, rest_largest)
-        own_scale, inverse = scale_and_inverse(largest)
+        own_scale, inverse = compute_scale_and_inverse(largest)
         tl.store(scale + row, own_scale)
         at = data + row * (2 * width)
-        gate_rounded = _round_and_store_block(gate_grads, inverse, at + column, inside)
-        up_rounded = _round_and_store_block(up_grads, inverse, at + width + column, inside)
+        gate_quantized = _quantize_and_store_block(gate_grads, inverse, at + column, inside)
+        up_quantized = _quantize_and_store_block(up_grads, inverse, at + width + column, inside)
         if REST:
-            rest_gate_rounded = _round_and_store_block(rest_gate_grads, inverse, at + rest, rest_inside)
-            rest_up_rounded = _round_and_store_block(rest_up_grads, inverse, at + width + rest, rest_inside)
+            rest_gate_quantized = _quantize_and_store_block(rest_gate_grads, inverse, at + rest, rest_inside)
+            rest_up_quantized = _quantize_and_store_block(rest_up_grads, inverse, at + width + rest, rest_inside)
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
             not_finite = tl.where(shift == shift, not_finite, float("inf"))
-            gate_most = _update_column_maxima(gate_most, gate_rounded, shift)
-            up_most = _update_column_maxima(up_most, up_rounded, shift)
+            gate_most = _update_column_maxima(gate_most, gate_quantized, shift)
+            up_most = _update_column_maxima(up_most, up_quantized, shift)
             if REST:
-                rest_gate_most = _update_column_maxima(rest_gate_most, rest_gate_rounded, shift)
-                rest_up_most = _update_column_maxima(rest_up_most, rest_up_rounded, shift)
+                rest_gate_most = _update_column_maxima(rest_gate_most, rest_gate_quantized, shift)
+                rest_up_most = _update_column_maxima(rest_up_most, rest_up_quantized, shift)
     if parts is not None:
         at = parts + program * (2 * width)
         tl.store(at + column, tl.maximum(gate_most.to(tl.float32), not_finite), mask=inside)
@@ -626,7 +626,7 @@ def _column_scale_kernel(
         inside = (part < count)[:, None] & (column < width)[None, :]
         at = parts + part.to(tl.int64)[:, None] * width + column[None, :]
         most = tl.maximum(most, tl.load(at, mask=inside, other=0.0))
-    own_scale, own_inverse = scale_and_inverse(get_magnitude_bits(tl.max(most, 0)))
+    own_scale, own_inverse = compute_scale_and_inverse(get_magnitude_bits(tl.max(most, 0)))
     factors = tl.load(factor + column, mask=column < width, other=1.0)
     tl.store(scale + column, tl.div_rn(own_scale, factors), mask=column < width)
     tl.store(inverse + column, own_inverse, mask=column < width)
@@ -635,7 +635,7 @@ def _column_scale_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["count"])
-def _transpose_kernel(
+def _scale_and_transpose_kernel(
     x, result, row_scale, row_factor, column_factor, count, width, padded_count, stride, result_stride,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):

@@ -34,11 +34,11 @@ class Gate(NamedTuple):
     limit: float = 0.0
 
 
-def launch_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None) -> None:
+def launch_gate_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None) -> None:
     """Fill the result; `tensors` are gate, up and result, (..., width) in one dtype, and scale is (...)."""
     if not tensors[0].numel():
         return
-    rows = _view_as_equal_rows(tensors, whole=scale is not None)
+    rows = _view_as_rows_or_one_row(tensors, whole=scale is not None)
     count, width = rows[0].shape
     block = _choose_tile_size(count, width)
     tiles = cdiv(width, block)
@@ -57,12 +57,12 @@ def launch_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None
     )
 
 
-def launch_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor) -> None:
+def launch_gate_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor) -> None:
     """Fill grad_gate, grad_up and grad_scale; `tensors` are grad, gate, up, grad_gate and grad_up."""
     if not tensors[0].numel():
         grad_scale.zero_()
         return
-    rows = _view_as_equal_rows(tensors, whole=scale is not None)
+    rows = _view_as_rows_or_one_row(tensors, whole=scale is not None)
     count, width = rows[0].shape
     block = _choose_tile_size(count, width)
     tiles = 1 if scale is not None else cdiv(width, block)
@@ -82,7 +82,7 @@ def launch_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | Non
     )
 
 
-def _view_as_equal_rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
+def _view_as_rows_or_one_row(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
     """Return tensors as rows of equal shape, or as a single row if all are contiguous and rows need not stay whole."""
     if not whole and all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors]

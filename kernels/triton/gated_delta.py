@@ -143,25 +143,25 @@ def _forward(
     sizes = _Sizes.of(k, v)
     q, k, v, g, beta, ids = (x.contiguous() for x in (q, k, v, g, beta, ids))
     state = None if state is None else state.contiguous()
-    keys, states = v.new_empty(*v.shape[:3], sizes.width), sizes.new_states(v)
-    kernels.solve_chunks[(sizes.chunk_heads,)](
+    keys, states = v.new_empty(*v.shape[:3], sizes.width), sizes.allocate_states(v)
+    kernels.solve_chunk_systems[(sizes.chunk_head_count,)](
         *(k, v, g, beta, ids, before, decays, inverse, keys, written, sizes.length, sizes.chunks),
         **{**sizes.constants, "BV": sizes.wide_tile_columns},
         num_warps=4,
-        **sizes.limit_registers(168),
+        **sizes.limit_registers_for_small_tiles(168),
     )
     block = sizes.carry_tile_columns
-    kernels.carry_states[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
+    kernels.carry_states_and_update_written[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(k, keys, written, decays, ids, before, state, states, last, sizes.length, sizes.chunks),
         **{**sizes.constants, "BV": block},
         num_warps=4,
         num_stages=(4 if block < MIN_BLOCK else 2) if sizes.fits_several_chunks else 1,
     )
-    kernels.compute_results[(sizes.chunk_heads * cdiv(sizes.v_width, MIN_BLOCK),)](
+    kernels.compute_results[(sizes.chunk_head_count * cdiv(sizes.v_width, MIN_BLOCK),)](
         *(q, k, written, states, decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
         num_warps=4,
-        **sizes.limit_registers(128),
+        **sizes.limit_registers_for_small_tiles(128),
     )
     return results, last, decays, inverse, written
 
@@ -207,7 +207,7 @@ class _Sizes(NamedTuple):
         return 2 * MIN_BLOCK if self.v_width > MIN_BLOCK and self.fits_several_chunks else MIN_BLOCK
 
     @property
-    def chunk_heads(self) -> int:
+    def chunk_head_count(self) -> int:
         """Return how many chunks all rows and value heads have."""
         return self.rows * self.chunks * self.heads
 
@@ -216,11 +216,11 @@ class _Sizes(NamedTuple):
         """Return how many parts with MIN_BLOCK channels a key has."""
         return cdiv(self.width, MIN_BLOCK)
 
-    def new_states(self, like: Tensor) -> Tensor:
+    def allocate_states(self, like: Tensor) -> Tensor:
         """Return memory for the states before all chunks (rows, chunks, heads, K, V)."""
         return like.new_empty(self.rows, self.chunks, self.heads, self.width, self.v_width)
 
-    def limit_registers(self, count: int) -> dict[str, int]:
+    def limit_registers_for_small_tiles(self, count: int) -> dict[str, int]:
         """Return the launch option for at most `count` registers, unless tiles are large and would be spilled."""
         return limit_registers(count) if self.itemsize == 2 and self.fits_several_chunks else {}
 
@@ -290,7 +290,7 @@ def _backward(
     grad, q, k, v, beta, ids = (x.contiguous() for x in (grad, q, k, v, beta, ids))
     keys = v.new_empty(*v.shape[:3], sizes.width)
     grad_k = grads[1] if sizes.groups == 1 else torch.empty_like(keys)
-    states, grad_states = (sizes.new_states(v) for _ in range(2))
+    states, grad_states = (sizes.allocate_states(v) for _ in range(2))
     grad_written, grad_scores, grad_pairs = (torch.empty_like(x) for x in (v, inverse, inverse))
     grad_decays, grad_factors = (torch.empty_like(decays) for _ in range(2))
     part_decays, part_factors = (
@@ -299,20 +299,20 @@ def _backward(
     state = None if state is None else state.contiguous()
     constants, ends = sizes.constants, (sizes.length, sizes.chunks)
     parts = {**constants, "BK": MIN_BLOCK}
-    kernels.multiply_keys[(sizes.chunk_heads,)](
+    kernels.multiply_keys_by_inverse[(sizes.chunk_head_count,)](
         *(k, beta, inverse, decays, ids, before, keys, *ends),
         **{name: constants[name] for name in ("HEADS", "GROUPS", "K", "BK", "CHUNK", "PRECISION")},
         num_warps=4,
     )
-    kernels.compute_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
+    kernels.recompute_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
         *(k, written, decays, ids, before, state, states, *ends), **parts, num_warps=4, num_stages=4
     )
-    kernels.compute_score_gradients[(sizes.chunk_heads,)](
+    kernels.compute_gradients_within_chunks[(sizes.chunk_head_count,)](
         *(grad, q, k, written, decays, ids, grad_written, grad_scores, grad_decays, *ends),
         **{**constants, "BV": sizes.wide_tile_columns},
         num_warps=4,
         num_stages=2,
-        **sizes.limit_registers(168),
+        **sizes.limit_registers_for_small_tiles(168),
     )
     block = sizes.carry_tile_columns
     kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
@@ -322,30 +322,30 @@ def _backward(
         num_warps=4 if block < MIN_BLOCK else 8,
         num_stages=3 if sizes.fits_several_chunks else 1,
     )
-    kernels.compute_system_gradients[(sizes.chunk_heads,)](
+    kernels.compute_system_gradients[(sizes.chunk_head_count,)](
         *(k, v, beta, inverse, written, grad_written, decays, ids, grads[2], grad_pairs, grad_factors, grad_decays),
         *ends,
         **constants,
         num_warps=4,
         num_stages=2,
-        **sizes.limit_registers(168),
+        **sizes.limit_registers_for_small_tiles(168),
     )
-    kernels.compute_query_gradients[(sizes.chunk_heads // sizes.groups * sizes.key_parts,)](
+    kernels.compute_query_gradients[(sizes.chunk_head_count // sizes.groups * sizes.key_parts,)](
         *(grad, q, k, states, grad_scores, decays, ids, before, part_decays, grads[0], *ends),
         **parts,
         num_warps=4,
         num_stages=3 if sizes.itemsize == 2 else 2,
-        **sizes.limit_registers(128),
+        **sizes.limit_registers_for_small_tiles(128),
     )
-    kernels.compute_key_gradients[(sizes.chunk_heads * sizes.key_parts,)](
+    kernels.compute_key_gradients[(sizes.chunk_head_count * sizes.key_parts,)](
         *(q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, decays, ids, before),
         *(part_decays, part_factors, grad_k, *ends),
         **parts,
         num_warps=4,
         num_stages=1,  # with more, tiles would be overwritten while products read them
-        **sizes.limit_registers(168),
+        **sizes.limit_registers_for_small_tiles(168),
     )
-    kernels.sum_parts_kernel[(sizes.chunk_heads,)](
+    kernels.sum_g_and_beta_gradients_kernel[(sizes.chunk_head_count,)](
         *(part_decays, part_factors, grad_decays, grad_factors, ids, grads[3], grads[4], *ends),
         HEADS=sizes.heads,
         PARTS=sizes.key_parts,
@@ -361,6 +361,6 @@ def _sum_over_value_heads(grad: Tensor, summed: Tensor, sizes: _Sizes) -> None:
     """Write summed gradients (rows, length, value_heads, K) over value heads with a common key head."""
     count, block = summed.shape[:3].numel(), next_power_of_2(sizes.width)
     size = max(1, 4096 // block)
-    kernels.sum_groups_kernel[(cdiv(count, size),)](
+    kernels.sum_value_heads_kernel[(cdiv(count, size),)](
         grad, summed, count, GROUPS=sizes.groups, K=sizes.width, BK=block, SIZE=size, num_warps=4
     )

@@ -40,7 +40,7 @@ def locate_head(program, length, chunks, HEADS: tl.constexpr, CHUNK: tl.constexp
 
 
 @triton.jit
-def load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr):
+def load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr):
     """Return documents by token, for the incoming state and for the last token, and the last token's index."""
     own = tl.load(ids + first + tl.arange(0, CHUNK), mask=inside, other=-2)
     end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
@@ -70,7 +70,7 @@ def store_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside
 
 
 @triton.jit
-def tile_of_state(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
+def locate_state_tile(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
     """Return pointers and the mask for a tile (k_columns, v_columns) in a state."""
     at = states + number.to(tl.int64) * (K * V) + (k_columns[:, None] * V + v_columns[None, :])
     return at, (k_columns < K)[:, None] & (v_columns < V)[None, :]
@@ -114,7 +114,7 @@ def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, DTYPE: tl.constexp
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
-def solve_chunks(
+def solve_chunk_systems(
     k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -122,7 +122,7 @@ def solve_chunks(
     # fmt: on
     """Store, by chunk and head, the decay sums, the inverse system, and its products with keys and values."""
     _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
-    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
@@ -153,14 +153,14 @@ def solve_chunks(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
-def multiply_keys(
+def multiply_keys_by_inverse(
     k, beta, inverse, decays, ids, before, keys, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store the inverse systems' products with keys, as `solve_chunks` does."""
+    """Store the inverse systems' products with keys, as `solve_chunk_systems` does."""
     _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
-    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
@@ -176,7 +176,7 @@ def multiply_keys(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
-def carry_states(
+def carry_states_and_update_written(
     k, keys, written, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -190,11 +190,11 @@ def carry_states(
     column = tl.program_id(0) * BV + tl.arange(0, BV)
     carried = tl.zeros((BK, BV), tl.float32)
     if state is not None:
-        first_at, is_state = tile_of_state(state, row * HEADS + head, channel, column, K, V)
+        first_at, is_state = locate_state_tile(state, row * HEADS + head, channel, column, K, V)
         carried += tl.load(first_at, mask=is_state, other=0.0).to(tl.float32)
     incoming = tl.load(before + row)
     for chunk in range(0, chunks):
-        at, is_state = tile_of_state(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        at, is_state = locate_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(states.dtype.element_ty)
         tl.store(at, narrow, mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
@@ -214,14 +214,14 @@ def carry_states(
         carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), input_precision=PRECISION)
         incoming = last
     if result is not None:
-        last_at, is_state = tile_of_state(result, row * HEADS + head, channel, column, K, V)
+        last_at, is_state = locate_state_tile(result, row * HEADS + head, channel, column, K, V)
         tl.store(last_at, carried, mask=is_state)
 
 
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
-def compute_states(
+def recompute_states(
     k, written, decays, ids, before, state, states, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -233,11 +233,11 @@ def compute_states(
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     carried = tl.zeros((BK, BV), tl.float32)
     if state is not None:
-        first_at, is_state = tile_of_state(state, row * HEADS + head, channel, column, K, V)
+        first_at, is_state = locate_state_tile(state, row * HEADS + head, channel, column, K, V)
         carried += tl.load(first_at, mask=is_state, other=0.0).to(tl.float32)
     incoming = tl.load(before + row)
     for chunk in range(0, chunks):
-        at, is_state = tile_of_state(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        at, is_state = locate_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
         tl.store(at, carried.to(states.dtype.element_ty), mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
         inside = chunk * CHUNK + token < length
@@ -266,13 +266,13 @@ def compute_results(
     # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     number, head, row, chunk, first, inside = locate_head(tl.program_id(0) // BLOCKS, length, chunks, HEADS, CHUNK)
-    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
     query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    at, is_state = tile_of_state(states, number * HEADS + head, channel, column, K, V)
+    at, is_state = locate_state_tile(states, number * HEADS + head, channel, column, K, V)
     state = tl.load(at, mask=is_state, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     mixed = from_state[:, None] * tl.dot(query, state, input_precision=PRECISION)
@@ -287,7 +287,7 @@ def compute_results(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
-def compute_score_gradients(
+def compute_gradients_within_chunks(
     grad, q, k, written, decays, ids, grad_written, grad_scores, grad_decays, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -335,16 +335,16 @@ def carry_gradients_back(
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
-    last_at, is_state = tile_of_state(grad_last, row * HEADS + head, channel, column, K, V)
+    last_at, is_state = locate_state_tile(grad_last, row * HEADS + head, channel, column, K, V)
     carried = tl.load(last_at, mask=is_state, other=0.0).to(tl.float32)
     for back in range(0, chunks):
         chunk = chunks - 1 - back
-        at, is_state = tile_of_state(grad_states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
+        at, is_state = locate_state_tile(grad_states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(grad_states.dtype.element_ty)
         tl.store(at, narrow, mask=is_state)
         first = row.to(tl.int64) * length + chunk * CHUNK
         inside = chunk * CHUNK + token < length
-        own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+        own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
         sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
         total = tl.load(decays + (first + end) * HEADS + head)
         to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
@@ -360,7 +360,7 @@ def carry_gradients_back(
         carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), input_precision=PRECISION)
         carried -= tl.dot(seen, values.to(seen.dtype), input_precision=PRECISION)
     if grad_state is not None:
-        first_at, is_state = tile_of_state(grad_state, row * HEADS + head, channel, column, K, V)
+        first_at, is_state = locate_state_tile(grad_state, row * HEADS + head, channel, column, K, V)
         tl.store(first_at, carried, mask=is_state)
 
 
@@ -427,7 +427,7 @@ def compute_query_gradients(
     chunk_number, key_head, row, chunk, first, inside = locate_head(
         tl.program_id(0) // PARTS, length, chunks, HEADS // GROUPS, CHUNK
     )
-    own, incoming, _last, _end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK)
     query = load_tile(q + key_head * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     key = load_tile(k + key_head * K, first, HEADS // GROUPS * K, token, channel, K, inside)
@@ -437,7 +437,7 @@ def compute_query_gradients(
         to_query = tl.zeros((CHUNK, BK), tl.float32)
         for begin in range(0, V, BV):
             column = begin + tl.arange(0, BV)
-            at, is_state = tile_of_state(states, chunk_number * HEADS + head, channel, column, K, V)
+            at, is_state = locate_state_tile(states, chunk_number * HEADS + head, channel, column, K, V)
             state = tl.load(at, mask=is_state, other=0.0)
             grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
             to_query += tl.dot(grads, tl.trans(state), input_precision=PRECISION)
@@ -467,16 +467,16 @@ def compute_key_gradients(
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
     number, head, row, chunk, first, inside = locate_head(tl.program_id(0) // PARTS, length, chunks, HEADS, CHUNK)
-    own, incoming, last, end = load_document_borders(ids, before, row, chunk, first, inside, length, CHUNK)
+    own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     through_state, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
     along_state = tl.zeros((BK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        at, is_state = tile_of_state(states, number * HEADS + head, channel, column, K, V)
+        at, is_state = locate_state_tile(states, number * HEADS + head, channel, column, K, V)
         state = tl.load(at, mask=is_state, other=0.0)
-        at, is_state = tile_of_state(grad_states, number * HEADS + head, channel, column, K, V)
+        at, is_state = locate_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
         grad_state = tl.load(at, mask=is_state, other=0.0)
         wanted = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
         values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
@@ -511,7 +511,7 @@ def compute_key_gradients(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["length", "chunks"])
-def sum_parts_kernel(
+def sum_g_and_beta_gradients_kernel(
     part_decays, part_factors, grad_decays, grad_factors, ids, grad_g, grad_beta, length, chunks, HEADS: tl.constexpr,
     PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):
@@ -536,7 +536,8 @@ def sum_parts_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["count"])
-def sum_groups_kernel(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
+def sum_value_heads_kernel(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE:
+tl.constexpr):
     # fmt: on
     """Store gradients summed over value heads with a common key head."""
     key_head = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)

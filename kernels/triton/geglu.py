@@ -7,7 +7,7 @@ from torch.autograd import Function
 
 from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.triton.gate_kernels import GELU_TANH, Gate, launch_backward, launch_forward
+from drawloom.kernels.triton.gate_kernels import GELU_TANH, Gate, launch_gate_backward, launch_gate_forward
 from drawloom.kernels.triton.primitives import check_floats
 
 GEGLU = Gate(GELU_TANH)
@@ -47,7 +47,7 @@ def _allocate_forward(gate: Tensor, up: Tensor) -> Tensor:
 )
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     result = _allocate_forward(gate, up)
-    launch_forward(GEGLU, (gate, up, result), None)
+    launch_gate_forward(GEGLU, (gate, up, result), None)
     return result
 
 
@@ -64,5 +64,5 @@ def _allocate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
 )
 def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     results = _allocate_backward(grad, gate, up)
-    launch_backward(GEGLU, (grad, gate, up, *results), None, grad.new_empty(0))
+    launch_gate_backward(GEGLU, (grad, gate, up, *results), None, grad.new_empty(0))
     return results

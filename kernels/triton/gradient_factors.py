@@ -7,7 +7,7 @@ from torch import Tensor
 from drawloom.kernels.scale import scale_and_sum_squares
 
 
-def unify_gradient_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+def cast_and_scale_if_mixed_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
     """
     Return gradients (any shapes) in one dtype, as a launch needs, and remaining factors, float32 (factors,).
 

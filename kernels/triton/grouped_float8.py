@@ -20,13 +20,19 @@ from drawloom.kernels.grouped_float8 import (
     ExpertRows,
     GroupedFactors,
     GroupedFloat8Kernels,
-    SwigluGradient,
+    QuantizedSwigluGradient,
     count_padded_columns,
 )
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton import tma
-from drawloom.kernels.triton.float8 import INFINITY, TritonFloat8, get_magnitude_bits, scale_and_inverse, sigmoid
+from drawloom.kernels.triton.float8 import (
+    INFINITY,
+    TritonFloat8,
+    compute_scale_and_inverse,
+    get_magnitude_bits,
+    sigmoid,
+)
 from drawloom.kernels.triton.grouped_gemm_blocks import locate_tile_rows
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.moe_permute import sum_rows_and_gather_scalars
@@ -74,29 +80,31 @@ class TritonGroupedFloat8(TritonFloat8):
     def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
         return _quantize_transposed_experts(weight, scale)  # type: ignore[no-any-return]
 
-    def round_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
+    def quantize_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
         if not weight.is_meta:
             _launch_quantize_experts(weight, rows.data, rows.scale)
-            _launch_scale_and_round_experts(weight, None, rows.scale, rows.transposed)
+            _launch_cast_experts(weight, None, rows.scale, rows.transposed)
 
     def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
         return ScaledRows._make(_quantize_swiglu(gate_and_up, probabilities))
 
     def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
-    ) -> SwigluGradient:
-        return SwigluGradient._make(_quantize_swiglu_gradient(grad, gate_and_up, probabilities))
+    ) -> QuantizedSwigluGradient:
+        return QuantizedSwigluGradient._make(_quantize_swiglu_gradient(grad, gate_and_up, probabilities))
 
     def prepare_outer_product_factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
     ) -> GroupedFactors:
         return GroupedFactors(*_prepare_outer_product_factors(*left, *right, choices, top_k, ends))
 
-    def multiply_rows(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool) -> Tensor:
+    def multiply_rows_by_expert(
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool
+    ) -> Tensor:
         return _multiply_rows(a, a_scale, b, b_scale, ends, fast)  # type: ignore[no-any-return]
 
-    def multiply_groups(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-        return _multiply_groups(left, right, scale, ends)  # type: ignore[no-any-return]
+    def sum_outer_products(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+        return _sum_outer_products(left, right, scale, ends)  # type: ignore[no-any-return]
 
 
 TRITON: GroupedFloat8Kernels = TritonGroupedFloat8()
@@ -159,7 +167,7 @@ def _quantize_experts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch_quantize_experts(weight: Tensor, data: Tensor, scale: Tensor) -> None:
-    """Fill data (experts, outputs, inputs) and scale (experts,) with a rounded weight."""
+    """Fill data (experts, outputs, inputs) and scale (experts,) with a quantized weight."""
     if not data.numel():
         scale.fill_(1.0)
         return
@@ -175,7 +183,7 @@ def _launch_quantize_experts(weight: Tensor, data: Tensor, scale: Tensor) -> Non
         num_warps=8,
         enable_fp_fusion=True,
     )
-    _launch_scale_and_round_experts(weight, parts, scale, data)
+    _launch_cast_experts(weight, parts, scale, data)
 
 
 def _allocate_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
@@ -191,11 +199,11 @@ def _allocate_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
 )
 def _quantize_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
     result = _allocate_transposed_experts(weight, scale)
-    _launch_scale_and_round_experts(weight.contiguous(), None, scale, result)
+    _launch_cast_experts(weight.contiguous(), None, scale, result)
     return result
 
 
-def _launch_scale_and_round_experts(weight: Tensor, parts: Tensor | None, scale: Tensor, result: Tensor) -> None:
+def _launch_cast_experts(weight: Tensor, parts: Tensor | None, scale: Tensor, result: Tensor) -> None:
     """Fill scale and result with a weight by its `parts`' largest elements, or a transposed result by its scale."""
     experts, outputs, inputs = weight.shape
     if result.numel():
@@ -241,7 +249,7 @@ def _quantize_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor
             gate_and_up.stride(0),
             ROWS=rows,
             BLOCK=block,
-            num_warps=_count_warps(rows * block),
+            num_warps=_choose_warp_count(rows * block),
             enable_fp_fusion=True,
         )
     return data, scale
@@ -284,13 +292,13 @@ def _quantize_swiglu_gradient(
             gate_and_up.stride(0),
             ROWS=rows,
             BLOCK=block,
-            num_warps=_count_warps(rows * block),
+            num_warps=_choose_warp_count(rows * block),
             enable_fp_fusion=True,
         )
     return data, scale, grad_probabilities
 
 
-def _count_warps(elements: int) -> int:
+def _choose_warp_count(elements: int) -> int:
     """Return the warps for 16 elements per thread."""
     return max(1, min(elements // 512, 32))
 
@@ -333,7 +341,7 @@ def _prepare_outer_product_factors(
     )
     columns = left_factor.shape[1]
     widths = left.shape[1], right.shape[1]
-    _transpose_kernel[(columns // GROUP * sum(cdiv(width, CHANNELS) for width in widths),)](
+    _scale_and_transpose_kernel[(columns // GROUP * sum(cdiv(width, CHANNELS) for width in widths),)](
         left,
         right,
         choices,
@@ -393,7 +401,7 @@ def _multiply_rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends:
     return result
 
 
-def _allocate_gradient(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+def _allocate_outer_products(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(len(ends), len(left), len(right), dtype=torch.bfloat16)
 
 
@@ -403,18 +411,18 @@ def _count_outer_product_flops(left: Tensor, right: Tensor) -> float:
 
 @register_kernel(
     "float8_multiply_groups(Tensor left, Tensor right, Tensor scale, Tensor ends) -> Tensor",
-    fake=_allocate_gradient,
+    fake=_allocate_outer_products,
     flops=_count_outer_product_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _multiply_groups(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-    result = _allocate_gradient(left, right, scale, ends)
+def _sum_outer_products(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+    result = _allocate_outer_products(left, right, scale, ends)
     if not result.numel() or not left.numel():
         return result.zero_()
     experts, height, width = result.shape
     tile_height = SLOW["HEIGHT"]
     down, across = cdiv(height, tile_height), cdiv(width, WIDTH)
-    _multiply_groups_kernel[(experts * down * across,)](
+    _sum_outer_products_kernel[(experts * down * across,)](
         tma.create_block_descriptor(left, tile_height, STEP),
         tma.create_block_descriptor(right, WIDTH, STEP),
         scale,
@@ -490,14 +498,14 @@ def _cast_experts_kernel(
     mask = (row < outputs)[:, None] & (column < inputs)[None, :]
     values = tl.load(weight + first + row[:, None] * inputs + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if parts is not None:
-        own_scale, inverse = scale_and_inverse(tl.max(tl.load(parts + expert * PARTS + tl.arange(0, PARTS)), 0))
+        own_scale, inverse = compute_scale_and_inverse(tl.max(tl.load(parts + expert * PARTS + tl.arange(0, PARTS)), 0))
         tl.store(scale + expert, own_scale)
-        rounded = (values * inverse).to(result.dtype.element_ty)
-        tl.store(result + first + row[:, None] * inputs + column[None, :], rounded, mask=mask)
+        quantized = (values * inverse).to(result.dtype.element_ty)
+        tl.store(result + first + row[:, None] * inputs + column[None, :], quantized, mask=mask)
     else:
-        rounded = (values * tl.div_rn(1.0, tl.load(scale + expert))).to(result.dtype.element_ty)
+        quantized = (values * tl.div_rn(1.0, tl.load(scale + expert))).to(result.dtype.element_ty)
         mask = (column < inputs)[:, None] & (row < outputs)[None, :]
-        tl.store(result + first + column[:, None] * outputs + row[None, :], tl.trans(rounded), mask=mask)
+        tl.store(result + first + column[:, None] * outputs + row[None, :], tl.trans(quantized), mask=mask)
 
 
 # fmt: off
@@ -515,9 +523,9 @@ def _swiglu_kernel(
     ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
     probability = tl.load(probabilities + row, mask=row < count, other=0.0).to(tl.float32)
     values = gates * sigmoid(gates) * ups * probability[:, None]
-    own_scale, inverse = scale_and_inverse(tl.max(get_magnitude_bits(values), 1))
-    rounded = (values * inverse[:, None]).to(data.dtype.element_ty)
-    tl.store(data + row[:, None] * width + column[None, :], rounded, mask=inside)
+    own_scale, inverse = compute_scale_and_inverse(tl.max(get_magnitude_bits(values), 1))
+    quantized = (values * inverse[:, None]).to(data.dtype.element_ty)
+    tl.store(data + row[:, None] * width + column[None, :], quantized, mask=inside)
     tl.store(scale + row, own_scale, mask=row < count)
 
 
@@ -545,7 +553,7 @@ def _swiglu_gradient_kernel(
     gate_grads = grads * ups * (share + silu * (1.0 - share))
     up_grads = grads * silu
     largest = tl.max(tl.maximum(get_magnitude_bits(gate_grads), get_magnitude_bits(up_grads)), 1)
-    own_scale, inverse = scale_and_inverse(largest)
+    own_scale, inverse = compute_scale_and_inverse(largest)
     at = data + row[:, None] * (2 * width) + column[None, :]
     tl.store(at, (gate_grads * inverse[:, None]).to(data.dtype.element_ty), mask=inside)
     tl.store(at + width, (up_grads * inverse[:, None]).to(data.dtype.element_ty), mask=inside)
@@ -572,7 +580,7 @@ def _largest_scale_product_kernel(left_scale, right_scale, ends, scale, STEP: tl
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
-def _transpose_kernel(
+def _scale_and_transpose_kernel(
     left, right, choices, left_scale, right_scale, scale, ends, left_result, right_result, num_experts, left_width,
     right_width, columns, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
@@ -643,7 +651,7 @@ def _multiply_rows_kernel(
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
-def _multiply_groups_kernel(
+def _sum_outer_products_kernel(
     left, right, scale, ends, result, num_experts, down, across, height, width, EXPERTS: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SUMMANDS: tl.constexpr,
 ):

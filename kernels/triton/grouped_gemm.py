@@ -44,14 +44,14 @@ step, 702 TFLOP/s, it gives 596 for 262,144 x 2048 x 1536 with 128 experts, wher
 """
 
 
-def _count_row_product_work(x: Tensor, weight: Tensor) -> float:
+def _estimate_row_product_equivalent_flops(x: Tensor, weight: Tensor) -> float:
     """Return the FLOPs of a large product that takes as long; an expert's last tile of rows is half full."""
     experts, inputs, outputs = weight.shape
     rows = len(x) + experts * blocks.HEIGHT / 2
     return 2.0 * rows * cdiv(outputs, blocks.WIDTH) * blocks.WIDTH * (inputs + TILE_START)
 
 
-def _count_outer_product_work(a: Tensor, b: Tensor, offsets: Tensor) -> float:
+def _estimate_outer_product_equivalent_flops(a: Tensor, b: Tensor, offsets: Tensor) -> float:
     """Return the FLOPs of a large product that takes as long; an expert's last step of rows is half full."""
     height = cdiv(a.shape[1], blocks.HEIGHT) * blocks.HEIGHT
     width = cdiv(b.shape[1], blocks.WIDTH) * blocks.WIDTH
@@ -68,13 +68,13 @@ def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: 
     return apply_grouped_gemm(TRITON, x, weight, offsets, transposed)
 
 
-def multiply_experts_in_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+def multiply_groups_in_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """
     Compute `grouped_gemm_triton`; a row of the result has the same bits among any number of rows.
 
     x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """
-    _check_inputs("multiply_experts_in_fixed_tiles", x, weight)
+    _check_inputs("multiply_groups_in_fixed_tiles", x, weight)
     return apply_grouped_gemm(FIXED_TILES, x, weight, offsets, transposed)
 
 
@@ -96,7 +96,7 @@ def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     fake=_allocate_rows,
     flops=count_row_product_flops,
     scratch=return_zero_scratch_bytes,
-    work=_count_row_product_work,
+    equivalent_flops=_estimate_row_product_equivalent_flops,
 )
 def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_rows(x, weight, offsets)
@@ -157,7 +157,7 @@ def _allocate_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     fake=_allocate_matrices,
     flops=count_outer_product_flops,
     scratch=return_zero_scratch_bytes,
-    work=_count_outer_product_work,
+    equivalent_flops=_estimate_outer_product_equivalent_flops,
 )
 def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     result = _allocate_matrices(a, b, offsets)

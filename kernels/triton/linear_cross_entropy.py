@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from drawloom.kernels.cut_cross_entropy import (
     EXACT,
-    Needs,
+    NeededGradients,
     compute_logit_grad_factors,
     count_logits_bytes,
     multiply_by_token_weights,
@@ -223,7 +223,7 @@ def _recompute_both_gradients(
     grad_weight = ctx.weight_gradient(_recompute_weight_gradient, *inputs) if needs_weight else None
     if not needs_hidden:
         return None, grad_weight
-    grad_hidden, _ = TRITON.backward(hidden, weight, local, lse, grad, grad_lse, EXACT, Needs(True, False))
+    grad_hidden, _ = TRITON.backward(hidden, weight, local, lse, grad, grad_lse, EXACT, NeededGradients(True, False))
     return grad_hidden, grad_weight
 
 
@@ -238,7 +238,7 @@ def _recompute_weight_gradient(
 ) -> Tensor:
     """Compute the weight's gradient from recomputed logits."""
     inputs = hidden, weight, targets, lse, grad, grad_lse
-    _, grad_weight = TRITON.backward(*inputs, EXACT, Needs(False, True))
+    _, grad_weight = TRITON.backward(*inputs, EXACT, NeededGradients(False, True))
     return grad_weight  # type: ignore[return-value]
 
 
@@ -272,7 +272,7 @@ def _compute_losses_and_grad_logits(
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     lse = torch.empty_like(losses)
     logits = hidden @ weight.T
-    _fill_losses_and_lse(logits, targets, losses, lse, None, ignore_index, needed)
+    _fill_losses_and_grad_logits(logits, targets, losses, lse, None, ignore_index, needed)
     return losses, lse, logits if needed else hidden.new_empty(0)
 
 
@@ -321,7 +321,7 @@ def _forward(
     for chunk in _split_token_chunks(len(hidden), len(weight), max_logits):
         part = hidden[chunk]
         logits = part @ weight.T
-        _fill_losses_and_lse(
+        _fill_losses_and_grad_logits(
             logits, targets[chunk], losses[chunk], lse[chunk], factors[chunk], ignore_index, wants_gradients
         )
         if needs_hidden:
@@ -340,7 +340,7 @@ def _split_token_chunks(tokens: int, vocab: int, max_logits: int) -> Iterator[sl
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _fill_losses_and_lse(
+def _fill_losses_and_grad_logits(
     logits: Tensor,
     targets: Tensor,
     losses: Tensor,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.moe import Routes
-from drawloom.kernels.moe_peers import Peers
+from drawloom.kernels.moe_peers import PeerTensors
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.moe_permute import (
     choose_row_constants,
@@ -58,7 +58,7 @@ class PeerExchangeTriton:
         )
 
     @staticmethod
-    def localize_choices(chosen: Peers, first: int, experts: int) -> Tensor:
+    def localize_choices(chosen: PeerTensors, first: int, experts: int) -> Tensor:
         """
         Return the choices of this rank's experts, numbered from 0, int32 (ranks * slots, top_k); other choices are -1.
 
@@ -75,11 +75,11 @@ class PeerExchangeTriton:
         return local
 
     @staticmethod
-    def limit_routes_and_flag_overflow(routes: Routes, room: int, max_rows: Tensor) -> tuple[Routes, Tensor]:
-        """Return routes to at most `room` rows, and a flag, float32 (1,), NaN or 0."""
+    def limit_routes_and_flag_overflow(routes: Routes, row_limit: int, peak_rows: Tensor) -> tuple[Routes, Tensor]:
+        """Return routes to at most `row_limit` rows, and a flag, float32 (1,), NaN or 0."""
         dest_row, source_choice, offsets = routes
         limited, ends = torch.empty_like(dest_row), torch.empty_like(offsets)
-        flag = max_rows.new_empty(1, dtype=torch.float32)
+        flag = peak_rows.new_empty(1, dtype=torch.float32)
         grid = (max(1, cdiv(dest_row.numel(), ENTRIES)),)
         _limit_routes_kernel[grid](
             dest_row,
@@ -87,18 +87,20 @@ class PeerExchangeTriton:
             limited,
             ends,
             flag,
-            max_rows,
+            peak_rows,
             dest_row.numel(),
             len(offsets),
-            room,
+            row_limit,
             ENTRIES=ENTRIES,
             EXPERTS=next_power_of_2(len(offsets)),
             num_warps=4,
         )
-        return Routes(limited, source_choice[:room], ends), flag
+        return Routes(limited, source_choice[:row_limit], ends), flag
 
     @staticmethod
-    def read_rows_and_scalars(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
+    def read_rows_and_scalars(
+        tokens: PeerTensors, scalars: PeerTensors | None, routes: Routes
+    ) -> tuple[Tensor, Tensor | None]:
         """Return (rows, hidden_size) and (rows,) from ranks' tokens (slots, hidden_size), scalars (slots, top_k)."""
         like, (dest_row, source_choice, _) = tokens[0][0], routes
         check_floats("moe_peers by triton", like)
@@ -127,7 +129,7 @@ class PeerExchangeTriton:
 
     @staticmethod
     def read_token_sums_and_scalars(
-        staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
+        staged: PeerTensors, by_choice: PeerTensors | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return (tokens, hidden_size) and (tokens, top_k), from staged (ranks * slots, hidden_size) by rank."""
         like = staged[0][0]
@@ -181,22 +183,22 @@ def _publish_kernel(
 
 # fmt: off
 @cache_launches
-@triton.jit(do_not_specialize=["count", "room"])
+@triton.jit(do_not_specialize=["count", "row_limit"])
 def _limit_routes_kernel(
-    dest_row, offsets, limited, ends, flag, max_rows, count, experts, room,
+    dest_row, offsets, limited, ends, flag, peak_rows, count, experts, row_limit,
     ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
 ):
     # fmt: on
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     row = tl.load(dest_row + entry, mask=entry < count, other=-1)
-    tl.store(limited + entry, tl.where(row < room, row, -1), mask=entry < count)
+    tl.store(limited + entry, tl.where(row < row_limit, row, -1), mask=entry < count)
     if tl.program_id(0) == 0:
         expert = tl.arange(0, EXPERTS)
         end = tl.load(offsets + expert, mask=expert < experts, other=0)
-        tl.store(ends + expert, tl.minimum(end, room), mask=expert < experts)
+        tl.store(ends + expert, tl.minimum(end, row_limit), mask=expert < experts)
         rows = tl.max(end, 0)
-        tl.store(max_rows, tl.maximum(tl.load(max_rows), rows))
-        tl.store(flag, tl.where(rows > room, float("nan"), 0.0))
+        tl.store(peak_rows, tl.maximum(tl.load(peak_rows), rows))
+        tl.store(flag, tl.where(rows > row_limit, float("nan"), 0.0))
 
 
 # fmt: off

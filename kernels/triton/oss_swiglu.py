@@ -7,7 +7,7 @@ from torch.autograd import Function
 
 from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.triton.gate_kernels import CLAMPED, Gate, launch_backward, launch_forward
+from drawloom.kernels.triton.gate_kernels import CLAMPED, Gate, launch_gate_backward, launch_gate_forward
 from drawloom.kernels.triton.primitives import check_floats
 
 
@@ -51,7 +51,7 @@ def _allocate_forward(gate_and_up: Tensor, scale: Tensor | None, alpha: float, l
 )
 def _forward(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
     result = _allocate_forward(gate_and_up, scale, alpha, limit)
-    launch_forward(Gate(CLAMPED, alpha, limit), (*gate_and_up.chunk(2, -1), result), scale)
+    launch_gate_forward(Gate(CLAMPED, alpha, limit), (*gate_and_up.chunk(2, -1), result), scale)
     return result
 
 
@@ -76,5 +76,5 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     grad_both, grad_scale = _allocate_backward(grad, gate_and_up, scale, alpha, limit)
     tensors = (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1))
-    launch_backward(Gate(CLAMPED, alpha, limit), tensors, scale, grad_scale)
+    launch_gate_backward(Gate(CLAMPED, alpha, limit), tensors, scale, grad_scale)
     return grad_both, grad_scale

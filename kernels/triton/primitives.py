@@ -87,11 +87,11 @@ BLOCK, PARTS_PER_STEP = 32, 64
 """Columns that a program sums, 128 bytes of float32 (a cache line), and partial results that it loads at a time."""
 
 
-def reduce_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum parts, float32 (count, width) and contiguous, over the first dimension: (width,) in `dtype`."""
     count, width = parts.shape
     result = parts.new_empty(width, dtype=dtype)
-    _reduce_partials_kernel[(cdiv(width, BLOCK),)](
+    _sum_partials_kernel[(cdiv(width, BLOCK),)](
         parts, result, count, width, BLOCK=BLOCK, PARTS_PER_STEP=PARTS_PER_STEP, num_warps=4, enable_fp_fusion=True
     )
     return result
@@ -99,7 +99,7 @@ def reduce_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache_launches
 @triton.jit(do_not_specialize=["count"])
-def _reduce_partials_kernel(parts, result, count, width, BLOCK: tl.constexpr, PARTS_PER_STEP: tl.constexpr):
+def _sum_partials_kernel(parts, result, count, width, BLOCK: tl.constexpr, PARTS_PER_STEP: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((PARTS_PER_STEP, BLOCK), tl.float32)
     for first in range(0, count, PARTS_PER_STEP):

@@ -18,8 +18,8 @@ from drawloom.kernels.triton.primitives import (
     check_floats,
     contiguous_last_dim,
     next_power_of_2,
-    reduce_partials,
     sm_count,
+    sum_partials,
     unify_angle_strides,
 )
 from drawloom.kernels.triton.qk_norm_rope_kernels import backward_kernel, forward_kernel
@@ -196,8 +196,8 @@ def _backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    grad_q_weight = reduce_partials(parts[:q_programs], q_weight.dtype)
-    return q_result, k_result, grad_q_weight, reduce_partials(parts[q_programs:], k_weight.dtype)
+    grad_q_weight = sum_partials(parts[:q_programs], q_weight.dtype)
+    return q_result, k_result, grad_q_weight, sum_partials(parts[q_programs:], k_weight.dtype)
 
 
 def _divide_programs(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:

@@ -75,7 +75,7 @@ def forward_kernel(
 
 
 @triton.jit
-def _rotate_back_and_norm(
+def _norm_and_rotate_backward(
     grad, x, weight, rstd, cos, sin, result, parts, program, programs, count, tiles, length, grad_row,
     grad_position, grad_head, x_row, x_position, x_head, angle_row, angle_position, HEADS: tl.constexpr,
     PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
@@ -120,7 +120,7 @@ def backward_kernel(
     program = tl.program_id(0)
     parts += program * 2 * PAIRS
     if program < q_programs:
-        _rotate_back_and_norm(
+        _norm_and_rotate_backward(
             q_grad, q, q_weight, q_rstd, cos, sin, q_result, parts,
             program, q_programs, q_count, q_tiles, length,
             q_grad_row, q_grad_position, q_grad_head, q_row, q_position, q_head,
@@ -128,7 +128,7 @@ def backward_kernel(
             Q_HEADS, PAIRS, VECTORS, BLOCK,
         )
     else:
-        _rotate_back_and_norm(
+        _norm_and_rotate_backward(
             k_grad, k, k_weight, k_rstd, cos, sin, k_result, parts,
             program - q_programs, tl.num_programs(0) - q_programs, k_count, k_tiles, length,
             k_grad_row, k_grad_position, k_grad_head, k_row, k_position, k_head,

@@ -16,17 +16,17 @@ from torch.autograd import Function
 
 from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import E4M3, Float8Rows
-from drawloom.kernels.linear_float8 import keep_rounded_rows
+from drawloom.kernels.linear_float8 import attach_quantized_rows
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import NormAndSum
-from drawloom.kernels.triton.float8 import get_magnitude_bits, scale_and_inverse
+from drawloom.kernels.triton.float8 import compute_scale_and_inverse, get_magnitude_bits
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
     next_power_of_2,
-    reduce_partials,
     sm_count,
+    sum_partials,
     view_as_rows,
 )
 
@@ -41,7 +41,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool =
     """Compute rms_norm_eager for float32, bfloat16 and float16: x (..., hidden_size), weight (hidden_size,)."""
     check_floats("rms_norm_triton", x, weight)
     normed, *rows = _RmsNorm.apply(x, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return _keep_rounded_rows(normed, rows)
+    return _attach_quantized_rows_if_any(normed, rows)
 
 
 def add_rms_norm_triton(
@@ -54,14 +54,14 @@ def add_rms_norm_triton(
     """
     check_floats("add_rms_norm_triton", x, residual, weight)
     normed, summed, *rows = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return NormAndSum(_keep_rounded_rows(normed, rows), summed)
+    return NormAndSum(_attach_quantized_rows_if_any(normed, rows), summed)
 
 
-def _keep_rounded_rows(normed: Tensor, rows: list[Tensor]) -> Tensor:
-    """Return the norm, and keep its rounded rows and scales if there are any."""
+def _attach_quantized_rows_if_any(normed: Tensor, rows: list[Tensor]) -> Tensor:
+    """Return the norm, and keep its quantized rows and scales if there are any."""
     data, scale = rows
     if scale.numel():
-        keep_rounded_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
+        attach_quantized_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
     return normed
 
 
@@ -72,12 +72,12 @@ class _RmsNorm(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, float8: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a tensor like x (..., hidden_size), and its rounded rows and scales; weight is (hidden_size,)."""
+        """Return a tensor like x (..., hidden_size), and its quantized rows and scales; weight is (hidden_size,)."""
         normed, _, rstd, *rows = _forward(x, None, weight, eps, zero_centered, float8)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
         ctx.mark_non_differentiable(*rows)
-        ctx.set_materialize_grads(False)  # the rounded rows have none
+        ctx.set_materialize_grads(False)  # the quantized rows have none
         return normed, *rows
 
     @staticmethod
@@ -97,14 +97,14 @@ class _AddRmsNorm(Function):
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool, float8: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """
-        Return the norm and the sum, both like x and residual (..., hidden_size), and the norm's rounded rows and
+        Return the norm and the sum, both like x and residual (..., hidden_size), and the norm's quantized rows and
         scales; weight is (hidden_size,).
         """
         normed, summed, rstd, *rows = _forward(x, residual, weight, eps, zero_centered, float8)
         ctx.save_for_backward(summed, weight, rstd)
         ctx.zero_centered = zero_centered
         ctx.mark_non_differentiable(*rows)
-        ctx.set_materialize_grads(False)  # the rounded rows have none
+        ctx.set_materialize_grads(False)  # the quantized rows have none
         return normed, summed, *rows
 
     @staticmethod
@@ -122,7 +122,7 @@ class _AddRmsNorm(Function):
 def _allocate_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
 ) -> tuple[Tensor, ...]:
-    """Return the norm, the sum if there is a residual, 1 / rms by row, and with `float8` rounded rows and scales."""
+    """Return the norm, the sum if there is a residual, 1 / rms by row, and with `float8` quantized rows and scales."""
     normed = x.new_empty(x.shape)
     summed = x.new_empty(x.shape if residual is not None else 0)
     count, width = (x.shape[:-1].numel(), x.shape[-1]) if float8 else (0, 0)
@@ -227,7 +227,7 @@ def _backward(
         num_warps=_choose_warp_count(tile_rows * block),
         enable_fp_fusion=True,
     )
-    return grad_x, weight.new_empty(0) if parts is None else reduce_partials(parts, weight.dtype)
+    return grad_x, weight.new_empty(0) if parts is None else sum_partials(parts, weight.dtype)
 
 
 def _choose_warp_count(elements: int) -> int:
@@ -262,7 +262,7 @@ def _forward_kernel(
     tl.store(normed + row * width + column, result, mask=inside)
     if data is not None:
         wide = result.to(tl.float32)
-        own_scale, inverse = scale_and_inverse(tl.max(get_magnitude_bits(wide), 1, keep_dims=True))
+        own_scale, inverse = compute_scale_and_inverse(tl.max(get_magnitude_bits(wide), 1, keep_dims=True))
         tl.store(data + row * width + column, (wide * inverse).to(data.dtype.element_ty), mask=inside)
         tl.store(q_scale + row, own_scale, mask=row < count)
 

@@ -7,7 +7,7 @@ from torch.autograd import Function
 
 from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.triton.gate_kernels import SILU, Gate, launch_backward, launch_forward
+from drawloom.kernels.triton.gate_kernels import SILU, Gate, launch_gate_backward, launch_gate_forward
 from drawloom.kernels.triton.primitives import check_floats
 
 SWIGLU = Gate(SILU)
@@ -76,7 +76,7 @@ def _allocate_forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
 )
 def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
     result = _allocate_forward(gate, up, scale)
-    launch_forward(SWIGLU, (gate, up, result), scale)
+    launch_gate_forward(SWIGLU, (gate, up, result), scale)
     return result
 
 
@@ -93,7 +93,7 @@ def _allocate_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | N
 )
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     results = _allocate_backward(grad, gate, up, scale)
-    launch_backward(SWIGLU, (grad, gate, up, *results[:2]), scale, results[2])
+    launch_gate_backward(SWIGLU, (grad, gate, up, *results[:2]), scale, results[2])
     return results
 
 
@@ -110,7 +110,7 @@ def _allocate_halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor |
 )
 def _halves_backward(grad: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     grad_both, grad_scale = _allocate_halves_backward(grad, gate_and_up, scale)
-    launch_backward(SWIGLU, (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
+    launch_gate_backward(SWIGLU, (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
     return grad_both, grad_scale
 
 

@@ -23,11 +23,11 @@ def main() -> int:
     if sys.argv[1:2] == ["run"]:
         from drawloom.components.distributed.guard import guard
 
-        guard.start()  # before any thread exists
+        guard.fork_guard_process()  # before any thread exists
     if "LOCAL_RANK" in os.environ:  # a worker of torchrun
-        from drawloom.components.distributed.parent import exit_after_parent
+        from drawloom.components.distributed.parent import start_exit_with_parent_thread
 
-        exit_after_parent(parent)
+        start_exit_with_parent_thread(parent)
     from drawloom.components.distributed.cpu_threads import shorten_thread_spinning
 
     shorten_thread_spinning(os.environ, os.getloadavg()[0])

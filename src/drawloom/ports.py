@@ -13,6 +13,7 @@ from drawloom.components.ports.adapters import (
     trains_base_weights as trains_base_weights,
 )
 from drawloom.components.ports.cache import (
+    CachedKeys as CachedKeys,
     KeyValueCache as KeyValueCache,
 )
 from drawloom.components.ports.corpus import (
@@ -81,7 +82,7 @@ from drawloom.components.ports.experts import (
     ExpertRouter as ExpertRouter,
     ObserveRouting as ObserveRouting,
     PeerExchange as PeerExchange,
-    Peers as Peers,
+    PeerTensors as PeerTensors,
     Routes as Routes,
     find_routers as find_routers,
     supports_expert_parallel as supports_expert_parallel,
@@ -106,7 +107,7 @@ from drawloom.components.ports.memory import (
     MemoryUser as MemoryUser,
     Ticket as Ticket,
     Transfers as Transfers,
-    memory_by_kind as memory_by_kind,
+    sum_memory_by_kind as sum_memory_by_kind,
 )
 from drawloom.components.ports.memory_policy import (
     MemoryChoice as MemoryChoice,
@@ -118,8 +119,8 @@ from drawloom.components.ports.model import (
     Float8Layer as Float8Layer,
     LinearLayer as LinearLayer,
     QuantizableLayer as QuantizableLayer,
-    quantized_parameter_formats as quantized_parameter_formats,
-    build_known_module as build_known_module,
+    list_quantized_parameter_formats as list_quantized_parameter_formats,
+    build_meta_module_if_known as build_meta_module_if_known,
     BatchContext as BatchContext,
     BatchInvariantKernels as BatchInvariantKernels,
     BufferOwner as BufferOwner,
@@ -191,8 +192,8 @@ from drawloom.components.ports.pipeline import (
     chooses_recompute as chooses_recompute,
     embeds_on_every_rank as embeds_on_every_rank,
     find_loss_module as find_loss_module,
-    make_state_of_batches as make_state_of_batches,
-    sum_losses as sum_losses,
+    create_step_state as create_step_state,
+    sum_losses_and_weights as sum_losses_and_weights,
 )
 from drawloom.components.ports.program import (
     Action as Action,
@@ -225,7 +226,7 @@ from drawloom.components.ports.rollouts import (
     Rollouts as Rollouts,
     RowGrowth as RowGrowth,
     Scored as Scored,
-    policy_logps as policy_logps,
+    compute_policy_logps as compute_policy_logps,
 )
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,
@@ -267,7 +268,7 @@ from drawloom.components.ports.run import (
     describe_cadence_fault as describe_cadence_fault,
     accepts_deferred_factors as accepts_deferred_factors,
     is_due as is_due,
-    event_kinds as event_kinds,
+    list_observed_event_kinds as list_observed_event_kinds,
 )
 from drawloom.components.ports.slices import (
     ModelParameter as ModelParameter,
@@ -290,7 +291,7 @@ from drawloom.components.ports.stages import (
     LOSS as LOSS,
     Parameters as Parameters,
     Recompute as Recompute,
-    ReducedPart as ReducedPart,
+    ReductionUnit as ReductionUnit,
     Shards as Shards,
     SpreadParameters as SpreadParameters,
     Stage as Stage,

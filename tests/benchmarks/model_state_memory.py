@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.components.weights.mapper_ops import identity
 from drawloom.components.weights.save import write_safetensors
@@ -38,7 +38,7 @@ def module() -> nn.Module:
 def write(folder: Path) -> None:
     """Write the checkpoint folder. All values are nonzero, so that the kernel does not share zero pages."""
     tensor = torch.full((2 * SIDE, SIDE), 1.5, dtype=torch.bfloat16)
-    source = InMemory(dict.fromkeys(names(), tensor))
+    source = InMemoryTensors(dict.fromkeys(names(), tensor))
     write_safetensors(folder, source, identity(*names()), max_shard=PER_FILE * tensor.nbytes)
 
 

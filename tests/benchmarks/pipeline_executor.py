@@ -21,7 +21,7 @@ from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.model import BatchContext, LayerRange, TokenContext
-from drawloom.components.ports.pipeline import make_state_of_batches
+from drawloom.components.ports.pipeline import create_step_state
 from drawloom.components.ports.program import iterate_actions
 from drawloom.components.ports.stages import Stage
 from drawloom.graph.problems import Problem
@@ -119,7 +119,7 @@ class World:
     def cast_weights(self, only_if_changed: bool = False) -> None:
         pass
 
-    def hand_over_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         pass
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Tensor:
@@ -156,9 +156,9 @@ def measure_drawloom(name: str) -> tuple[int, float, float]:
     row = torch.zeros(16, 32)
     batches = [TokenBatch(row, row, row, row, row.float())] * MICROBATCHES
     actions = len([*iterate_actions(lower_to_rank_program(schedule.program(RANKS, MICROBATCHES), RANK))])
-    executor.train(make_state_of_batches(batches))
+    executor.run_forward_and_backward(create_step_state(batches))
     with _autograd_timed(clock):
-        return actions, *clock.measure(lambda: executor.train(make_state_of_batches(batches)), actions)
+        return actions, *clock.measure(lambda: executor.run_forward_and_backward(create_step_state(batches)), actions)
 
 
 class _autograd_timed:

@@ -80,7 +80,7 @@ class TorchKernels:
         window: int | None = None,
         part: Any = None,
         cache: KeyValueCache | None = None,
-        whole_rows: bool = False,
+        one_document_per_row: bool = False,
     ) -> Tensor:
         return create_causal_document_mask(documents)
 

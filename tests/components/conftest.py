@@ -23,6 +23,8 @@ class OneRankGroup:
 
     def max(self, tensor: Tensor) -> None: ...
 
+    def raise_if_broken(self) -> None: ...
+
     def gather_json(self, value: Any) -> list[Any]:
         return [value]
 
@@ -34,10 +36,10 @@ class FakeMesh(MeshView):
     sizes: PerDimension = attrs.field(factory=PerDimension)
     indices: PerDimension = attrs.field(factory=PerDimension.of_first_rank)
     world: Any = attrs.field(factory=OneRankGroup)
-    replicas: Any = attrs.field(factory=OneRankGroup)
+    replica_group: Any = attrs.field(factory=OneRankGroup)
 
     def group(self, *dimensions: str) -> Any:
-        return self.replicas if "data_replicate" in dimensions else OneRankGroup()
+        return self.replica_group if "data_replicate" in dimensions else OneRankGroup()
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         raise AssertionError("nothing is sharded")
@@ -49,7 +51,7 @@ class FakeJob:
 
     name: str = "test"
     seed: int = 7
-    path: Path = Path("runs/test")
+    folder_path: Path = Path("runs/test")
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import drawloom.components.contracts as contracts
 import drawloom.components.ports as ports
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.graph.component import is_port
+from drawloom.graph.component import is_port_or_component
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing import check_port
@@ -522,7 +522,7 @@ def all_ports() -> Iterator[type]:
     for module in pkgutil.iter_modules(ports.__path__):
         if not module.ispkg:
             for item in vars(importlib.import_module(f"{ports.__name__}.{module.name}")).values():
-                if is_port(item) and item.__module__.endswith(f".{module.name}"):
+                if is_port_or_component(item) and item.__module__.endswith(f".{module.name}"):
                     yield item
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS
+from drawloom.kernels.attention_cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def attention_by(backend: SDPBackend) -> Attention:
 
 
 def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return CUDNN.attend(q, k, v, WHOLE_ROWS)
+    return CUDNN.attend(q, k, v, ONE_DOCUMENT_PER_ROW)
 
 
 def compute_gradients(attend: Attention, tensors: list[Tensor]) -> list[Tensor]:

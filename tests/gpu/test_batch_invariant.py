@@ -11,13 +11,13 @@ from torch import Tensor
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.layers import LinearHead
-from drawloom.components.ports.rollouts import policy_logps
+from drawloom.components.ports.rollouts import compute_policy_logps
 from drawloom.graph import UserError
 from drawloom.kernels.attention_options import AttentionOptions
-from drawloom.kernels.logsumexp import logsumexp_by_halves
+from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
 from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
 from drawloom.kernels.triton.attention_blocks import BlockMask, attend_in_blocks_triton
-from runs.test_rollouts import LAYOUTS, RECIPE
+from runs.test_rollouts import LAYOUTS, RECIPE, SAMPLED
 from support.gpu import drawloom_run
 from support.processes import run_ranks
 from support.runs import series
@@ -63,9 +63,9 @@ def make_operations(kernels: AutoKernels) -> dict[str, tuple[Callable[..., Tenso
 
     return {
         "experts": (apply_experts, (x, chosen)),
-        "log-sum-exp": (logsumexp_by_halves, ((x[:300] @ table.T).float(),)),
-        "logps": (lambda x, t: policy_logps(x[None], head, t[None], t[None] >= 0, None)[0], (x, ids)),
-        "scaled logps": (lambda x, t: policy_logps(x[None], head, t[None], t[None] >= 0, scale)[0], (x, ids)),
+        "log-sum-exp": (logsumexp_in_fixed_order, ((x[:300] @ table.T).float(),)),
+        "logps": (lambda x, t: compute_policy_logps(x[None], head, t[None], t[None] >= 0, None)[0], (x, ids)),
+        "scaled logps": (lambda x, t: compute_policy_logps(x[None], head, t[None], t[None] >= 0, scale)[0], (x, ids)),
         "up": (lambda x: kernels.linear(x, up), (x,)),
         "down": (lambda x: kernels.linear(x, up.T.contiguous()), (wide,)),
         "embedding": (lambda ids: kernels.embedding(ids, table), (ids,)),
@@ -120,7 +120,7 @@ def test_gradients_are_those_of_the_default_attention(kernels: AutoKernels) -> N
     q, k = torch.randn(2, 200, 8, 64, **GPU), torch.randn(2, 200, 4, 64, **GPU)
     for one in (kernels, plain):
         inputs = [x.clone().requires_grad_() for x in (q, k, k)]
-        mask = one.attention_mask(torch.zeros(2, 200, dtype=torch.int64, device="cuda"), whole_rows=True)
+        mask = one.attention_mask(torch.zeros(2, 200, dtype=torch.int64, device="cuda"), one_document_per_row=True)
         mixed = one.attention(inputs[0], inputs[1], inputs[2], mask)
         grads.append((mixed, *torch.autograd.grad(mixed, inputs, q)))
     torch.testing.assert_close(grads[0][0], grads[1][0], rtol=2e-2, atol=2e-2)
@@ -131,6 +131,21 @@ def test_float32_products_are_refused(kernels: AutoKernels) -> None:
     """cuBLAS's products in float32 depend on the number of rows, so a float32 model is an error with a remedy."""
     with pytest.raises(UserError, match=r"precision\.compute = 'bfloat16'"):
         kernels.linear(torch.ones(2, 8, device="cuda"), torch.ones(4, 8, device="cuda"))
+
+
+@pytest.mark.parametrize("kernels_are_invariant", [True, False])
+def test_cuda_graphs_draw_the_same_completions(tmp_path: Path, kernels_are_invariant: bool) -> None:
+    """GRPO with a CUDA graph for passes over one token has the bits of passes launched kernel by kernel."""
+    (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
+    invariant = str(kernels_are_invariant).lower()
+    words = (f"kernels.batch_invariant={invariant}", f"rollouts.exact={invariant}", "randomness.deterministic=true")
+    rows = []
+    for capture in ("false", "true"):
+        name = f"capture_{capture}"
+        outcome = drawloom_run(tmp_path, "tiny.toml", *SIZES, *words, f"run.name={name}", f"stages.capture={capture}")
+        assert outcome.code == 0, outcome.text
+        rows.append(series(tmp_path / "runs" / name, *SAMPLED, "sampler_difference", "ratio"))
+    assert rows[0] == rows[1]
 
 
 EXPERTS = "num_experts = 8\nnum_experts_per_tok = 2\nmoe_intermediate_size = 256\n"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drawloom.graph.cli.main import main
 from drawloom.graph.project import Project
-from drawloom.graph.toml.emit import dump_key, dumps
+from drawloom.graph.toml.emit import dump_key, dump_toml
 from support.golden import FAULTY, GOOD
 from support.made_up import recipes
 
@@ -35,7 +35,7 @@ def as_toml(data: dict[str, Any]) -> str:
         nodes = table if "use" not in table else {"": table}
         for member, node in nodes.items():
             lines += [f"[{dump_key(name)}{f'.{dump_key(member)}' if member else ''}]"]
-            lines += [f"{dump_key(k)} = {dumps(v)}" for k, v in node.items()]
+            lines += [f"{dump_key(k)} = {dump_toml(v)}" for k, v in node.items()]
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.layers import Table
 from drawloom.graph.registry.spec import read_spec
-from drawloom.graph.schema import make_setting_schema, recipe_schema
+from drawloom.graph.schema import make_recipe_schema, make_setting_schema
 from drawloom.graph.types.structure import ValueConverter
 from support.golden import FAULTY
 from support.made_up import SETTINGS
@@ -87,7 +87,7 @@ UNSEEN = {
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
     """Return a validator for the schema of all shipped components and nodes."""
-    schema = recipe_schema(PROJECT.registry, PROJECT.components_by_node())
+    schema = make_recipe_schema(PROJECT.registry, PROJECT.components_by_node())
     Draft7Validator.check_schema(schema)
     return Draft7Validator(schema)
 

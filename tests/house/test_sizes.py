@@ -68,4 +68,4 @@ def test_every_size_has_an_upper_bound() -> None:
 def test_check_rejects_sizes_beyond_any_machine(words: list[str]) -> None:
     """`check` rejects the value with a message that has the value and the largest allowed one."""
     with pytest.raises(RecipeError, match=r"1000000000000 is more than \d+ \(DL303\)"):
-        Recipe.load("first_run", *words).check(elsewhere=True)
+        Recipe.load("first_run", *words).check(skip_machine_checks=True)

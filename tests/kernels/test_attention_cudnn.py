@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drawloom.kernels.attention import attention_eager, create_causal_document_mask
-from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS
+from drawloom.kernels.attention_cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels
 
@@ -22,7 +22,7 @@ def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> Non
         for count in (heads, kv_heads, kv_heads)
     )
     actual, expected = (
-        CUDNN.attend(q, k, v, WHOLE_ROWS),
+        CUDNN.attend(q, k, v, ONE_DOCUMENT_PER_ROW),
         attention_eager(q, k, v, create_causal_document_mask(documents)),
     )
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
@@ -37,9 +37,9 @@ def test_packed_rows_and_windows_use_flex_attention() -> None:
     kernels = cpu_kernels()
     kernels._functions_by_operation["attention"] = CUDNN
     documents = torch.tensor([[0] * 30 + [1] * 34, [0] * 64], device=DEVICE)
-    assert kernels.attention_mask(documents[1:], whole_rows=True) is WHOLE_ROWS
+    assert kernels.attention_mask(documents[1:], one_document_per_row=True) is ONE_DOCUMENT_PER_ROW
     for ids, window, whole in ((documents, None, False), (documents[1:], 5, True)):
-        mask = kernels.attention_mask(ids, window, whole_rows=whole)
+        mask = kernels.attention_mask(ids, window, one_document_per_row=whole)
         q = torch.randn(len(ids), 64, 2, 16, device=DEVICE)
         with torch.no_grad():
             actual = CUDNN.attend(q, q, q, mask)
@@ -50,5 +50,5 @@ def test_packed_rows_and_windows_use_flex_attention() -> None:
 def test_the_compiler_traces_whole_rows() -> None:
     """A compiled block computes attention of whole rows in one graph, with the same result."""
     q = torch.randn(2, 64, 2, 16, device=DEVICE)
-    compiled = torch.compile(lambda x: CUDNN.attend(x, x, x, WHOLE_ROWS), fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(q), CUDNN.attend(q, q, q, WHOLE_ROWS), atol=1e-5, rtol=1e-5)
+    compiled = torch.compile(lambda x: CUDNN.attend(x, x, x, ONE_DOCUMENT_PER_ROW), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), CUDNN.attend(q, q, q, ONE_DOCUMENT_PER_ROW), atol=1e-5, rtol=1e-5)

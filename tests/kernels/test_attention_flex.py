@@ -6,7 +6,7 @@ import torch
 from drawloom.kernels.attention import EAGER, AttentionImplementation, attention_eager, create_causal_document_mask
 from drawloom.kernels.attention_cudnn import CUDNN
 from drawloom.kernels.attention_flash import VARLEN
-from drawloom.kernels.attention_flex import FLEX, _convert_to_dense_mask, attention_flex, block_mask
+from drawloom.kernels.attention_flex import FLEX, _convert_to_dense_mask, attention_flex, create_document_block_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -20,7 +20,7 @@ def test_flex_attention_equals_eager(length: int, kv_heads: int, heads: int, oft
     document_ids = (torch.rand(2, length) < often).cumsum(1)
     q, k, v = (torch.randn(2, length, count, 8) for count in (heads, kv_heads, kv_heads))
     with torch.no_grad():
-        actual = attention_flex(q, k, v, block_mask(document_ids))
+        actual = attention_flex(q, k, v, create_document_block_mask(document_ids))
     torch.testing.assert_close(
         actual, attention_eager(q, k, v, create_causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
     )
@@ -34,7 +34,7 @@ def test_options_and_sinks_equal_eager(softcap: float | None, has_sinks: bool) -
     q, k, v = torch.randn(2, 150, 4, 8), torch.randn(2, 150, 2, 8), torch.randn(2, 150, 2, 5)
     options, sinks = AttentionOptions(0.7, softcap), torch.randn(4) if has_sinks else None
     with torch.no_grad():
-        actual = attention_flex(q, k, v, block_mask(document_ids, 20), options, sinks)
+        actual = attention_flex(q, k, v, create_document_block_mask(document_ids, 20), options, sinks)
     expected = attention_eager(q, k, v, create_causal_document_mask(document_ids, 20), options, sinks)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -44,7 +44,7 @@ def test_document_ids_can_be_in_any_order() -> None:
     document_ids = torch.tensor([7, 3, 9, 3, 1]).repeat_interleave(60)[None]
     q, k, v = (torch.randn(1, 300, 2, 8) for _ in "qkv")
     with torch.no_grad():
-        actual = attention_flex(q, k, v, block_mask(document_ids))
+        actual = attention_flex(q, k, v, create_document_block_mask(document_ids))
     torch.testing.assert_close(
         actual, attention_eager(q, k, v, create_causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
     )
@@ -53,7 +53,7 @@ def test_document_ids_can_be_in_any_order() -> None:
 def test_fully_masked_blocks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """With documents of two blocks, a block attends to itself in part, and to its document's first block in full."""
     monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
-    mask = block_mask(torch.arange(3).repeat_interleave(32)[None])
+    mask = create_document_block_mask(torch.arange(3).repeat_interleave(32)[None])
     assert mask.kv_num_blocks.flatten().tolist() == [1] * 6
     assert mask.full_kv_num_blocks is not None
     assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1] * 3
@@ -80,7 +80,7 @@ def test_block_mask_equals_the_dense_mask(window: int | None, monkeypatch: pytes
     """By token and by block, the block mask allows the same keys as the eager implementation's mask."""
     monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
     document_ids = (torch.rand(2, 304) < 0.02).cumsum(1)
-    mask, dense = block_mask(document_ids, window), create_causal_document_mask(document_ids, window)
+    mask, dense = create_document_block_mask(document_ids, window), create_causal_document_mask(document_ids, window)
     assert torch.equal(_convert_to_dense_mask(mask), dense)
     blocks = dense.view(2, 19, 16, 19, 16).transpose(2, 3)
     assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
@@ -98,7 +98,7 @@ def test_heads_too_small_for_torch_are_computed() -> None:
     document_ids = (torch.rand(2, 300) < 0.02).cumsum(1).cuda()
     q, k, v = (torch.randn(2, 300, 4, 8, device="cuda", requires_grad=True) for _ in "qkv")
     actual, expected = (
-        attention_flex(q, k, v, block_mask(document_ids)),
+        attention_flex(q, k, v, create_document_block_mask(document_ids)),
         attention_eager(q, k, v, create_causal_document_mask(document_ids)),
     )
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
@@ -112,7 +112,7 @@ def test_compiled_gradients_equal_eager(kv_heads: int) -> None:
     q = torch.randn(2, 300, 4, 64, device="cuda", requires_grad=True)
     k, v = (torch.randn(2, 300, kv_heads, 64, device="cuda", requires_grad=True) for _ in "kv")
     actual, expected = (
-        attention_flex(q, k, v, block_mask(document_ids)),
+        attention_flex(q, k, v, create_document_block_mask(document_ids)),
         attention_eager(q, k, v, create_causal_document_mask(document_ids)),
     )
     torch.testing.assert_close(actual, expected, atol=0.01, rtol=0.01)
@@ -128,7 +128,7 @@ def test_some_queries_get_their_rows_of_the_mask(window: int | None, monkeypatch
     queries = torch.cat([torch.arange(24), torch.arange(104, 128)])
     dense = create_causal_document_mask(document_ids, window)[:, :, queries]
     assert torch.equal(create_causal_document_mask(document_ids, window, queries), dense)
-    mask = block_mask(document_ids, window, queries)
+    mask = create_document_block_mask(document_ids, window, queries)
     assert torch.equal(_convert_to_dense_mask(mask), dense)
     q, k, v = (torch.randn(2, 128, 2, 8) for _ in "qkv")
     with torch.no_grad():

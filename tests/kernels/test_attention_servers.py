@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.attention import Attend, attention_eager, create_causal_document_mask
-from drawloom.kernels.attention_cudnn import CUDNN, WHOLE_ROWS, choose_whole_rows_implementation
+from drawloom.kernels.attention_cudnn import CUDNN, ONE_DOCUMENT_PER_ROW, choose_one_document_implementation
 from drawloom.kernels.attention_flash import attention_flash, compute_document_offsets, why_not_flash
-from drawloom.kernels.attention_flex import FLEX, block_mask
+from drawloom.kernels.attention_flex import FLEX, create_document_block_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -75,7 +75,7 @@ def test_rows_of_one_document_go_where_the_table_says(case: str, monkeypatch: py
     for has_cudnn in (True, False):
         uses_cudnn = has_cudnn and width <= 192
         monkeypatch.setattr(f"{module}.can_use_cudnn_attention", lambda params, used=uses_cudnn: used)
-        server = choose_whole_rows_implementation(q, k, v, options, torch.zeros(4) if has_sinks else None)  # type: ignore[arg-type]
+        server = choose_one_document_implementation(q, k, v, options, torch.zeros(4) if has_sinks else None)  # type: ignore[arg-type]
         names = {"cudnn": "cuDNN", "torch": "torch's own choice"}
         assert names.get(server, server) == (first if uses_cudnn else then or first)
 
@@ -116,8 +116,8 @@ def test_servers_equal_attention_over_all_scores(case: str, deterministic: bool)
     packed = (torch.rand(2, 300, device="cuda") < 0.02).cumsum(1)
     seed = torch.randn(*q.shape[:3], v.shape[3], device="cuda").bfloat16()
     runs: list[tuple[Attend, Any, Tensor]] = [
-        (CUDNN.attend, WHOLE_ROWS, whole),
-        (FLEX.attend, block_mask(packed, 40), packed),
+        (CUDNN.attend, ONE_DOCUMENT_PER_ROW, whole),
+        (FLEX.attend, create_document_block_mask(packed, 40), packed),
     ]
     if read_table()[case][2] != "–":
         runs += [(attention_flash, None, whole), (attention_flash, compute_document_offsets(packed, 40), packed)]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from drawloom.kernels.attention import attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import AttentionOptions
-from drawloom.kernels.attention_sinks import Statistics, attend_with_statistics
+from drawloom.kernels.attention_sinks import SoftmaxStatistics, attend_with_optional_sinks
 
 aten = torch.ops.aten
 
@@ -17,13 +17,13 @@ class CpuFlash:
     def __init__(self, scale: float | None) -> None:
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
         swapped = (x.transpose(1, 2) for x in (q, k, v))
         mixed, lse = aten._scaled_dot_product_flash_attention_for_cpu(*swapped, 0.0, True, scale=self.scale)
-        return mixed.transpose(1, 2), Statistics(lse.transpose(1, 2), (q.new_empty(0), q.new_empty(0)))
+        return mixed.transpose(1, 2), SoftmaxStatistics(lse.transpose(1, 2), (q.new_empty(0), q.new_empty(0)))
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: Statistics
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: SoftmaxStatistics
     ) -> tuple[Tensor, Tensor, Tensor]:
         swapped = (x.transpose(1, 2) for x in (grad, q, k, v, mixed, statistics.lse))
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*swapped, 0.0, True, scale=self.scale)
@@ -37,7 +37,7 @@ def test_given_statistics_make_gradients_exact(has_sinks: bool, scale: float | N
     """A kernel without sinks, given the new result and statistics, has all gradients of attention with sinks."""
     q, k, v = (torch.randn(2, 11, 3, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
     sinks = torch.tensor([-3.0, 0.5, 20.0], dtype=torch.float64, requires_grad=True) if has_sinks else None
-    actual = attend_with_statistics(CpuFlash(scale), q, k, v, sinks)
+    actual = attend_with_optional_sinks(CpuFlash(scale), q, k, v, sinks)
     mask = create_causal_mask(11, 11, None, q.device)
     expected = attention_eager(q, k, v, mask, AttentionOptions(scale), sinks)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
@@ -50,7 +50,7 @@ def test_given_statistics_make_gradients_exact(has_sinks: bool, scale: float | N
 def test_frozen_sinks_get_no_gradient() -> None:
     """Queries get a gradient if sinks do not require one."""
     q = torch.randn(1, 4, 2, 8, dtype=torch.float64, requires_grad=True)
-    mixed = attend_with_statistics(CpuFlash(None), q, q, q, torch.zeros(2, dtype=torch.float64))
+    mixed = attend_with_optional_sinks(CpuFlash(None), q, q, q, torch.zeros(2, dtype=torch.float64))
     assert bool(torch.autograd.grad(mixed.sum(), q)[0].abs().sum() > 0)
 
 
@@ -61,7 +61,7 @@ def test_attention_with_statistics_compiles_without_breaks() -> None:
     sinks = torch.zeros(2, dtype=torch.float64, requires_grad=True)
 
     def attend(q: Tensor, sinks: Tensor) -> Tensor:
-        return attend_with_statistics(CpuFlash(0.3), q, q * 2, q * 3, sinks)
+        return attend_with_optional_sinks(CpuFlash(0.3), q, q * 2, q * 3, sinks)
 
     runs = []
     for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):

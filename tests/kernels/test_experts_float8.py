@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
-from drawloom.kernels.experts_float8 import KeptExperts, expert_rows_float8, experts_float8
+from drawloom.kernels.experts_float8 import CachedFloat8Experts, expert_rows_float8, experts_float8
 from drawloom.kernels.grouped_float8 import EAGER
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.moe import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
@@ -148,7 +148,7 @@ def test_deferred_recomputed_and_kept_gradients_have_the_same_bits() -> None:
         torch.autograd.grad(call_with_recomputation(function, *leaves), leaves, grad), expected[1:], strict=True
     ):
         assert torch.equal(left, right)
-    kept = [KeptExperts([weight]) for weight in leaves[2:]]
+    kept = [CachedFloat8Experts([weight]) for weight in leaves[2:]]
     addresses = [operation.rows.data.data_ptr() for operation in kept]
     for left, right in zip(gradients(function, *leaves, grad=grad), expected, strict=True):
         assert torch.equal(left, right)

@@ -7,7 +7,7 @@ from drawloom.kernels.float8_message import pack_weights, unpack_weights
 from support.kernels import DEVICE
 
 
-def test_messages_bring_rounded_weights_and_take_half_the_bytes() -> None:
+def test_messages_bring_quantized_weights_and_take_half_the_bytes() -> None:
     """
     Every rank's rows arrive as their rounded numbers, other weights bit by bit, and rounding them again changes
     nothing; non-finite numbers stay visible.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
 from drawloom.kernels.float8 import E4M3, EAGER, EagerFloat8, Float8Rows
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.linear_float8 import KeptWeights, linear_float8, linears_float8, mlp_float8
+from drawloom.kernels.linear_float8 import CachedFloat8Weights, linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.recompute import Selective, call_recomputable, call_with_recomputation
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.swiglu import swiglu_eager
@@ -60,7 +60,7 @@ def gradients(layer: object, *leaves: Tensor, grad: Tensor) -> tuple[Tensor, ...
     return (y, *torch.autograd.grad(y, leaves, grad))
 
 
-def test_forward_pass_multiplies_rounded_rows() -> None:
+def test_forward_pass_multiplies_quantized_rows() -> None:
     """The result is the float64 product of the rounded operands, rounded to bfloat16 once."""
     x, weight = draw(TOKENS, INPUTS), draw(OUTPUTS, INPUTS, scale=0.02)
     exact = quantize(x.detach().double(), 1) @ quantize(weight.detach().double(), 1).t()
@@ -155,13 +155,13 @@ def test_kept_weights_have_the_bits_of_weights_rounded_in_every_pass(layer: Call
     plain = draw_network()[: {linear_float8_eager: 1, side_by_side: 2, network: 3}[layer]]
     kept = [weight.detach().clone().requires_grad_() for weight in plain]
     groups = [kept[:2], kept[2:]] if layer is network else [kept]
-    operations = [KeptWeights(group) for group in groups]
+    operations = [CachedFloat8Weights(group) for group in groups]
     for update in ("none", "counted", "silent"):
         for weight in (*plain, *kept) if update != "none" else ():
             with torch.no_grad():
                 weight.mul_(0.7) if update == "counted" else weight.data.mul_(0.7)
         for operation in operations if update == "silent" else ():
-            operation.round_again()
+            operation.requantize()
         x, addresses = draw(TOKENS, INPUTS), [operation.rows.data.data_ptr() for operation in operations]
         y = layer(x, *plain)
         grad = torch.randn_like(y)
@@ -173,7 +173,7 @@ def test_kept_weights_have_the_bits_of_weights_rounded_in_every_pass(layer: Call
         assert all(operation.is_current for operation in operations)
 
 
-def test_norms_hand_on_their_rounded_rows() -> None:
+def test_norms_hand_on_their_quantized_rows() -> None:
     """Layers after a norm that rounds its result do not round it again, and have the same bits."""
     x, norm, weight = draw(TOKENS, INPUTS), draw(INPUTS), draw(OUTPUTS, INPUTS)
     results = []
@@ -185,7 +185,7 @@ def test_norms_hand_on_their_rounded_rows() -> None:
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
-def test_rounded_rows_do_not_live_as_long_as_their_input() -> None:
+def test_quantized_rows_do_not_live_as_long_as_their_input() -> None:
     """Inputs that autograd keeps for adapters keep no rounded copies, except the two inputs that were used last."""
     kernels, weight = CountedFloat8(), draw(OUTPUTS, INPUTS).detach()
     inputs = [draw(TOKENS, INPUTS) for _ in range(5)]

@@ -87,7 +87,7 @@ def _state(nodes: Mapping[str, Any]) -> dict[str, Any]:
 def _take_steps(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str, Any]]:
     """Take two steps with every optimizer and mesh-independent gradients, and return this rank's weights."""
     weights_by_optimizer: dict[str, dict[str, Any]] = {}
-    slices = stages.slices()
+    slices = stages.parameter_slices()
     before = {name: part.detach().clone() for name, part in stages.named_parameters()}
     for kind, use in OPTIMIZERS.items():
         more = {"job": pipelines.Job(), "device": device} if kind == "stochastic" else {}

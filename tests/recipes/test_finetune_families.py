@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.transformers_types import default_config
 from drawloom.components.model.auto import FAMILIES
-from drawloom.components.model.fallback.build import build_model
+from drawloom.components.model.fallback.build import build_transformers_model
 from drawloom.components.model.fallback.shrink import shrink_config
 from support.chat import tokenizer_folder
 from support.runs import drawloom
@@ -36,7 +36,7 @@ def folder_of(model_type: str, folder: Path) -> Path:
     width = {"head_dim": 16} if model_type in HEAD_DIM_IN_FILES else {}
     if "text_config" in values:
         values["text_config"] |= ids
-    model = build_model(type(config).from_dict(values | dropout | ids | width), "eager", experts="eager")
+    model = build_transformers_model(type(config).from_dict(values | dropout | ids | width), "eager", experts="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)

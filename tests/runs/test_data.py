@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.storage.step_log import encode_row, read_steps
+from drawloom.components.storage.step_log import encode_row, read_step_log
 from support.runs import drawloom, write_corpus
 from support.stores import damage
 
@@ -56,7 +56,7 @@ def test_tokens_are_counted_by_source(folder: Path) -> None:
 
 
 def read_lines(path: Path) -> list[Any]:
-    return [line.row for line in read_steps(path)[0]]
+    return [line.row for line in read_step_log(path)[0]]
 
 
 def test_the_audit_passes_a_run_that_saw_its_planned_rows(folder: Path) -> None:

@@ -84,7 +84,8 @@ class LayerFiles:
 
     def run_after_training(self, step: int) -> None:
         for stage in self.stages.local:
-            layers = sorted({name.split(".")[2] for name, _ in stage.named_parameters() if ".layers." in name})
+            names = [name for name, _ in stage.named_masters_or_parameters() if ".layers." in name]
+            layers = sorted({name.split(".")[2] for name in names})
             Path(f"stage-{stage.index}.txt").write_text(" ".join(layers))
 '''
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.pipeline import sum_losses
+from drawloom.components.ports.pipeline import sum_losses_and_weights
 from drawloom.graph.project import Recipe
 from support.chat import tokenizer_folder
 from support.observers_of_runs import TINY
@@ -55,7 +55,7 @@ def run_our_step(
             torch.nn.init.normal_(parameter, std=0.2, generator=generator)
         rows = objects["packing"]
         state = train(objects["executor"], [rows.batch("train", range(rows.count_rows("train")))])
-        total, weight = sum_losses(state)
+        total, weight = sum_losses_and_weights(state)
         gradients = {name: tensor.grad / weight for name, tensor in named.items() if tensor.grad is not None}
         documents = objects["tokens"].documents("train")
         texts = [documents.read(number, 0, length) for number, length in enumerate(documents.lengths)]

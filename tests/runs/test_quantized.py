@@ -82,13 +82,29 @@ def read_losses(folder: Path, name: str) -> list[float]:
 
 
 def test_a_resumed_run_has_the_bits_of_a_whole_one(folder: Path) -> None:
-    """A resumed run and a recomputing run quantize the base again, and equal the uninterrupted run bit for bit."""
+    """
+    A resumed run, and a recomputing run that streams weights, quantize the base again, and equal the uninterrupted run
+    bit for bit.
+    """
     whole = series(folder / "runs/one", *LEARNED)
     train(folder, "parts")
     take_back(folder / "runs/parts", 2)
     train(folder, "parts")
-    train(folder, "blocks", "stages.recompute=blocks")
+    train(folder, "blocks", "stages.recompute=blocks", "stages.stream_frozen=true")
     assert series(folder / "runs/parts", *LEARNED) == whole == series(folder / "runs/blocks", *LEARNED)
+
+
+def test_a_streamed_base_in_the_compute_dtype_leaves_no_trace(folder: Path) -> None:
+    """Losses and the merged export have the bits of a resident base, read from the same folder, also on a pipeline."""
+    words = "precision.frozen=compute", "mesh.pipeline=2", "trainer.on_finish=['@export']"
+    for name, streams in (("resident", "false"), ("streamed", "true")):
+        train(folder, name, *words, f"stages.stream_frozen={streams}", ranks=2)
+    assert series(folder / "runs/streamed", *LEARNED) == series(folder / "runs/resident", *LEARNED)
+    resident, streamed = (
+        [path.read_bytes() for path in sorted((folder / f"runs/{name}/export").glob("*.safetensors"))]
+        for name in ("resident", "streamed")
+    )
+    assert resident == streamed and len(resident) == 2
 
 
 MESHES = {

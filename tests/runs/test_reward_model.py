@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.feedback import encode_prompt_and_answer
+from drawloom.components.data.feedback import encode_prompt_completion_row
 from support.chat import open_tokenizer, tokenizer_folder
 from support.runs import QWEN3, drawloom, series
 
@@ -69,8 +69,8 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
     assert sum(is_right) > 0.7 * len(is_right)
     export = tmp_path / "runs/one/export"
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
-    with closing(ChatTemplate(tokenizer.chat_template, tokenizer.template_tokens)) as template:
-        encoded = [encode_prompt_and_answer(tokenizer, answer, template).ids.tolist() for answer in answers[:4]]
+    with closing(ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_by_name)) as template:
+        encoded = [encode_prompt_completion_row(tokenizer, answer, template).ids.tolist() for answer in answers[:4]]
     for ids, score in zip(encoded, scores["1"], strict=False):
         assert model(torch.tensor([ids])).logits.tolist() == [[pytest.approx(score, rel=1e-4, abs=1e-5)]]
     assert model.config.id2label == {0: "reward"}

@@ -71,7 +71,7 @@ def test_figures_equal_other_implementations(
     assert run.bubble_fraction == pytest.approx(1 - ideal / makespan) and run.span_bubble_fraction == pytest.approx(
         1 - ideal / span
     )
-    assert (max(run.peak_activations), max(run.peak_live_weights)) == (live, weights)
+    assert (max(run.peak_activations), max(run.peak_microbatches_in_flight)) == (live, weights)
     assert late is None or simulate(program, LATE).bubble_fraction == pytest.approx(late, abs=6e-4)
 
 
@@ -169,8 +169,8 @@ def test_memory_follows_its_formulas() -> None:
         weights = live | {"zero_bubble_1p": [p] * p, "zero_bubble_h2": [2 * p - 1] * p}
         for name, peaks in live.items():
             run = simulate(schedule(name).program(p, m), Costs())
-            assert run.peak_activations == peaks and run.peak_live_weights == weights[name], (name, p, m)
-        assert max(simulate(schedule("v_half").program(p, m), Costs()).peak_live_weights) <= p + 2
+            assert run.peak_activations == peaks and run.peak_microbatches_in_flight == weights[name], (name, p, m)
+        assert max(simulate(schedule("v_half").program(p, m), Costs()).peak_microbatches_in_flight) <= p + 2
         assert max(simulate(schedule("v_min").program(p, m), Costs()).peak_activations) == 2 * (p // 3 + 1)
 
 
@@ -181,4 +181,4 @@ def test_schedules_that_know_the_latency_are_faster_in_the_same_memory(
     """With messages of 0.25, V-Half takes 1 % more than its authors' schedule for this latency (221)."""
     assert simulate(schedule(name).program(8, 32), LATE).makespan == published
     run = simulate(schedule(name, comm=0.25).program(8, 32), LATE)
-    assert run.makespan <= late and max(run.peak_live_weights) <= memory
+    assert run.makespan <= late and max(run.peak_microbatches_in_flight) <= memory

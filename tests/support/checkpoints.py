@@ -59,11 +59,11 @@ class SingleRankMesh(MeshView):
     """A mesh of one rank in every dimension."""
 
     world: Group = attrs.field(factory=SingleProcess)
-    replicas: Group = attrs.field(factory=SingleProcess)
+    replica_group: Group = attrs.field(factory=SingleProcess)
 
     def group(self, *dimensions: str) -> Group:
         """Return a group of one rank, or with replicas the given group."""
-        return self.replicas if "data_replicate" in dimensions else SingleProcess()
+        return self.replica_group if "data_replicate" in dimensions else SingleProcess()
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         """Return None: nothing is sharded."""
@@ -106,7 +106,7 @@ def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None,
         mesh=mesh or SingleRankMesh(),
         processes=processes,
         states=Every(states),
-        growing=Every({name: node for name, node in grown.items() if hasattr(node, "forecast_state")}),
+        growing=Every({name: node for name, node in grown.items() if hasattr(node, "forecast_state_after_first_step")}),
         records=Every(settings.pop("records", {})),
         recipe=recipe,
         **settings,

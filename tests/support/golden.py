@@ -36,7 +36,7 @@ def resolve_recipe(recipe: Path) -> str:
     """Return the resolved text of a valid recipe."""
     project, words = project_of(recipe), split_off_overrides(_directive(recipe, "arguments").split())[1]
     with _beside(recipe):
-        graph = project.graph(project.load(recipe.name, words=words))
+        graph = project.graph(project.load(recipe.name, overrides=words))
         if graph.problems:
             raise RecipeError(graph.problems)
         return resolve(graph).text

@@ -204,7 +204,7 @@ def losses() -> Iterator[tuple[str, Launch]]:
     for factors in (None, numbers[:4]):
         yield (
             f"linear_cross_entropy{'' if factors is None else ' in chunks'}",
-            lambda f=factors: linear_cross_entropy._fill_losses_and_lse(
+            lambda f=factors: linear_cross_entropy._fill_losses_and_grad_logits(
                 logits, targets[:4], numbers[:4], numbers[:4], f, -100, True
             ),
         )
@@ -291,7 +291,7 @@ def casts() -> Iterator[tuple[str, Launch]]:
     for width in (3072, 4096):
         both, grad, factor = empty(64, 2 * width), empty(64, width), empty(2 * width, dtype=FLOAT)
         yield f"float8 swiglu {width}", lambda b=both: float8._quantize_swiglu(b)
-        yield f"float8 quantize {width}", lambda g=grad: float8._quantize(g)
+        yield f"float8 quantize {width}", lambda g=grad: float8._quantize_rows(g)
         for scale in (None, empty(64, dtype=FLOAT)):
             name = f"{width}{' by rows' if scale is None else ''}"
             yield (
@@ -327,7 +327,7 @@ def casts() -> Iterator[tuple[str, Launch]]:
             lambda f=fast: grouped_float8._multiply_rows(rows, scale, rounded, by_expert, ends, f),
         )
     factors = empty(384, 2560, dtype=E4M3), empty(1024, 2560, dtype=E4M3)
-    yield "float8 experts' gradients", lambda: grouped_float8._multiply_groups(*factors, by_expert, ends)
+    yield "float8 experts' gradients", lambda: grouped_float8._sum_outer_products(*factors, by_expert, ends)
 
 
 def recurrences() -> Iterator[tuple[str, Launch]]:

@@ -94,7 +94,7 @@ class Small:
             microbatches = batches(2)
             step.state.clear_for_new_step(len(microbatches), STEP_SPECS)
             step.state["batches"] = microbatches
-            executor.train(step.state)
+            executor.run_forward_and_backward(step.state)
             if step.index in self.bad:
                 gradient = next(
                     parameter.grad for _, parameter in stages.named_parameters() if parameter.grad is not None

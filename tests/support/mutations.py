@@ -40,7 +40,7 @@ def no_rename() -> None:
     """Write a checkpoint in place."""
 
     def begin(checkpoint: Path) -> None:
-        durable_files.remove_folder(checkpoint)
+        durable_files.remove_file_or_folder(checkpoint)
         checkpoint.mkdir()
 
     def commit(_temp: Path, checkpoint: Path, manifest: Manifest) -> None:
@@ -51,7 +51,7 @@ def no_rename() -> None:
         return
 
     put(writing, "TEMP", "")
-    put(writing, "create_empty_temporary_folder", begin)
+    put(writing, "remove_leftovers_and_create_folder", begin)
     put(writing, "commit_folder", commit)
     put(writing, "_remove_leftovers", nothing)
 

@@ -46,7 +46,7 @@ from support.metrics import MESH, combine, measure, step_of
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
 Values = Mapping[str, Any]
-JOB = {"name": "test", "seed": 7, "path": Path("runs/test")}
+JOB = {"name": "test", "seed": 7, "folder_path": Path("runs/test")}
 
 
 def program(use: str, values: Values, _place: Path) -> Any:
@@ -56,7 +56,7 @@ def program(use: str, values: Values, _place: Path) -> Any:
     schedule = build(use, **values)
     actions, outer = schedule.program(4, 8), isinstance(schedule, OuterLayersSchedule)
     policies = actions.recompute, actions.offloaded
-    return format_program_csv(actions), policies, schedule.count_layers_in_all_stages(4, 99) if outer else 99
+    return format_program_csv(actions), policies, schedule.get_pipelined_layer_count(4, 99) if outer else 99
 
 
 def scaling_of(use: str, values: Values, _place: Path) -> Any:
@@ -69,7 +69,7 @@ def model_of(use: str, values: Values, _place: Path) -> Any:
     model = build(use, kernels=cpu_kernels(), **values)
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
-        model.initialise(name, parameter.data, 1)
+        model.initialize_parameter(name, parameter.data, 1)
     tokens = torch.arange(40).reshape(2, 20) % 29
     shared = TokenContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
 
@@ -170,7 +170,7 @@ class _TwoParameters:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("layers.0.weight", self.matrix), ("layers.0.norm", self.vector)]
 
-    def slices(self) -> dict[str, Any]:
+    def parameter_slices(self) -> dict[str, Any]:
         return dict.fromkeys(name for name, _ in self.named_parameters())
 
     def roles(self) -> dict[str, Role]:
@@ -179,7 +179,7 @@ class _TwoParameters:
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self.named_parameters()
 
-    def sum_gradients(self) -> None: ...
+    def sum_remaining_gradients(self) -> None: ...
 
     def differentiate(self, factor: float) -> None:
         """Set gradients of different sizes."""
@@ -224,7 +224,7 @@ def average_weights(use: str, values: Values, _place: Path) -> Any:
 
 def detect_spikes(use: str, values: Values, _place: Path) -> Any:
     """Return the skipped steps, and whether the run goes back after them."""
-    phase = build(use, data=fake(MovableData, position=40), **values)
+    phase = build(use, data=fake(MovableData, next_row_position=40), **values)
     steps = [Step(index, 9, state={"loss": loss}) for index, loss in enumerate((2.0, 2.1, 1.9, 2.6, 2.0), 1)]
     for step in steps:
         phase.run_phase(step)
@@ -275,7 +275,7 @@ def copies_of_mirror(use: str, values: Values, folder: Path) -> Any:
             before = mirror._last
             mirror.on_event(Event("step_ended", Step(index, 9)))
             started += [index] if mirror._last != before else []
-            mirror._wait_for_copy()
+            mirror._wait_for_upload()
         mirror.close()
     return [name for name in ("one", "two") if (folder / name).exists()], started, set(waits)
 
@@ -370,7 +370,7 @@ def route_microbatch(use: str, values: Values, _place: Path) -> Any:
     model = build("model.dots1", kernels=cpu_kernels(), **SPARSE_SIZES)
     module = model.build(LayerRange(0, 2, True, True))
     for name, parameter in module.named_parameters():
-        model.initialise(name, parameter.data, 1)
+        model.initialize_parameter(name, parameter.data, 1)
     stages = fake(Stages, local=[Stage(0, 1, LayerRange(0, 2, True, True), module)])
     node = build(use, stages=stages, mesh=SingleRankMesh(), device=ComputeDevice(kind="cpu"), **values)
     node.open()
@@ -419,7 +419,7 @@ def find_caches(use: str, values: Values, folder: Path) -> Any:
     """Return the folders of the stores, below the current directory or `folder`."""
     (folder / "a.txt").write_text("text")
     corpus = TextFiles(paths=[str(folder / "a.txt")])
-    job = fake(RunInfo, **JOB | {"path": folder / "runs" / "test"})
+    job = fake(RunInfo, **JOB | {"folder_path": folder / "runs" / "test"})
     tokens = build(use, corpus=corpus, tokenizer=Bytes(), job=job, **values)
     tokens.open()
     tokens.close()
@@ -462,8 +462,8 @@ def _rows() -> Any:
 
 
 def _batching() -> Any:
-    positions = {"microbatch_positions": lambda step: [[2 * step, 2 * step + 1]]}
-    first = {"first_position": lambda step: 2 * step - 2}
+    positions = {"microbatch_row_positions": lambda step: [[2 * step, 2 * step + 1]]}
+    first = {"first_row_position": lambda step: 2 * step - 2}
     return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions, **first)
 
 
@@ -519,7 +519,7 @@ def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
     """Return the positions of two steps on the first of two ranks."""
     mesh = fake(Mesh, sizes=PerDimension(data_shard=2), indices=PerDimension.of_first_rank())
     batching = build(use, mesh=mesh, rows=fake(PackedDataset, length=8), **values)
-    return [batching.microbatch_positions(step) for step in (1, 2)]
+    return [batching.microbatch_row_positions(step) for step in (1, 2)]
 
 
 def lr_factors(use: str, values: Values, _place: Path) -> Any:

@@ -123,12 +123,12 @@ def encode_prompts(use: str, values: Values, place: Path) -> Any:
         collator.close()
 
 
-def encode_messages(use: str, values: Values, folder: Path) -> Any:
+def encode_messages_as_prompt(use: str, values: Values, folder: Path) -> Any:
     """Return the ids for a user's message, and the ids at the end of an answer."""
     tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(folder / "tokenizer"))
     tokenizer.open()
     with closing(build(use, tokenizer=tokenizer, **values)) as prompts:
-        return prompts.encode_messages(say("hello")).tolist(), prompts.answer_end_ids
+        return prompts.encode_messages_as_prompt(say("hello")).tolist(), prompts.answer_end_ids
 
 
 def digits_of(use: str, values: Values, _place: Path) -> Any:
@@ -189,7 +189,7 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
     is_training = use == "phases.rollout"
     data = fake_data(batch, is_training)
     rewards = Ordered([Fixed()], ["fixed"]) if is_training else {"fixed": Fixed()}
-    positions = {"first_position": lambda step: step - 1, "microbatch_positions": lambda step: [[step - 1]]}
+    positions = {"first_row_position": lambda step: step - 1, "microbatch_row_positions": lambda step: [[step - 1]]}
     batching = fake(Batching, dp_size=1, **positions)
     edges: Values = {"events": fake(Events)} if is_training else {}
     edges |= {"rollouts": sampler, "tokenizer": Bytes(), "mesh": SingleRankMesh(), "rewards": rewards}

@@ -32,7 +32,7 @@ from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
-from drawloom.components.ports.model import Model, TokenContext, quantized_parameter_formats
+from drawloom.components.ports.model import Model, TokenContext, list_quantized_parameter_formats
 from drawloom.components.ports.pipeline import Executor, Predictor, RepeatingExecutor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.ports.stages import Parameters, Stages
@@ -80,7 +80,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
         parameters: list[Any] = []
         for stage in objects["stages"].local:
             used = dict(stage.module.named_parameters())
-            for name, kept in stage.named_parameters():
+            for name, kept in stage.named_masters_or_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
             layers = find_float8_candidates(stage.module)
@@ -161,10 +161,10 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
     """Return the dtypes and sizes of the tensors summed by two replicas."""
     node = "stages" if use == "stages.materialized" else "precision"
     group = _Recorder()
-    mesh = SingleRankMesh(replicas=group)
+    mesh = SingleRankMesh(replica_group=group)
     with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
         objects["stages"].local[0].shards.reduce_in_next_backward(is_last_in_step=True)
-        objects["stages"].hand_over_gradients()
+        objects["stages"].move_gradients_to_masters()
     return group.summed
 
 
@@ -186,7 +186,7 @@ def formats_of_frozen_weights(use: str, values: Values, folder: Path) -> Any:
     model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
     tables = {"precision": dict(values), "model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}}
     with _recipe(folder, **tables).open(only="stages") as objects:
-        formats = quantized_parameter_formats(objects["stages"].local[0].module)
+        formats = list_quantized_parameter_formats(objects["stages"].local[0].module)
         return {name: weight_format.name for name, weight_format in formats.items()}
 
 
@@ -272,7 +272,7 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.object(joining, "connect_to_launch_store", lambda *_: store),
-        mock.patch.object(joining, "exit_after_parent"),
+        mock.patch.object(joining, "start_exit_with_parent_thread"),
         mock.patch.dict("os.environ"),
         open_node(node),
     ):
@@ -286,7 +286,7 @@ def randomness_of(use: str, values: Values, _place: Path) -> Any:
     node = build("run.randomness", job=job, mesh=SingleRankMesh(), **({} if of_job else values))
     with open_node(node):
         numbers = torch.rand(3, generator=node.stream("a")).tolist()
-        return job.name, job.path, numbers, torch.are_deterministic_algorithms_enabled()
+        return job.name, job.folder_path, numbers, torch.are_deterministic_algorithms_enabled()
 
 
 def stops(use: str, values: Values, _place: Path) -> Any:
@@ -355,7 +355,7 @@ def compared_steps(use: str, values: Values, _place: Path) -> Any:
         steps.append(step.index)
         return [value, value]
 
-    mesh = fake(Mesh, replicas=fake(Group, size=2, gather_json=gather))
+    mesh = fake(Mesh, replica_group=fake(Group, size=2, gather_json=gather))
     phase = build(use, mesh=mesh, parameters=fake(Parameters, named_parameters=lambda: []), **values)
     for step in (Step(index, 6) for index in range(1, 7)):
         phase.run_phase(step)
@@ -366,7 +366,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
     """Return the steps whose first microbatch is repeated."""
     steps: list[int] = []
 
-    def repeat_passes(state: StepState) -> None:
+    def rerun_passes_as_recomputation(state: StepState) -> None:
         steps.append(step.index)
         state["losses"] = losses_of(1.0, 1.0)
 
@@ -376,7 +376,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
         model=fake(Model),
         stages=fake(Stages, local=[]),
         parameters=fake(Parameters, named_parameters=lambda: []),
-        executor=fake(RepeatingExecutor, repeat_passes=repeat_passes),
+        executor=fake(RepeatingExecutor, rerun_passes_as_recomputation=rerun_passes_as_recomputation),
         device=ComputeDevice(kind="cpu"),
         **values,
     )
@@ -408,7 +408,7 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
         raise OSError(28, "No space left on device")
 
     with (
-        mock.patch.object(commit, "create_empty_temporary_folder", fail, create=False),
+        mock.patch.object(commit, "remove_leftovers_and_create_folder", fail, create=False),
         messages("drawloom.checkpoint"),
     ):
         try:
@@ -500,9 +500,19 @@ def plan_refuses(use: str, values: Values, folder: Path) -> Any:
 
 def memory_choices(use: str, values: Values, folder: Path) -> Any:
     """Return a plan's choice, or None if the run does not fit."""
+    return _memory_choices_on("cpu", use, values, folder)
+
+
+def memory_choices_of_wide_layers(use: str, values: Values, folder: Path) -> Any:
+    """Return a GPU plan's choice for layers that take longer than a launch, or None if the run does not fit."""
+    model = {**TINY, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 4}
+    return _memory_choices_on("h100", use, values, folder, model=model, vars={"length": 2048})
+
+
+def _memory_choices_on(device: str, use: str, values: Values, folder: Path, **tables: Any) -> Any:
     optimizer = {"use": "optim.stochastic_adamw", "lr": 1e-3, "memory": "@memory", "slot_bytes": 4096}
-    tables = {"memory": {"use": use, **values}, "stages": {"memory": "@memory"}, "optimizer": optimizer}
-    planned = plan(_recipe(folder, **tables), find_device_model("cpu"))
+    tables |= {"memory": {"use": use, **values}, "stages": {"memory": "@memory"}, "optimizer": optimizer}
+    planned = plan(_recipe(folder, **tables), find_device_model(device))
     return planned.choice if planned.fits else None
 
 

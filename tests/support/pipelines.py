@@ -46,7 +46,7 @@ from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.model import Head, HiddenStates, TokenContext
-from drawloom.components.ports.pipeline import Schedule, sum_losses
+from drawloom.components.ports.pipeline import Schedule, sum_losses_and_weights
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Recompute
@@ -75,7 +75,7 @@ class Job:
 
     name: str = "test"
     seed: int = 3
-    path: Any = None
+    folder_path: Any = None
 
 
 class FreezeFirstLayer:
@@ -468,9 +468,9 @@ def _steps(
         synchronize.run_phase(step)
         if number < step_count:
             optimizer.run_phase(step)
-    total, _ = sum_losses(step.state)
+    total, _ = sum_losses_and_weights(step.state)
     sums = {name: values.double().sum(0) for name, values in step.state["losses"]["sums"].items()}
-    held_out = float(sum_losses(evaluate(executor, microbatches_of_all[:3]))[0]) if evaluated else 0.0
+    held_out = float(sum_losses_and_weights(evaluate(executor, microbatches_of_all[:3]))[0]) if evaluated else 0.0
     clip = partial(ClipGroupNorm, parameters=stages, reduce=reduce, device=device)
     grads = {
         name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named_parameters()

@@ -20,9 +20,9 @@ import attrs
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.launch_store import shorten_name_lookups
+from drawloom.components.distributed.launch_store import shorten_dns_retry_timeout
 
-shorten_name_lookups()  # the stores of tests are in this process
+shorten_dns_retry_timeout()  # the stores of tests are in this process
 
 PRELOADED = ["torch.distributed", "numpy", "pytest", "support.preloaded"]
 GRACE = 5.0  # seconds for the others to notice that a rank failed

@@ -791,7 +791,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "data.template_prompts": Row(
-        policy.encode_messages,
+        policy.encode_messages_as_prompt,
         {},
         {
             "template": Change("other.jinja", {"template": "one.jinja", "date": "2025-01-31"}),
@@ -863,7 +863,15 @@ ROWS: dict[str, Row] = {
         },
     ),
     "planning.check": Row(runs.plan_refuses, {}, {"refuse": False}),
-    "planning.memory": Row(runs.memory_choices, {}, {"limit": 1e6, "host_limit": Change(1.0, {"limit": 1.35e7})}),
+    "planning.memory": Row(
+        runs.memory_choices,
+        {},
+        {
+            "limit": 1e6,
+            "host_limit": Change(1.0, {"limit": 1.35e7}),
+            "quantize": Change(True, {"limit": 2.4e10, "host_limit": 1.0}, observer=runs.memory_choices_of_wide_layers),
+        },
+    ),
     "run.batch": Row(
         parts.rows_of_steps,
         {"global_size": 16, "micro_size": 4},

@@ -90,7 +90,7 @@ def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows
             shards.reduce_in_next_backward(is_last_in_step=True)
             prepared = _logits(stages, rows)
             prepared.square().sum().backward()
-            stages.hand_over_gradients()
+            stages.move_gradients_to_masters()
             results.append((unprepared.cpu(), (prepared.detach().cpu(), _gradients(stages))))
         return results
 
@@ -106,7 +106,7 @@ def alone(case: Case, ranks: int) -> list[list[Rows]]:
                 stages.cast_weights()
                 logits = _logits(stages, case.rows(step, rank))
                 logits.square().sum().backward()
-                stages.hand_over_gradients()
+                stages.move_gradients_to_masters()
                 results_by_rank.append((logits.detach().cpu(), _gradients(stages)))
             results.append(results_by_rank)
         return results

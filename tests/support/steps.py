@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.pipeline import Executor, make_state_of_batches
+from drawloom.components.ports.pipeline import Executor, create_step_state
 from drawloom.components.ports.run import Step
 from drawloom.components.state.host_copy import HostCopy
 from drawloom.components.state.step_state import StepState
@@ -33,11 +33,11 @@ class LateState(StepState):
         self.arrivals: list[Arrival] = []
         super().__init__(values, **options)
 
-    def needs_host_copy(self, tensor: Tensor) -> bool:
+    def is_on_gpu(self, tensor: Tensor) -> bool:
         """Return True for every tensor."""
         return True
 
-    def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
+    def start_host_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
         """Copy at once, with a pending event."""
         arrival: Any = Arrival()
         self.arrivals.append(arrival)
@@ -53,14 +53,14 @@ def late(step: Step) -> LateState:
 
 def train(executor: Executor, batches: Iterable[TokenBatch]) -> StepState:
     """Train on microbatches, and return the state with their losses."""
-    state = make_state_of_batches(batches)
-    executor.train(state)
+    state = create_step_state(batches)
+    executor.run_forward_and_backward(state)
     return state
 
 
 def evaluate(executor: Executor, batches: Iterable[TokenBatch]) -> StepState:
     """Evaluate microbatches, and return the state with their losses."""
-    state = make_state_of_batches(batches)
+    state = create_step_state(batches)
     executor.evaluate(state)
     return state
 

@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.generations import CURRENT, Generation, Spares
+from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import connect_to_launch_store
-from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.phases.report import Report
@@ -46,7 +46,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "forward_backward": (ForwardBackward, "run_phase"),
     "report": (Report, "run_phase"),  # after the update
     "signals": (Signals, "agree_on_signal"),  # between steps
-    "join": (TorchProcesses, "_join_process_group"),  # from the second call on, while groups are made again
+    "join": (GroupFactory, "join"),  # from the second call on, while groups are made again
 }
 
 FAULTS: dict[str, Callable[[], object]] = {

@@ -30,14 +30,16 @@ MAX_PAUSE = 1.0  # seconds between a new step and the next fault
 @attrs.define
 class Findings:
     """
-    Faults by kind, and seconds from a fault to the next finished step.
+    Faults by kind, and seconds from a fault to the next finished step, which may repeat one.
 
-    `stuck` describes a run without progress, and `orphans` are process groups left at the end. `codes` are exit codes.
+    `returns` has the numbers of steps lost with two neighbours, when the run continues from a checkpoint. `stuck` is a
+    run's state without progress, and `orphans` are process groups left at the end. `codes` are exit codes.
     """
 
     faults: Counter[str] = attrs.field(factory=Counter)
     kills: list[float] = attrs.field(factory=list)
     stops: list[float] = attrs.field(factory=list)
+    returns: list[int] = attrs.field(factory=list)
     generations: int = 0
     steps: int = 0
     stuck: str = ""
@@ -48,7 +50,7 @@ class Findings:
         kills, stops = sorted(self.kills), sorted(self.stops)
         return (
             f"{dict(self.faults)}, {self.generations} generations, {self.steps} steps; seconds to the next step after "
-            f"kills: {_quantiles(kills)}; after stops: {_quantiles(stops)}; {self.stuck}"
+            f"kills: {_quantiles(kills)}; after stops: {_quantiles(stops)}; steps lost: {self.returns}; {self.stuck}"
         )
 
 
@@ -138,12 +140,16 @@ class Soak:
             if self.step <= before + 1:  # the others still recover
                 self.findings.faults["killed while the others recover"] += 1
                 os.kill(members.pop(), signal.SIGKILL)
-        self._await_step(before + 2)  # the one in progress may have been finished
+        self._await_step(before + 2, back_from=before)  # the one in progress may have been finished
         (self.findings.stops if stops else self.findings.kills).append(time.monotonic() - start)
 
-    def _await_step(self, step: int) -> None:
+    def _await_step(self, step: int, back_from: int = 0) -> None:
+        """Wait until a step is finished, or one before `back_from`, which is then repeated with all others since."""
         end = time.monotonic() + STUCK
-        while self.step < step and not self.findings.stuck:
+        while (last := self.step) < step and not self.findings.stuck:
+            if 0 < last < back_from:
+                self.findings.returns.append(back_from - last + 1)
+                return
             self._pause(0.02)
             if time.monotonic() > end:
                 self.findings.stuck = f"no step {step} in {STUCK:g} s"

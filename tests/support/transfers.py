@@ -43,7 +43,7 @@ class DelayedTransfers:
         """Seed the delays."""
         self._random = random.Random(self.seed)
 
-    def allocate_in_host_memory(self, size: int) -> Tensor:
+    def allocate_pinned_host_memory(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8)
 
     def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:

@@ -36,7 +36,7 @@ class Weights:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.parameters.items())
 
-    def slices(self) -> dict[str, Any]:
+    def parameter_slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
 
     def roles(self) -> dict[str, Role]:
@@ -45,7 +45,7 @@ class Weights:
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.named_parameters() if name not in self._others]
 
-    def sum_gradients(self) -> None: ...
+    def sum_remaining_gradients(self) -> None: ...
 
     def give_gradients(self, seed: int) -> None:
         """Give each parameter a random gradient."""

@@ -123,14 +123,18 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
             copies[key] = Copy(tensor, target)
         return copies[key].target
 
-    staged = map_leaves_with_path(lambda path, value: _copy_leaf(path, value, plan_copy, type_check), state)
+    staged = map_leaves_with_path(
+        lambda path, value: _copy_value_or_plan_tensor(path, value, plan_copy, type_check), state
+    )
     return staged, _allocate_targets([*copies.values()], pool)
 
 
-def _copy_leaf(path: tuple[Any, ...], value: Any, plan_copy: Callable[[Tensor], Tensor], type_check: bool) -> Any:
+def _copy_value_or_plan_tensor(
+    path: tuple[Any, ...], value: Any, plan_copy: Callable[[Tensor], Tensor], type_check: bool
+) -> Any:
     """Copy a leaf, with `plan_copy` for tensors with a storage."""
     if isinstance(value, Tensor):
-        return _copy_tensor(path, value, plan_copy)
+        return _plan_tensor_copy(path, value, plan_copy)
     if isinstance(value, PLAIN):
         return value
     if type_check:
@@ -144,13 +148,13 @@ def _memory_key(tensor: Tensor) -> Any:
     return memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _copy_tensor(path: tuple[Any, ...], tensor: Tensor, plan_copy: Callable[[Tensor], Tensor]) -> Any:
+def _plan_tensor_copy(path: tuple[Any, ...], tensor: Tensor, plan_copy: Callable[[Tensor], Tensor]) -> Any:
     """Copy a tensor; a wrapper subclass such as DTensor is rebuilt around the copies of its parts."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: getattr(tensor, name) for name in names}
         parts = {
-            name: _copy_tensor(path, part, plan_copy) if isinstance(part, Tensor) else part
+            name: _plan_tensor_copy(path, part, plan_copy) if isinstance(part, Tensor) else part
             for name, part in inner.items()
         }
         wrap = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
@@ -169,7 +173,7 @@ class _StorageRange:
     end: int
     members: list[Copy]
 
-    def is_dense(self) -> bool:
+    def should_copy_whole(self) -> bool:
         """Return whether to copy the range as a whole instead of tensor by tensor."""
         # copying the bytes of lazy conjugate and negative views would lose the conjugation or the sign
         lazy = any(member.source.is_conj() or member.source.is_neg() for member in self.members)
@@ -187,8 +191,8 @@ class _StorageRange:
 def _allocate_targets(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
     """Allocate targets for copies; return the copies to make, with one copy per dense storage range."""
     ranges = list(_merge_ranges([member for member in copies if member.source.numel()]))
-    whole = [extent for extent in ranges if extent.is_dense()]
-    single = [member for extent in ranges if not extent.is_dense() for member in extent.members]
+    whole = [extent for extent in ranges if extent.should_copy_whole()]
+    single = [member for extent in ranges if not extent.should_copy_whole() for member in extent.members]
     sizes = [*(extent.end - extent.start for extent in whole), *(member.bytes for member in single)]
     memory = pool.allocate_tensors(sizes)
     for member, target in zip(single, memory[len(whole) :], strict=True):

@@ -13,16 +13,16 @@ from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.chat.template import ChatTemplate, RenderError
 from drawloom.components.data.chat.turns import Message
 from drawloom.components.data.sources.documents import choose_split
-from drawloom.components.data.sources.rows import Line, read_object_lines
+from drawloom.components.data.sources.rows import Line, read_json_lines_or_table_rows
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.corpus import ChatTokenizer, Split
-from drawloom.graph import UserError, between, inheritable, setting
+from drawloom.graph import UserError, between, component_base_class, setting
 
 log = logging.getLogger("drawloom.data")
 
 
-@inheritable
+@component_base_class
 class ChatCorpus:
     """Base for corpora from file lines: a chat template renders a line into documents, with a loss weight per token."""
 
@@ -57,7 +57,7 @@ class ChatCorpus:
     def format_nothing_trained_error(self) -> str:
         """Return the error message for a corpus in which no token is trained."""
 
-    def complete_split_documents(self, documents: list[Encoded], split: Split) -> list[Encoded]:
+    def insert_mismatched_answers(self, documents: list[Encoded], split: Split) -> list[Encoded]:
         """Return a split's documents, given its lines' documents: unchanged here, while subclasses may add some."""
         return documents
 
@@ -66,30 +66,30 @@ class ChatCorpus:
         Encode the first line. Raises UserError for a glob without a file, a malformed line, or a missing
         template.
         """
-        with closing(self.encode_lines()) as lines:
+        with closing(self.encode_trained_documents_by_line()) as lines:
             next(lines, None)
 
     def open(self) -> None:
         """Render and tokenize all lines. Raises UserError with file and line number for a bad line."""
         self._untrained = self._straddling = 0
         rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
-        for line, kept in self.encode_lines():
+        for line, kept in self.encode_trained_documents_by_line():
             self._untrained += not kept
             rows[choose_split(line.key, self.validation_fraction)] += kept
         if not any(rows.values()):
             raise UserError(f"paths: {self.format_nothing_trained_error()}")
         self._splits = {
-            split: self._join_documents(self.complete_split_documents(documents, split), split)
+            split: self._join_documents(self.insert_mismatched_answers(documents, split), split)
             for split, documents in rows.items()
         }
         self._log_summary(sum(map(len, rows.values())))
 
-    def encode_lines(self) -> Generator[tuple[Line, list[Encoded]]]:
+    def encode_trained_documents_by_line(self) -> Generator[tuple[Line, list[Encoded]]]:
         """Yield every line with its encoded documents, without documents in which no token is trained."""
         # The template starts its process at the first rendering: lines of plain text need none.
-        template = ChatTemplate(self._read_template(), self.tokenizer.template_tokens, self.date)
+        template = ChatTemplate(self._read_template(), self.tokenizer.special_tokens_by_name, self.date)
         try:
-            for line in read_object_lines(self.paths):
+            for line in read_json_lines_or_table_rows(self.paths):
                 yield line, [row for row in self._encode_line(line, template) if row.weights[1:].any()]
         finally:
             template.close()

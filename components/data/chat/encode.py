@@ -30,7 +30,9 @@ class Encoded:
     label: float | None = None
 
 
-def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequence[Message], tools: Any) -> Encoded:
+def encode_rendered_conversation(
+    tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequence[Message], tools: Any
+) -> Encoded:
     """
     Encode a conversation. The text before a trained part is encoded separately, as it is when a model answers.
 
@@ -80,7 +82,7 @@ def _find_forged_control_spans(
     return forged
 
 
-def encode_completion(tokenizer: ChatTokenizer, prompt: str, completion: str) -> Encoded:
+def encode_prompt_and_completion(tokenizer: ChatTokenizer, prompt: str, completion: str) -> Encoded:
     """
     Encode a prompt, its completion, both plain text, and the end token; the completion and the end token are
     trained.

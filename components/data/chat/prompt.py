@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from drawloom.components.data.chat.encode import encode_rendered
+from drawloom.components.data.chat.encode import encode_rendered_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import Rendered, render_turns
+from drawloom.components.data.chat.turns import Rendered, render_and_locate_turns
 from drawloom.components.ports.corpus import ChatTokenizer
 
 
@@ -21,15 +21,15 @@ def encode_prompt_messages(
     Control tokens spelled out in a message are encoded as text. Raises ValueError if the template rejects the messages,
     or renders them differently before an answer.
     """
-    rendered = render_turns(template, messages, [0.0] * len(messages), tools)
+    rendered = render_and_locate_turns(template, messages, [0.0] * len(messages), tools)
     request = {"messages": list(messages), "tools": tools, "add_generation_prompt": True}
     (whole,) = template.render([request])
     if not whole.startswith(rendered.text):
         raise ValueError("the template renders the messages differently before an answer; use another template")
-    return encode_rendered(tokenizer, Rendered(whole, (), rendered.contents), messages, tools).ids
+    return encode_rendered_conversation(tokenizer, Rendered(whole, (), rendered.contents), messages, tools).ids
 
 
-def find_answer_end_token(tokenizer: ChatTokenizer, template: ChatTemplate) -> int | None:
+def find_answer_end_id(tokenizer: ChatTokenizer, template: ChatTemplate) -> int | None:
     """
     Return the template's control token after an answer, such as `<|im_end|>`; None if there is none.
 

@@ -7,10 +7,10 @@ import attrs
 
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer
-from drawloom.graph import UserError, inheritable, setting
+from drawloom.graph import UserError, component_base_class, setting
 
 
-@inheritable
+@component_base_class
 class PromptRenderer:
     """Base with a chat template, from the tokenizer or a file; its renderer is a process, started once."""
 
@@ -32,10 +32,10 @@ class PromptRenderer:
         """Return the template file, if there is one."""
         return {} if self.template is None else {"template": [self.template]}
 
-    def open_template(self, tokenizer: ChatTokenizer) -> ChatTemplate:
+    def get_or_create_chat_template(self, tokenizer: ChatTokenizer) -> ChatTemplate:
         """Return the renderer, started once. Raises UserError if the template is missing or unreadable."""
         if self._renderer is None:
-            self._renderer = ChatTemplate(self._read_template(tokenizer), tokenizer.template_tokens, self.date)
+            self._renderer = ChatTemplate(self._read_template(tokenizer), tokenizer.special_tokens_by_name, self.date)
         return self._renderer
 
     def _read_template(self, tokenizer: ChatTokenizer) -> str | None:

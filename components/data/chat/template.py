@@ -53,7 +53,7 @@ class ChatTemplate:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         os.set_blocking(self._process.stdout.fileno(), False)
         opening = {"template": self.text, "special_tokens": dict(self.special_tokens), "date": self.date}
-        answer = self._send_request(opening, 60.0)
+        answer = self._send_request_and_wait_for_answer(opening, 60.0)
         if "error" in answer:
             self.close()
             raise UserError(
@@ -75,13 +75,13 @@ class ChatTemplate:
         """
         if self._process is None:
             self.open()
-        answers = self._send_request(requests, self.seconds)
+        answers = self._send_request_and_wait_for_answer(requests, self.seconds)
         for answer in answers:
             if "error" in answer:
                 raise RenderError(answer["error"])
         return [answer["text"] for answer in answers]
 
-    def _send_request(self, request: Any, seconds: float) -> Any:
+    def _send_request_and_wait_for_answer(self, request: Any, seconds: float) -> Any:
         """
         Send a request to the process, and return its answer. Raises UserError if it dies, or takes over `seconds`.
         """

@@ -48,7 +48,7 @@ class Rendered:
     contents: Mapping[int, tuple[int, int]]
 
 
-def render_turns(
+def render_and_locate_turns(
     template: ChatTemplate, messages: Sequence[Message], weights: Sequence[float], tools: Any = None
 ) -> Rendered:
     """

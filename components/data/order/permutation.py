@@ -74,14 +74,14 @@ class Permutation:
         return np.argsort(self.compute_random_keys(np.arange(self.count))).astype(np.int64)
 
     def _permute_positions(self, positions: np.ndarray) -> np.ndarray:
-        """Return the items at positions x, uint64, by applying the network until every result is in range."""
+        """Return the items at the positions, uint64, by applying the network until every result is in range."""
         positions = self._apply_feistel_network(positions)
         while len(outside := np.flatnonzero(positions >= self.count)):
             positions[outside] = self._apply_feistel_network(positions[outside])
         return positions.astype(np.int64)
 
     def _apply_feistel_network(self, numbers: np.ndarray) -> np.ndarray:
-        """Permute numbers below the next power of two, by a Feistel network; x: uint64."""
+        """Permute numbers, uint64 and below the next power of two, by a Feistel network."""
         bits = (self.count - 1).bit_length()
         left_bits, right_bits = bits // 2, bits - bits // 2
         left, right = numbers >> np.uint64(right_bits), numbers & np.uint64(2**right_bits - 1)
@@ -108,7 +108,7 @@ class Permutation:
 
 
 def _mix_bits_in_place(numbers: np.ndarray) -> None:
-    """Apply SplitMix64's bijection to x, uint64, in place."""
+    """Apply SplitMix64's bijection to the numbers, uint64, in place."""
     numbers ^= numbers >> np.uint64(30)
     numbers *= MIX_1
     numbers ^= numbers >> np.uint64(27)

@@ -38,10 +38,14 @@ class SortedBuffers:
     def _get_sorted_buffer(self, source: RowSource, epoch: int, buffer_number: int) -> np.ndarray:
         """Return a buffer's rows in final order; caches each source's last buffer."""
         if (cached := self._last.get(source.name)) is None or cached[:2] != (epoch, buffer_number):
-            self._last[source.name] = cached = (epoch, buffer_number, self._sort_buffer(source, epoch, buffer_number))
+            self._last[source.name] = cached = (
+                epoch,
+                buffer_number,
+                self._sort_buffer_and_shuffle_packs(source, epoch, buffer_number),
+            )
         return cached[2]
 
-    def _sort_buffer(self, source: RowSource, epoch: int, buffer_number: int) -> np.ndarray:
+    def _sort_buffer_and_shuffle_packs(self, source: RowSource, epoch: int, buffer_number: int) -> np.ndarray:
         """Sort a buffer's shuffled rows by length, divide them into packs, and shuffle the packs."""
         if self._tokens is None:
             self._tokens = self.lengths.tokens_per_row("train")

@@ -65,18 +65,18 @@ class Segment:
 
         Sources are indexes into the shares; positions and row numbers count from 0 at the segment's start.
         """
-        due = self._list_due_rows(first_position, end_position)
+        due = self._list_rows_due_around_range(first_position, end_position)
         earlier = int(due.earlier_by_source.sum())
         bounds = slice(first_position - earlier, end_position - earlier)
         return due.sources[bounds], due.rows[bounds]
 
-    def count_rows_up_to(self, position: int) -> dict[str, int]:
+    def count_segment_rows_before(self, position: int) -> dict[str, int]:
         """Count the rows per source among the segment's first `position` rows."""
-        earlier, sources, _ = self._list_due_rows(position, position)
+        earlier, sources, _ = self._list_rows_due_around_range(position, position)
         counts = earlier + np.bincount(sources[: position - int(earlier.sum())], minlength=len(earlier))
         return dict(zip(self.shares, counts.tolist(), strict=True))
 
-    def _list_due_rows(self, first_position: int, end_position: int) -> _DueRows:
+    def _list_rows_due_around_range(self, first_position: int, end_position: int) -> _DueRows:
         """List the rows due in a range, and slightly before and after it, ordered by due time."""
         shares = np.array([*self.shares.values()], np.float64)
         # with k sources, t - k / 2 to t + k / 2 rows are due before time t
@@ -120,10 +120,10 @@ class RowStream:
         """Count the rows per source before each segment."""
         self._before = [{}]
         for segment, following in pairwise(self.segments):
-            counts = segment.count_rows_up_to(following.start - segment.start)
+            counts = segment.count_segment_rows_before(following.start - segment.start)
             self._before.append(_add_row_counts(self._before[-1], counts))
 
-    def rows(self, positions: Sequence[int]) -> list[int]:
+    def rows_at(self, positions: Sequence[int]) -> list[int]:
         """Return the rows at these positions. Raises UserError for a source that is no longer in the mixture."""
         # Cache one window, because positions arrive in order; few rows get a short one, as a long one has many epochs.
         size = min(WINDOW, max(64, sum(source.rows for source in self.sources.values())))
@@ -144,7 +144,7 @@ class RowStream:
         """Count the rows per source before a position, including sources that later segments lack."""
         number = self._find_segment_index(position)
         segment = self.segments[number]
-        return _add_row_counts(self._before[number], segment.count_rows_up_to(position - segment.start))
+        return _add_row_counts(self._before[number], segment.count_segment_rows_before(position - segment.start))
 
     def _compute_rows(self, first_position: int, end_position: int) -> np.ndarray:
         """

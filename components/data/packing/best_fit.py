@@ -32,10 +32,10 @@ class BestFit(PackedRows):
         count = -(-len(lengths) // groups.BLOCK)
         # Strided blocks sample the whole corpus; documents of equal length are in random order.
         blocks = (np.arange(number, len(lengths), count) for number in range(count))
-        return groups.build_rows_from_documents(lengths, blocks, self.length, partial(pack_best_fit, order=order))
+        return groups.build_rows_from_documents(lengths, blocks, self.length, partial(pack_by_best_fit, order=order))
 
 
-def pack_best_fit(
+def pack_by_best_fit(
     documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None = None
 ) -> groups.GroupedItems:
     """
@@ -49,7 +49,7 @@ def pack_best_fit(
 
 
 def _sort_by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None) -> np.ndarray:
-    """Sort documents by decreasing size, int64 (items,), with equal sizes ordered as in `pack_best_fit`."""
+    """Sort documents by decreasing size, int64 (items,), with equal sizes ordered as in `pack_by_best_fit`."""
     # A key combines size, random bits and document, from the highest bits on, so sorting needs no second array.
     high, low = (np.uint64(int(bound).bit_length()) for bound in (capacity, documents.max(initial=0)))
     keys = np.zeros(len(documents), np.uint64)

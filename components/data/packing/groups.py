@@ -27,7 +27,7 @@ class RowAssignment(NamedTuple):
     row_count: int
 
 
-Group = Callable[[np.ndarray, np.ndarray, int], GroupedItems]
+PackFunction = Callable[[np.ndarray, np.ndarray, int], GroupedItems]
 """Function of documents and their sizes, both (items,), and a row's capacity: it groups the documents by row."""
 
 BLOCK = 10**7  # documents that are grouped together; bounds memory
@@ -85,7 +85,7 @@ class Groups:
 
 
 def build_rows_from_documents(
-    lengths: np.ndarray, blocks: Iterable[np.ndarray], row_length: int, pack: Group
+    lengths: np.ndarray, blocks: Iterable[np.ndarray], row_length: int, pack: PackFunction
 ) -> Groups:
     """
     Build rows from documents; lengths: (documents,), for all documents; blocks: document numbers, every block grouped

@@ -19,7 +19,7 @@ from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.teacher import TeacherPredictions
 from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inheritable, setting
+from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, component_base_class, setting
 from drawloom.graph.wiring.node import NodeView
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -48,7 +48,7 @@ def _describe_length_fault(length: int) -> str | None:
     return f"a row of {length} tokens is longer than {MAX_LENGTH}" if length > MAX_LENGTH else None
 
 
-@inheritable
+@component_base_class
 class PackedRows:
     """
     Base for rows with packed documents; a row's tokens are read when a batch is made.
@@ -105,7 +105,7 @@ class PackedRows:
                     ),
                 )
         if self.teacher is not None:
-            self.teacher.check_rows(self.identity())
+            self.teacher.check_written_for_rows(self.identity())
         lengths = [packed.documents.lengths for packed in self._splits.values()]
         longest = max((int(counts.max()) for counts in lengths if len(counts)), default=0)
         warn_of_long_texts(min(longest, self.length), self.models)

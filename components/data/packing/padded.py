@@ -21,10 +21,13 @@ class Padded(PackedRows):
     def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group every document alone; lengths: (documents,)."""
         return build_rows_from_documents(
-            lengths, split_into_blocks(select_trainable_documents(lengths, order)), self.length, assign_own_rows
+            lengths,
+            split_into_blocks(select_trainable_documents(lengths, order)),
+            self.length,
+            assign_one_row_per_document,
         )
 
 
-def assign_own_rows(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> GroupedItems:
+def assign_one_row_per_document(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> GroupedItems:
     """Put every document, (items,), into its own row."""
     return GroupedItems(documents, np.ones(len(documents), np.int64))

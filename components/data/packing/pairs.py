@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.best_fit import pack_best_fit
+from drawloom.components.data.packing.best_fit import pack_by_best_fit
 from drawloom.components.data.packing.groups import Groups
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
@@ -34,7 +34,7 @@ class Pairs(PackedRows):
             text = "%d of %d pairs are longer than a row of %d tokens, and are dropped; the longest has %d tokens"
             log.warning(text, dropped, len(sizes), self.length, sizes.max())
             first_documents, sizes = first_documents[sizes <= self.length], sizes[sizes <= self.length]
-        by_row, in_row = pack_best_fit(first_documents, sizes, self.length, order)
+        by_row, in_row = pack_by_best_fit(first_documents, sizes, self.length, order)
         members = (by_row[:, None] + np.arange(2)).flatten()
         no_documents = torch.empty(0, dtype=torch.int64)
         return Groups(

@@ -120,16 +120,16 @@ def build_batch(
     )
 
 
-def _read_document_range(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
+def _read_document_range(documents: TokenDocuments, document: int, first: int, end: int) -> DocumentPart:
     """
-    Read a document's tokens from `first` to before `last`; the last one may be missing. Raises UserError with the
+    Read a document's tokens from `first` to before `end`; the last one may be missing. Raises UserError with the
     position.
     """
     try:
-        part = documents.read(document, first, last)
-        if len(part.ids) < last - first - 1:
-            raise ValueError(f"it has {len(part.ids)} tokens there instead of {last - first - 1}")
+        part = documents.read(document, first, end)
+        if len(part.ids) < end - first - 1:
+            raise ValueError(f"it has {len(part.ids)} tokens there instead of {end - first - 1}")
         return part
     except Exception as error:
-        where = f"{documents.describe_origin(document)}: tokens {first} to {last - 2}"
+        where = f"{documents.describe_origin(document)}: tokens {first} to {end - 2}"
         raise UserError(f"{where} can't be read ({type(error).__name__}: {error}); restore the file") from error

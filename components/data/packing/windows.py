@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.best_fit import pack_best_fit
+from drawloom.components.data.packing.best_fit import pack_by_best_fit
 from drawloom.components.data.packing.groups import select_trainable_documents
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex, RowPiece
@@ -54,7 +54,7 @@ class Windows(PackedRows):
         owners = np.repeat(documents, counts)
         first = self.window_stride * (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts))
         last = np.minimum(first + self.length, lengths[owners])
-        by_row, in_row = pack_best_fit(np.arange(len(owners)), last - first, self.length, order)
+        by_row, in_row = pack_by_best_fit(np.arange(len(owners)), last - first, self.length, order)
         return WindowIndex(
             documents=torch.from_numpy(owners[by_row].astype(np.int64)),
             first=torch.from_numpy(first[by_row].astype(np.int64)),

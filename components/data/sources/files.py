@@ -63,7 +63,7 @@ def find_files(patterns: Iterable[str]) -> list[File]:
     return list(files.values())
 
 
-def describe_local_file(name: str, path: Path) -> File:
+def stat_local_file(name: str, path: Path) -> File:
     """Return a local file; its version is its modification and change times."""
     try:
         status = path.stat()
@@ -100,7 +100,7 @@ def make_unreadable_file_error(path: str, error: Exception) -> UserError:
     return UserError(f"{path}: can't be read ({reason}); repair the file or leave it out of `paths`")
 
 
-def import_package(name: str, hint: str) -> Any:
+def import_optional_package(name: str, hint: str) -> Any:
     """Import an optional package. Raises UserError with an installation hint if it is missing."""
     try:
         return __import__(name)
@@ -112,7 +112,7 @@ def _open_compressed_bytes(path: str) -> IO[bytes]:
     """Open a local file, or a URL through fsspec, without decompression."""
     if "://" not in path:
         return open(path, "rb")
-    stream: IO[bytes] = import_package("fsspec", FSSPEC).open(path, "rb").open()
+    stream: IO[bytes] = import_optional_package("fsspec", FSSPEC).open(path, "rb").open()
     return stream
 
 
@@ -123,7 +123,7 @@ def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
         with gzip.open(stream) as content:
             yield content  # type: ignore[misc]
     elif name.endswith(".zst"):
-        import_package("pyarrow", PYARROW)
+        import_optional_package("pyarrow", PYARROW)
         import pyarrow
 
         # the package zstandard reads a cut-off file without an error
@@ -137,9 +137,9 @@ def _find_local_files(pattern: str) -> list[File]:
     """Return a glob's or a folder's files, sorted by name. Raises UserError if there are none."""
     if os.path.isdir(pattern):
         pattern = f"{pattern.rstrip('/')}/**/*"
-    folder = _get_base_folder(pattern)
+    folder = _get_folder_before_wildcard(pattern)
     paths = [Path(match) for match in iglob(pattern, recursive=True)]
-    files = [describe_local_file(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
+    files = [stat_local_file(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
     if not files:
         raise UserError(f'paths: no file matches "{pattern}" (relative to {Path.cwd()}); write a glob that matches one')
     return sorted(files, key=lambda file: file.name)
@@ -147,7 +147,7 @@ def _find_local_files(pattern: str) -> list[File]:
 
 def _find_remote_files(pattern: str) -> list[File]:
     """Return a URL glob's files through fsspec, sorted by name. Raises UserError if there are none."""
-    fsspec = import_package("fsspec", FSSPEC)
+    fsspec = import_optional_package("fsspec", FSSPEC)
     try:
         system, glob = fsspec.core.url_to_fs(pattern)
         matches = [details for details in system.glob(glob, detail=True).values() if details["type"] == "file"]
@@ -155,7 +155,7 @@ def _find_remote_files(pattern: str) -> list[File]:
         raise UserError(f'paths: "{pattern}" can\'t be listed ({error}); write another glob, or {FSSPEC}') from error
     if not matches:
         raise UserError(f'paths: no file matches "{pattern}"; write a glob that matches one')
-    folder = _get_base_folder(glob)
+    folder = _get_folder_before_wildcard(glob)
     files = [
         File(
             Path(details["name"]).relative_to(folder).as_posix(),
@@ -168,7 +168,7 @@ def _find_remote_files(pattern: str) -> list[File]:
     return sorted(files, key=lambda file: file.name)
 
 
-def _get_base_folder(pattern: str) -> Path:
+def _get_folder_before_wildcard(pattern: str) -> Path:
     """Return a glob's folder before its first wildcard; for a plain path, its parent folder."""
     parts = Path(pattern).parts
     plain = list(takewhile(lambda part: not has_magic(part), parts))

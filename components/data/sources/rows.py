@@ -26,7 +26,7 @@ class Line:
     row: dict[str, Any]
 
 
-def read_object_lines(paths: Sequence[str]) -> Iterator[Line]:
+def read_json_lines_or_table_rows(paths: Sequence[str]) -> Iterator[Line]:
     """
     Yield non-blank lines and table rows in the globs' files. Raises UserError for a line that is not an object.
     """

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.data.sources.documents import PART_BYTES, Document, Part
-from drawloom.components.data.sources.files import PYARROW, File, import_package, open_file
+from drawloom.components.data.sources.files import PYARROW, File, import_optional_package, open_file
 from drawloom.graph import UserError
 
 BATCH = 1000  # rows in memory at a time
@@ -100,7 +100,7 @@ def read_table_rows(file: File) -> Iterator[dict[str, Any]]:
 
 def _open_arrow_columns_and_batches(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
     """Return an Arrow file's or stream's column names and batches."""
-    import_package("pyarrow", PYARROW)
+    import_optional_package("pyarrow", PYARROW)
     from pyarrow import ipc
 
     is_file = stream.read(len(MAGIC)) == MAGIC
@@ -112,7 +112,7 @@ def _open_arrow_columns_and_batches(stream: Any) -> tuple[Sequence[str], Iterato
 
 def _open_parquet(stream: Any) -> Any:
     """Open a Parquet file. Raises UserError if pyarrow is missing."""
-    import_package("pyarrow", PYARROW)
+    import_optional_package("pyarrow", PYARROW)
     from pyarrow.parquet import ParquetFile
 
     return ParquetFile(stream)

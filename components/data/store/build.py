@@ -57,7 +57,7 @@ def build_store(
     with create_and_lock_folder(folder, say) as lock:
         try:
             if not _is_complete_store(folder, plan):
-                _write_shards(
+                _write_missing_shards_and_index(
                     folder, lock, plan, parts, tokenizer, workers=workers, say=say, report_interval=report_interval
                 )
         except OSError as error:
@@ -153,7 +153,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-def _write_shards(
+def _write_missing_shards_and_index(
     folder: Path,
     lock: int,
     plan: dict[str, Any],
@@ -181,7 +181,7 @@ def _write_shards(
 
 def _open_shard(folder: Path, number: int, plan: dict[str, Any]) -> TokenShard:
     """Return a complete shard, as its JSON file describes it."""
-    return TokenShard.open_complete(
+    return TokenShard.open_from_json(
         ShardFiles(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"), plan["weighted"]
     )
 

@@ -19,7 +19,7 @@ Report = Callable[[int, int], None]
 """Receives the numbers of characters and tokens of a written batch."""
 
 
-def write_shard(folder: Path, number: int, part: Part, tokenizer: Tokenizer, report: Report) -> None:
+def tokenize_part_into_shard(folder: Path, number: int, part: Part, tokenizer: Tokenizer, report: Report) -> None:
     """Tokenize a part into a shard; documents get end tokens, and empty documents are dropped."""
     end = np.array([tokenizer.eos_id], np.int64)
     with ShardWriter(folder, number, np.dtype(choose_id_dtype(tokenizer.vocab_size)), weighted=False) as shard:

@@ -15,9 +15,9 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.child_process import ChildProcess, start_child
+from drawloom.components.data.child_process import ChildProcess, start_process_with_pipe
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.encode import make_unopened_copy, write_shard
+from drawloom.components.data.store.encode import make_unopened_copy, tokenize_part_into_shard
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.graph import UserError
@@ -96,7 +96,7 @@ def tokenize_parts_into_shards(
     """
     if min(workers, len(parts)) <= 1:
         for number, part in parts.items():
-            write_shard(folder, number, part, tokenizer, partial(progress.add_batch, number))
+            tokenize_part_into_shard(folder, number, part, tokenizer, partial(progress.add_batch, number))
             progress.finish_part(number)
         return
     waiting = deque(parts.items())
@@ -142,7 +142,7 @@ def _distribute_parts(
 def _make_dead_process_error(child: ChildProcess) -> UserError:
     """Return the error for a dead process."""
     hint = "check for a lack of memory; run the same command again to complete the store"
-    return UserError(f"a process that tokenizes ({child.process.pid}) {child.describe_process_exit()}; {hint}")
+    return UserError(f"a process that tokenizes ({child.process.pid}) {child.wait_and_describe_process_exit()}; {hint}")
 
 
 def _start_tokenizing_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
@@ -150,7 +150,7 @@ def _start_tokenizing_process(folder: Path, tokenizer: Tokenizer, lock: int) -> 
     lock_connection = Connection(os.dup(lock))  # a Connection can be passed to a process, unlike a bare descriptor
     try:
         # spawn, because a fork would copy the memory of a training rank
-        return start_child(
+        return start_process_with_pipe(
             multiprocessing.get_context("spawn"), _tokenize_received_parts, folder, tokenizer, lock_connection
         )
     finally:
@@ -172,7 +172,7 @@ def _tokenize_received_parts(folder: Path, tokenizer: Any, _lock: Connection, pi
                 tokenizer.open()
             while True:
                 number, part = pipe.recv()
-                write_shard(folder, number, part, tokenizer, partial(_report_batch, pipe, number))
+                tokenize_part_into_shard(folder, number, part, tokenizer, partial(_report_batch, pipe, number))
                 pipe.send(("done", number))
         except (EOFError, BrokenPipeError):
             raise

@@ -80,7 +80,7 @@ class ShardWriter:
             for name, dtype in COLUMNS:
                 _append_values(file, np.array(self._columns[name], dtype))
         written = [self._out, *([self._out_weights] if self._out_weights is not None else []), file]
-        digests = b"".join(map(_join_digests, written))
+        digests = b"".join(map(_join_block_digests, written))
         replace_file(self._files.path("digests"), digests)
         summary = {
             "documents": len(self._columns["ends"]),
@@ -138,7 +138,7 @@ class TokenShard:
     digest: str
 
     @classmethod
-    def open_complete(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
+    def open_from_json(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
         """Return a complete shard, as its JSON file describes it."""
         text = _read_store_file(files.path("json"))
         summary = _parse_summary(files.path("json"), text)
@@ -164,7 +164,7 @@ class TokenShard:
             if actual != size:
                 state = f"has {actual} bytes instead of {size}" if actual >= 0 else "is missing"
                 raise UserError(f"{path} {state}: {_DAMAGED.format(path.parent)}")
-        self._read_verified("json", self.digest)
+        self._read_and_verify_file("json", self.digest)
 
     def check_file_contents(self) -> None:
         """Verify the shard's files. Raises UserError with the path to a file with changed content."""
@@ -175,7 +175,7 @@ class TokenShard:
     @property
     def summary(self) -> dict[str, Any]:
         """The JSON file's content: counts, the digest over all digests, source names."""
-        return _parse_summary(self.files.path("json"), self._read_verified("json", self.digest))
+        return _parse_summary(self.files.path("json"), self._read_and_verify_file("json", self.digest))
 
     @property
     def ids(self) -> np.ndarray:
@@ -187,20 +187,20 @@ class TokenShard:
         """Weights for all ids, float32 (tokens,)."""
         return self.read_weights(0, self.tokens)
 
-    def read_ids(self, first: int, last: int) -> np.ndarray:
-        """Return the token ids from `first` to before `last`."""
-        return self._map_file("tokens").read(self.dtype, first * self.dtype.itemsize, last - first)
+    def read_ids(self, first: int, end: int) -> np.ndarray:
+        """Return the token ids from `first` to before `end`."""
+        return self._map_file("tokens").read(self.dtype, first * self.dtype.itemsize, end - first)
 
-    def read_weights(self, first: int, last: int) -> np.ndarray:
-        """Return the token weights, float32, from `first` to before `last`."""
-        return self._map_file("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
+    def read_weights(self, first: int, end: int) -> np.ndarray:
+        """Return the token weights, float32, from `first` to before `end`."""
+        return self._map_file("weights").read(WEIGHT, first * WEIGHT.itemsize, end - first)
 
     @cached_property
     def document_ends(self) -> np.ndarray:
         """Document ends, uint64 (documents,)."""
-        return self.document_column("ends")
+        return self.read_document_column("ends")
 
-    def document_column(self, name: str) -> np.ndarray:
+    def read_document_column(self, name: str) -> np.ndarray:
         """Return a document column by its name in COLUMNS, (documents,)."""
         offset = 0
         for column, dtype in COLUMNS:
@@ -211,8 +211,8 @@ class TokenShard:
 
     def describe_origin(self, document: int) -> str:
         """Return a document's source and its offset there."""
-        source = self.summary["sources"][self.document_column("sources")[document]]
-        return f"{source}:{self.document_column('offsets')[document]}"
+        source = self.summary["sources"][self.read_document_column("sources")[document]]
+        return f"{source}:{self.read_document_column('offsets')[document]}"
 
     @cached_property
     def _file_cache(self) -> dict[str, MappedFile]:
@@ -237,9 +237,9 @@ class TokenShard:
     @cached_property
     def _digests(self) -> memoryview:
         """Block digests for all files, in the same order as `sizes`."""
-        return memoryview(self._read_verified("digests", self.summary["digests"]))
+        return memoryview(self._read_and_verify_file("digests", self.summary["digests"]))
 
-    def _read_verified(self, kind: str, digest: str) -> bytes:
+    def _read_and_verify_file(self, kind: str, digest: str) -> bytes:
         """Return a small file's content. Raises UserError if its SHA-256 differs."""
         path = self.files.path(kind)
         content = _read_store_file(path)
@@ -265,9 +265,9 @@ def _parse_summary(path: Path, text: bytes) -> dict[str, Any]:
     return summary
 
 
-def _join_digests(file: FileWriter) -> bytes:
+def _join_block_digests(file: FileWriter) -> bytes:
     """Return a file's block digests in succession; empty for an empty file."""
-    content = file.content()
+    content = file.finish_digest()
     return b"".join(map(bytes.fromhex, content.blocks)) if content.size else b""
 
 

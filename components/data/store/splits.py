@@ -29,8 +29,8 @@ class ChosenDocuments:
         """Digest over all documents and the choice."""
         return hashlib.sha256(f"{self.documents.fingerprint} {self.name}".encode()).hexdigest()
 
-    def read(self, document: int, first: int, last: int) -> DocumentPart:
-        return self.documents.read(int(self.chosen[document]), first, last)
+    def read(self, document: int, first: int, end: int) -> DocumentPart:
+        return self.documents.read(int(self.chosen[document]), first, end)
 
     def describe_origin(self, document: int) -> str:
         return self.documents.describe_origin(int(self.chosen[document]))

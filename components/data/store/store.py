@@ -14,7 +14,7 @@ import numpy as np
 from drawloom.components.data.store.blocks import read_regular_file
 from drawloom.components.data.store.shard import ShardFiles, TokenShard
 from drawloom.components.ports.corpus import DocumentPart
-from drawloom.components.storage.strict_json import parse_strictly
+from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.graph import UserError
 
 FORMAT = 2
@@ -58,7 +58,7 @@ class Store:
 
     def find_faults(self) -> list[str]:
         """Verify all files. Describe changed files, and files foreign to the store."""
-        faults = [fault for shard in self.shards if (fault := _verify_shard(shard))]
+        faults = [fault for shard in self.shards if (fault := _describe_shard_fault(shard))]
         names = {STORE, LOCK, *(path.name for shard in self.shards for path in shard.paths)}
         for path in sorted(self.folder.iterdir()):
             if path.name not in names:
@@ -83,13 +83,13 @@ class Store:
     @cached_property
     def document_hashes(self) -> np.ndarray:
         """Hashes over ids and weights by document, uint64 (documents,)."""
-        return np.concatenate([np.empty(0, np.uint64), *(shard.document_column("keys") for shard in self.shards)])
+        return np.concatenate([np.empty(0, np.uint64), *(shard.read_document_column("keys") for shard in self.shards)])
 
-    def read(self, document: int, first: int, last: int) -> DocumentPart:
+    def read(self, document: int, first: int, end: int) -> DocumentPart:
         """Return views into a document's ids, and into its weights if the store has them, at most up to its end."""
         shard, number = self._find_shard_and_document_number(document)
-        begin, end = int(shard.document_ends[number - 1]) if number else 0, int(shard.document_ends[number])
-        start, stop = begin + first, max(begin + first, min(begin + last, end))
+        begin, document_end = int(shard.document_ends[number - 1]) if number else 0, int(shard.document_ends[number])
+        start, stop = begin + first, max(begin + first, min(begin + end, document_end))
         weights = shard.read_weights(start, stop) if shard.weighted else None
         return DocumentPart(shard.read_ids(start, stop), weights)
 
@@ -122,7 +122,7 @@ def hash_documents(shards: list[TokenShard]) -> str:
     digest = hashlib.sha256()
     for shard in shards:
         lengths = np.diff(shard.document_ends, prepend=np.uint64(0)).astype("<u8")
-        digest.update(np.stack([shard.document_column("keys"), lengths], axis=1).tobytes())
+        digest.update(np.stack([shard.read_document_column("keys"), lengths], axis=1).tobytes())
     return digest.hexdigest()
 
 
@@ -137,7 +137,7 @@ def read_index(path: Path) -> dict[str, Any]:
     remedy = f"restore it, or remove {path.parent} and make the store anew"
     try:
         text = read_regular_file(path)
-        index: dict[str, Any] = parse_strictly(text, most=MAX_PARTS)
+        index: dict[str, Any] = parse_strict_json(text, max_values=MAX_PARTS)
     except FileNotFoundError as error:
         hint = "create it with `drawloom tokenize`, which also completes an unfinished store"
         raise UserError(f"{path.parent} is not a complete token store: there is no {STORE}; {hint}") from error
@@ -152,7 +152,7 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _verify_shard(shard: TokenShard) -> str:
+def _describe_shard_fault(shard: TokenShard) -> str:
     """Verify a shard's files, and describe the first fault; empty if there is none."""
     try:
         shard.check_file_contents()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import AttentionSpec
-from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm, multiplies_in_float8
+from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm, is_plain_float8_linear
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Kernels
@@ -83,7 +83,7 @@ class Attention(TensorParallel):
     def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:
         """Return the projections to q, k and v as one group, if all three multiply in float8."""
         layers = self.q_proj, self.k_proj, self.v_proj
-        return [layers] if all(map(multiplies_in_float8, layers)) else []
+        return [layers] if all(map(is_plain_float8_linear, layers)) else []
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Norm by head and rotate queries and keys (rows, length, heads, head_dim), both only if specified."""

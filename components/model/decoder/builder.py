@@ -25,19 +25,19 @@ from drawloom.components.model.decoder.hugging_face import (
     build_updated_folder_config,
     locate_config_json,
     read_config,
-    read_json,
+    read_config_json,
 )
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
-from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_rope_context_faults
+from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_rope_context_parallel_faults
 from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
 from drawloom.components.model.decoder.specs import DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.split_vocabulary import (
     NewTokens,
-    Split,
+    NewTokenSplit,
     count_new_tokens,
-    create_join_mapper,
+    create_vocabulary_join_mapper,
     find_new_tokens_fault,
     replace_by_split_layers,
     row_counts_by_parameter,
@@ -51,7 +51,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, above, inheritable, setting, wired
+from drawloom.graph import Problem, UserError, above, component_base_class, setting, wired
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
@@ -90,7 +90,7 @@ def fill_with_initial_weights(
             parameter.copy_(role.initial(torch.special.ndtr(parameter.double())))
 
 
-@inheritable
+@component_base_class
 class DecoderBuilder:
     """Builder for a decoder, with sizes from settings or from a Hugging Face `config.json`."""
 
@@ -198,7 +198,7 @@ class DecoderBuilder:
         if rope is None and (config := node.settings["config"]) is not None:
             with suppress(UserError):  # a problem of its own
                 rope = read_config(cls.family, config).rope_scaling
-        yield from find_rope_context_faults(rope)
+        yield from find_rope_context_parallel_faults(rope)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -215,11 +215,11 @@ class DecoderBuilder:
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
         with suppress(UserError):  # a problem of its own
-            return cls(kernels=kernels, **{**node.settings, **ids}).create_full_model_on_meta()
+            return cls(kernels=kernels, **{**node.settings, **ids}).build_whole_model_on_meta()
         return None
 
     @classmethod
-    def resume_impact(cls, node: Any, key: str) -> str | None:
+    def resume_impact(cls, node: Any, key: str, before: Any) -> str | None:
         """Return changes_training for max_position_embeddings if rotary positions depend on it, else None."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None
@@ -246,13 +246,13 @@ class DecoderBuilder:
         return ModelScaling()
 
     @property
-    def vocabulary_split(self) -> Split | None:
+    def new_token_split(self) -> NewTokenSplit | None:
         """The vocabulary's split into a table and new tokens: the tokenizer's last ids, or ids after the table."""
         if not self.new_tokens:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
-        return Split(end - count, row_counts_by_parameter(self.new_tokens), rows)
+        return NewTokenSplit(end - count, row_counts_by_parameter(self.new_tokens), rows)
 
     def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:
@@ -265,7 +265,7 @@ class DecoderBuilder:
 
     @property
     def vocab_size(self) -> int:
-        return self.architecture.vocab_size if self.vocabulary_split is None else self.vocabulary_split.id_count
+        return self.architecture.vocab_size if self.new_token_split is None else self.new_token_split.id_count
 
     @property
     def max_sequence_length(self) -> int:
@@ -274,18 +274,20 @@ class DecoderBuilder:
     def build(self, span: LayerRange) -> nn.Module:
         module = CausalLM(self.architecture, span, self.kernels, self.scaling)
         set_joined_layer_names(module, self.family.mapper, self.architecture)
-        return module if self.vocabulary_split is None else replace_by_split_layers(module, self.vocabulary_split)
+        return module if self.new_token_split is None else replace_by_split_layers(module, self.new_token_split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [part for part in module.modules() if isinstance(part, Block)]
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
+    def initialize_parameter(
+        self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
+    ) -> None:
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
         role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
-        return forward_flops(self.create_full_model_on_meta(), self.architecture)
+        return forward_flops(self.build_whole_model_on_meta(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
@@ -298,11 +300,13 @@ class DecoderBuilder:
         return build_updated_folder_config(self.family, path, written, self.hugging_face_config())
 
     def find_decoder_prefix(self, path: Path) -> str:
-        return self.family.nested_types.get(str(read_json(path).get("model_type")), "model.")
+        return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self.create_full_model_on_meta())]
-        joined = Mapper(()) if self.vocabulary_split is None else create_join_mapper(names, self.vocabulary_split)
+        names = [*persistent_tensors(self.build_whole_model_on_meta())]
+        joined = (
+            Mapper(()) if self.new_token_split is None else create_vocabulary_join_mapper(names, self.new_token_split)
+        )
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
         layers = str(self.num_hidden_layers)
@@ -310,9 +314,9 @@ class DecoderBuilder:
 
     @cached_property
     def _roles_by_parameter_name(self) -> dict[str, Role]:
-        return dict(parameter_roles(self.create_full_model_on_meta()))
+        return dict(parameter_roles(self.build_whole_model_on_meta()))
 
-    def create_full_model_on_meta(self) -> nn.Module:
+    def build_whole_model_on_meta(self) -> nn.Module:
         """Build the whole model on the meta device, where nothing is allocated."""
         with torch.device("meta"):
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))

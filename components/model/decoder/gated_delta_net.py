@@ -58,7 +58,7 @@ class GatedDeltaNet(TensorParallel):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         beta = self.in_proj_b(hidden).sigmoid()
         g = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
-        q, k = self._normalise(q, spec.key_dim**-0.5), self._normalise(k, 1.0)
+        q, k = self._scale_to_l2_norm(q, spec.key_dim**-0.5), self._scale_to_l2_norm(k, 1.0)
         mixed = self.kernels.gated_delta_rule(q, k, v, g, beta, context.recurrence)
         gated = self.kernels.swiglu(self.in_proj_z(hidden).view(mixed.shape), self.norm(mixed))
         return self.ranks.reduce_scatter_tokens(self.out_proj(gated.flatten(-2)))
@@ -68,7 +68,7 @@ class GatedDeltaNet(TensorParallel):
         projected = self.get_submodule(f"in_proj_{name}")(hidden)
         return self.kernels.causal_conv(projected, self.get_parameter(f"conv_{name}"), context.recurrence)
 
-    def _normalise(self, x: Tensor, length: float) -> Tensor:
+    def _scale_to_l2_norm(self, x: Tensor, length: float) -> Tensor:
         """Scale vectors (..., width) to an L2 norm; an RMS norm does it in one pass, and rounds once."""
         width = x.shape[-1]
         weight = x.new_full((width,), length * width**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))

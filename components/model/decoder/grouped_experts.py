@@ -11,7 +11,7 @@ from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, declare_config_key
 from drawloom.components.ports.experts import ExpertKernels
-from drawloom.graph import above, at_least, inheritable, setting
+from drawloom.graph import above, at_least, component_base_class, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -83,7 +83,7 @@ RENAMED = {"num_experts": "n_routed_experts"}
 """Keys that have other names in a `config.json`."""
 
 
-@inheritable
+@component_base_class
 class GroupedExpertsBuilder(DecoderBuilder):
     """Builder for a decoder with experts in groups."""
 
@@ -139,7 +139,7 @@ class GroupedExpertsBuilder(DecoderBuilder):
     )
 
 
-@inheritable
+@component_base_class
 class SigmoidExpertsBuilder(GroupedExpertsBuilder):
     """Builder for a decoder with DeepSeek-V3's experts; the phase `phases.router_bias` balances them."""
 

@@ -23,7 +23,7 @@ from drawloom.components.model.decoder.rope import (
 from drawloom.components.model.decoder.values import find_key_check
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_untrusted_file
-from drawloom.components.storage.strict_json import parse_strictly
+from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, unstack
 from drawloom.graph import UserError
@@ -113,13 +113,13 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 """The `fixed` values of all families."""
 
 
-def build_hugging_face_config(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
-    """Return the `config.json` for a model; `end` is the id that ends a text, if there is a tokenizer."""
+def build_hugging_face_config(family: Family, architecture: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
+    """Return the `config.json` for a model; `eos_id` is the id that ends a text, if there is a tokenizer."""
     numbers = {
         family.renamed.get(key, key): _convert_tuple_to_list(getattr(architecture, key)) for key in family.config_keys
     }
     # transformers' defaults of a family may lie outside of a smaller vocabulary.
-    known_end = {"pad_token_id": None} | ({} if end is None else {"eos_token_id": end})
+    known_end = {"pad_token_id": None} | ({} if eos_id is None else {"eos_token_id": eos_id})
     named = {"architectures": [family.class_name], "model_type": family.model_type}
     rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
     return family.write({**named, **FIXED, **family.fixed, **numbers, **rope, **known_end, "use_cache": True})
@@ -128,7 +128,7 @@ def build_hugging_face_config(family: Family, architecture: DecoderConfig, end: 
 def read_config(family: Family, path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
     path = locate_config_json(path)
-    return _build_architecture(family, text_config(family, read_json(path)), path)
+    return _build_architecture(family, text_config(family, read_config_json(path)), path)
 
 
 def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,7 +158,7 @@ def build_updated_folder_config(
 
     Raises UserError if the config at `path` can't be read.
     """
-    original = read_json(path)
+    original = read_config_json(path)
     old = text_config(family, original)
     if _build_architecture(family, old, path) == architecture:
         return dict(original)
@@ -178,7 +178,7 @@ def locate_config_json(path: Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_config_json(path: Path) -> dict[str, Any]:
     """Return the object in a `config.json`. Raises UserError if it can't be read."""
     try:
         with open_untrusted_file(path, "write the path of a config.json") as file:
@@ -187,7 +187,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"config: {error}") from error
     try:
-        config = parse_strictly(text, most=MAX_CONFIG)
+        config = parse_strict_json(text, max_values=MAX_CONFIG)
     except ValueError as error:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):
@@ -212,7 +212,7 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
         key: None for key in family.nullable if key in config and config[key] is None
     }
     values = {key: config[key] for key in family.config_keys if key in config}
-    values = _add_head_sizes(family, values)
+    values = _derive_missing_head_sizes(family, values)
     for reason in (
         *_find_unsupported_values(family, config),
         *_find_missing_keys(family, values),
@@ -222,7 +222,7 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
     architecture = family.architecture(**{**values, "rope_scaling": rope})
     for fault in find_architecture_faults(architecture):
         raise UserError(f"config: in {path}, {fault.why}; use the config.json of {family.called} instead")
-    if reason := _find_window_contradiction(architecture, config):
+    if reason := _find_layer_types_contradiction(architecture, config):
         raise UserError(f"config: {path} {reason}; use the config.json of {family.called} instead")
     return architecture
 
@@ -254,7 +254,7 @@ def _find_unsupported_values(family: Family, config: Mapping[str, Any]) -> Itera
             yield f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built"
 
 
-def _find_window_contradiction(architecture: DecoderConfig, config: Mapping[str, Any]) -> str:
+def _find_layer_types_contradiction(architecture: DecoderConfig, config: Mapping[str, Any]) -> str:
     """Return why `layer_types` contradicts other keys, or an empty string if it does not."""
     layers = range(architecture.num_hidden_layers)
     kinds = ["full_attention" if architecture.window_of(n) is None else "sliding_attention" for n in layers]
@@ -265,7 +265,7 @@ def _find_window_contradiction(architecture: DecoderConfig, config: Mapping[str,
     return f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}"
 
 
-def _add_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+def _derive_missing_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """Add missing head_dim and num_key_value_heads as transformers derives them, if the family allows it."""
     values = dict(values)
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")

@@ -12,7 +12,7 @@ from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
 from drawloom.components.model.decoder.values import create_word_list_check
 from drawloom.components.ports.recurrence import RecurrentKernels
-from drawloom.graph import between, inheritable, setting
+from drawloom.graph import between, component_base_class, setting
 
 LINEAR = "linear_attention"
 
@@ -85,7 +85,7 @@ class HybridConfig(DecoderConfig):
             yield InvalidSetting("linear_num_value_heads", why, f"write {keys}, or a multiple of it")
 
 
-def hybrid_config_from_files(config: dict[str, Any]) -> dict[str, Any]:
+def convert_hybrid_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a `config.json`: drop keys for positions in images, which text lacks, and derive missing layer types."""
     interval, layers = config.get("full_attention_interval", 4), config.get("num_hidden_layers")
     rope = config.get("rope_parameters")
@@ -106,7 +106,7 @@ def find_delta_net_paths(parameters: Iterable[str]) -> list[str]:
     return [name.removesuffix(".A_log") for name in parameters if name.endswith(".linear_attn.A_log")]
 
 
-@inheritable
+@component_base_class
 class HybridBuilder(DecoderBuilder):
     """Builder for a decoder with gated delta nets."""
 

@@ -73,12 +73,12 @@ class Block(nn.Module):
                 output = output * self.residual_multiplier
         return hidden if output is None else hidden + output
 
-    def _add_and_norm(self, output: Tensor | None, hidden: Tensor, name: str | None, float8: bool) -> NormAndSum:
+    def _add_and_norm(self, output: Tensor | None, hidden: Tensor, norm_name: str | None, float8: bool) -> NormAndSum:
         """Add a branch's output to the residual stream; return the next branch's normed input and the stream."""
-        if name is None:
+        if norm_name is None:
             summed = hidden if output is None else hidden + output
             return NormAndSum(summed, summed)
-        norm: Any = self.get_submodule(name)
+        norm: Any = self.get_submodule(norm_name)
         if output is None:
             return NormAndSum(norm(hidden, float8), hidden)
         # One kernel adds and norms, which saves a pass over memory.

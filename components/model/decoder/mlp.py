@@ -7,7 +7,7 @@ from torch import Tensor
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import MlpSpec
-from drawloom.components.model.layers import Linear, multiplies_in_float8
+from drawloom.components.model.layers import Linear, is_plain_float8_linear
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Kernels
 
@@ -47,5 +47,5 @@ class GatedMlp(TensorParallel):
     def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:
         """Return gate and up, if the whole network is one operation in float8."""
         projections = self.gate_proj, self.up_proj, self.down_proj
-        is_joint = self.activation == "silu" and all(map(multiplies_in_float8, projections))
+        is_joint = self.activation == "silu" and all(map(is_plain_float8_linear, projections))
         return [(self.gate_proj, self.up_proj)] if is_joint else []

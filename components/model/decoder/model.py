@@ -32,15 +32,18 @@ def check_hidden_states_request(shared: TokenContext, layers: int) -> None:
         )
 
 
-def compute_document_means(hidden: Tensor, documents: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
+def compute_document_means(
+    hidden: Tensor, documents: Tensor, document_count: int, weights: Tensor | None = None
+) -> Tensor:
     """
-    Return the mean over every document's tokens: at least float32 (rows, count, hidden_size), zeros without tokens.
+    Return the mean over every document's tokens, at least float32 (rows, document_count, hidden_size); zeros without
+    tokens.
 
-    hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `count` on are skipped;
-    weights: bool or floating (rows, length); default: 1.
+    hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `document_count` on are
+    skipped; weights: bool or floating (rows, length); default: 1.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    numbers = torch.arange(count, device=documents.device)
+    numbers = torch.arange(document_count, device=documents.device)
     # A product instead of a scattered sum, because its order of additions is fixed.
     members = (documents[:, None, :] == numbers[:, None]).to(dtype)
     if weights is not None:
@@ -87,7 +90,7 @@ class Decoder(TensorParallel):
         """
         wanted, documents = shared.hidden_states, shared.document_ids
         kept: dict[int, Tensor] = {}
-        whole = partial(self.ranks.gather_tokens_for_all, shape=shared.positions.shape)
+        whole = partial(self.ranks.gather_tokens_without_grad_sum, shape=shared.positions.shape)
         if wanted is not None:
             check_hidden_states_request(shared, self.architecture.num_hidden_layers)
             inputs, before = inputs if isinstance(inputs, tuple) else (inputs, {})
@@ -126,7 +129,7 @@ class Decoder(TensorParallel):
         specs = [attention for attention in self.attention if attention is not None]
         masks = {
             window: self.kernels.attention_mask(
-                shared.document_ids, window, shared.part, shared.cache, shared.whole_rows
+                shared.document_ids, window, shared.part, shared.cache, shared.one_document_per_row
             )
             for window in dict.fromkeys(attention.window for attention in specs)
         }

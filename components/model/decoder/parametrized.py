@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.ports.parametrization import ModelScaling, Parametrization
-from drawloom.graph import Problem, inheritable
+from drawloom.graph import Problem, component_base_class
 
 
-@inheritable
+@component_base_class
 class ParametrizedBuilder(DecoderBuilder):
     """
     Builder for a pre-norm decoder without experts, whose initial values and learning rates a parametrization may scale.
@@ -37,10 +37,10 @@ class ParametrizedBuilder(DecoderBuilder):
 
     @property
     def scaling(self) -> ModelScaling:
-        scaling = self.scale(self.architecture)
+        scaling = self.compute_scaling(self.architecture)
         return scaling if self.has_multipliers else scaling.fold_multipliers()
 
-    def scale(self, config: DecoderConfig) -> ModelScaling:
+    def compute_scaling(self, config: DecoderConfig) -> ModelScaling:
         """Return the parametrization's factors for a config's sizes; all are 1 without a parametrization."""
         if self.parametrization is None:
             return ModelScaling()

@@ -223,7 +223,7 @@ BY_LENGTH = ("dynamic", "longrope")
 """Scalings that depend on lengths of texts and on max_position_embeddings."""
 
 
-def find_rope_context_faults(rope: RopeScaling | None) -> Iterator[str]:
+def find_rope_context_parallel_faults(rope: RopeScaling | None) -> Iterator[str]:
     """Yield a reason if the scaling forbids context parallelism: it depends on the length of whole rows."""
     if rope is not None and rope.rope_type in BY_LENGTH:
         yield f"{rope.rope_type} positions depend on the length of whole rows"
@@ -284,11 +284,14 @@ def parse_rope_theta_and_scaling(
     return base, _parse_scaling(rope, config)
 
 
-def split_rope_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> dict[str, Any]:
+def split_rope_by_layer_type(
+    config: Mapping[str, Any], sliding_theta_key: str, default_sliding_theta: float
+) -> dict[str, Any]:
     """
-    Replace rope_parameters for several layer types by full attention's; put sliding attention's base under `sliding`.
+    Replace rope_parameters for several layer types by full attention's, and put sliding attention's base under
+    `sliding_theta_key`.
 
-    `base` is its default. Raises ValueError if sliding attention scales its positions.
+    Raises ValueError if sliding attention scales its positions.
     """
     by_type = config.get("rope_parameters")
     if not isinstance(by_type, Mapping) or "rope_type" in by_type or "rope_theta" in by_type:
@@ -298,13 +301,13 @@ def split_rope_by_layer_type(config: Mapping[str, Any], sliding: str, base: floa
         raise ValueError("has rope_parameters whose entries for sliding_attention and full_attention are not objects")
     if local.get("rope_type", "default") != "default":
         raise ValueError("scales rotary positions of sliding attention, where only full attention can be scaled")
-    return {**config, "rope_parameters": full, sliding: local.get("rope_theta", base)}
+    return {**config, "rope_parameters": full, sliding_theta_key: local.get("rope_theta", default_sliding_theta)}
 
 
-def join_rope_by_layer_type(config: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """Return a config with rope_parameters by layer type, as in transformers 5; `base` is sliding attention's."""
+def join_rope_by_layer_type(config: Mapping[str, Any], sliding_theta: float) -> dict[str, Any]:
+    """Return a config with rope_parameters by layer type, as in transformers 5."""
     full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    sliding = {"rope_type": "default", "rope_theta": base}
+    sliding = {"rope_type": "default", "rope_theta": sliding_theta}
     return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 

@@ -124,7 +124,7 @@ class Router(Linear, RowSums):
         self.register_buffer("e_score_correction_bias", torch.zeros(num_experts) if routing.bias else None)
 
     def reset_parameters(self) -> None:
-        """Fill the bias with zeros; the weight is filled by the model's `initialise`, or by nn.Linear before."""
+        """Fill the bias with zeros; the model's `initialize_parameter` or nn.Linear fills the weight."""
         if (bias := self._buffers.get("e_score_correction_bias")) is None:  # nn.Linear calls this before it is there
             super().reset_parameters()
         else:
@@ -165,7 +165,7 @@ class Router(Linear, RowSums):
         # Which experts are the best has no gradient; only their scores do.
         chosen = self._choose_experts(scores.detach())
         if weights is not None and self.aux_loss_coef:
-            scores = attach_loss_gradient(scores, self._compute_linear_aux_loss(scores, chosen, weights))
+            scores = attach_loss_gradient(scores, self._compute_aux_loss_surrogate(scores, chosen, weights))
         if weights is not None and self._observers:
             self._call_observers(self.remove_padding(chosen, weights), self.remove_padding(scores, weights))
         best = scores.gather(-1, chosen)
@@ -174,13 +174,13 @@ class Router(Linear, RowSums):
         factor = self.routing.routed_scaling_factor
         return ExpertChoices(chosen, best if factor == 1.0 else best * factor)
 
-    def _compute_linear_aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def _compute_aux_loss_surrogate(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """
         Return a scalar, linear in the probabilities, whose gradients equal the rows' load-balancing losses' gradients.
         """
         counts = self.count_choices_by_row(chosen, weights, self.num_experts)
         grad = compute_aux_loss_grad(
-            counts, self.sum_row_weights(weights) * self.aux_loss_coef, self.row_length(weights)
+            counts, self.sum_row_weights(weights) * self.aux_loss_coef, self.whole_row_length(weights)
         )
         return (self.repeat_by_token(grad.to(scores.dtype), weights) * self._normalise_unless_softmax(scores)).sum()
 

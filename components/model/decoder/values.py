@@ -16,7 +16,7 @@ class KeyValues:
     is_valid: Callable[[Any], bool]
 
 
-def is_number(value: Any) -> bool:
+def is_finite_number(value: Any) -> bool:
     """Return whether a value is a finite number; bools are not numbers."""
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
@@ -24,8 +24,8 @@ def is_number(value: Any) -> bool:
 BOOL = KeyValues("true or false", lambda value: type(value) is bool)
 SIZE = KeyValues("int above 0", lambda value: type(value) is int and value > 0)
 COUNT = KeyValues("int of 0 or more", lambda value: type(value) is int and value >= 0)
-POSITIVE = KeyValues("float above 0", lambda value: is_number(value) and value > 0)
-COEFFICIENT = KeyValues("float of 0 or more", lambda value: is_number(value) and value >= 0)
+POSITIVE = KeyValues("float above 0", lambda value: is_finite_number(value) and value > 0)
+COEFFICIENT = KeyValues("float of 0 or more", lambda value: is_finite_number(value) and value >= 0)
 LAYER_NUMBERS = KeyValues(
     "a list of layers' numbers",
     lambda value: type(value) is list and all(type(number) is int and number >= 0 for number in value),

@@ -38,7 +38,7 @@ class RowAttention:
         if window not in self._masks:
             shared = self.shared
             self._masks[window] = self.kernels.attention_mask(
-                shared.document_ids, window, shared.part, shared.cache, shared.whole_rows
+                shared.document_ids, window, shared.part, shared.cache, shared.one_document_per_row
             )
         return self._masks[window]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawloom.components.model.decoder.hugging_face import locate_config_json, read_json
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
 from drawloom.components.model.fallback.attention import NAME, register_attention
 from drawloom.components.model.fallback.parts import replace_layer_number_by_star
 from drawloom.graph import UserError
@@ -19,7 +19,7 @@ def load_transformers_config(path: Path) -> Any:
     """Return transformers' config of a folder. Raises UserError for a type or values that transformers rejects."""
     from transformers import CONFIG_MAPPING  # takes seconds
 
-    values = read_json(locate_config_json(path))
+    values = read_config_json(locate_config_json(path))
     kinds: Any = CONFIG_MAPPING
     if (kind := values.get("model_type")) not in kinds:
         raise UserError(f"{path} says model_type = {json.dumps(kind)}, which the installed transformers does not have")
@@ -34,7 +34,7 @@ def load_transformers_config(path: Path) -> Any:
     return config
 
 
-def build_model(config: Any, attention: str = NAME, experts: str | None = None) -> Any:
+def build_transformers_model(config: Any, attention: str = NAME, experts: str | None = None) -> Any:
     """
     Build transformers' causal LM in float32, with initial values of its own.
 
@@ -49,12 +49,12 @@ def build_model(config: Any, attention: str = NAME, experts: str | None = None) 
     return kinds.from_config(config, **{key: value for key, value in options.items() if value is not None})
 
 
-def build_on_meta_device(config: Any) -> Any:
+def build_transformers_model_on_meta(config: Any) -> Any:
     """Build transformers' causal LM with parameters on the meta device, and buffers on the CPU."""
     from transformers.initialization import no_init_weights  # takes seconds
 
     with torch.device("cpu"), no_init_weights(), _register_parameters_on_meta():
-        return build_model(config)
+        return build_transformers_model(config)
 
 
 def allocate_parameters(module: nn.Module, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import NAME, RowAttention
-from drawloom.components.model.fallback.build import build_model, build_on_meta_device
+from drawloom.components.model.fallback.build import build_transformers_model, build_transformers_model_on_meta
 from drawloom.components.model.fallback.conversion import create_conversion_mapper
 from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.module import TransformersLM
@@ -73,26 +73,26 @@ def run_self_check(config: Any) -> Verdict:
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        reference = _build_reference(config).double()
+        reference = _build_shrunken_reference(config).double()
         constants = _find_constant_parameters(reference)
         _perturb_parameters(reference)
         with torch.no_grad():
             comparison = Comparison(reference)
-            hidden = comparison.compare_hidden_states()
-            comparison.compare_logits()
+            hidden = comparison.check_and_return_hidden_states()
+            comparison.check_logits_and_detect_plain_head()
             comparison.check_weights_survive_round_trip()
             return Verdict(comparison.parts, comparison.find_stage_fault(hidden), constants)
 
 
-def _build_reference(config: Any) -> Any:
+def _build_shrunken_reference(config: Any) -> Any:
     """Build the shrunken model with transformers' eager attention and experts; others lack float64."""
     try:
         small = shrink_config(config)
-        empty = build_on_meta_device(small)
+        empty = build_transformers_model_on_meta(small)
         find_model_parts(empty)
         if (count := sum(parameter.numel() for parameter in empty.parameters())) > MAX_PARAMETERS:
             raise SelfCheckError("build", f"the model has {count} parameters even with small sizes")
-        return build_model(small, "eager", experts="eager").eval()
+        return build_transformers_model(small, "eager", experts="eager").eval()
     except SelfCheckError:
         raise
     except Exception as error:  # transformers checks values in many ways
@@ -117,7 +117,7 @@ class Comparison:
                 convert_errors_to_failed_check("build", partial(self._compute_reference_hidden_states_and_logits, row))
                 for row in rows
             ]
-        self.parts = calls.add_modules_around_layers()
+        self.parts = calls.extend_parts_by_observed_modules()
 
     def _compute_reference_hidden_states_and_logits(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""
@@ -125,7 +125,7 @@ class Comparison:
         states = base(input_ids=row[None], use_cache=False).last_hidden_state
         return states, self.reference(input_ids=row[None], use_cache=False).logits
 
-    def compare_hidden_states(self) -> Tensor:
+    def check_and_return_hidden_states(self) -> Tensor:
         """Compare packed documents' hidden states with transformers'; return them, (1, length, hidden_size)."""
         whole = self._build_stage_module(0, self.count)
         shared = create_packed_context()
@@ -139,7 +139,7 @@ class Comparison:
         _assert_close("packing", hidden, expected, "hidden states of packed documents differ from separate documents'")
         return hidden
 
-    def compare_logits(self) -> None:
+    def check_logits_and_detect_plain_head(self) -> None:
         """Compare a plain linear head's logits; if they differ, unset `plain_head` and compare transformers' head."""
         try:
             self._check_logits_close()

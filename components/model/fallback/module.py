@@ -132,7 +132,7 @@ class OuterModel:
     def __init__(self, whole: Any, parts: Parts) -> None:
         self.whole = whole
         self.product = _Product()
-        whole.set_submodule(parts.base, _HiddenStates())
+        whole.set_submodule(parts.base, _IdentityBaseModel())
         whole.set_submodule(parts.head, self.product)
 
     def head(self, linear: Head) -> Head:
@@ -146,11 +146,11 @@ class OuterModel:
         return logits.reshape(*hidden.shape[:-1], -1)
 
 
-class _HiddenStates(nn.Module):
+class _IdentityBaseModel(nn.Module):
     """Stand-in for the base model: it returns its inputs as last hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """Return hidden states (1, tokens, hidden_size) in transformers' form."""
+        """Return the inputs, hidden states (1, tokens, hidden_size), unchanged in transformers' output class."""
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)

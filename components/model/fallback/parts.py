@@ -97,7 +97,7 @@ class CallOrder:
         for hook in self._hooks:
             hook.remove()
 
-    def add_modules_around_layers(self) -> Parts:
+    def extend_parts_by_observed_modules(self) -> Parts:
         """Add the modules before and after the layers to the parts; a module called in both is in neither."""
         before = tuple(name for name in self._before if name not in self._after and self._has_parameters(name))
         after = tuple(name for name in self._after if name not in self._before)

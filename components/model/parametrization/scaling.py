@@ -12,23 +12,23 @@ from drawloom.components.ports.parameter_roles import Scaling
 from drawloom.components.ports.parametrization import ModelScaling
 
 
-def compute_model_scaling(width: float, depth: float = 1.0) -> ModelScaling:
+def compute_model_scaling(width_ratio: float, depth_ratio: float = 1.0) -> ModelScaling:
     """
-    Return the factors for a model `width` times as wide and `depth` times as deep as its base.
+    Return the factors for a model `width_ratio` times as wide and `depth_ratio` times as deep as its base.
 
     An initial standard deviation of residual outputs divided by sqrt(2 * layers), as in GPT-2, becomes the base
     model's, because `residual_multiplier` scales these outputs already.
     """
-    inner_eps = 1 / (width * depth)
-    std = 1 / math.sqrt(width)
-    outer, vector = Scaling(eps=1 / width), Scaling(eps=inner_eps)
+    inner_eps = 1 / (width_ratio * depth_ratio)
+    std = 1 / math.sqrt(width_ratio)
+    outer, vector = Scaling(eps=1 / width_ratio), Scaling(eps=inner_eps)
     return ModelScaling(
         outer=outer,
         head=outer,
-        matrix=Scaling(std, 1 / width, inner_eps, width),
-        residual=Scaling(std * math.sqrt(depth), 1 / width, inner_eps, width),
+        matrix=Scaling(std, 1 / width_ratio, inner_eps, width_ratio),
+        residual=Scaling(std * math.sqrt(depth_ratio), 1 / width_ratio, inner_eps, width_ratio),
         vector=vector,
         residual_vector=vector,
-        residual_multiplier=1 / depth,
-        logit_multiplier=1 / width,
+        residual_multiplier=1 / depth_ratio,
+        logit_multiplier=1 / width_ratio,
     )

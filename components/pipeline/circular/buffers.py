@@ -30,7 +30,7 @@ class Move:
     column: int = 0
 
 
-def list_early_moves(table: Timetable, iteration: int) -> list[Move]:
+def list_moves_during_compute(table: Timetable, iteration: int) -> list[Move]:
     """Return moves that overlap an iteration's computation, because their tensors exist before it."""
     moves = [*_iterate_state_io_moves(table, iteration)]
     if table.latency == 2:
@@ -43,7 +43,7 @@ def list_early_moves(table: Timetable, iteration: int) -> list[Move]:
     return moves
 
 
-def list_late_moves(table: Timetable, iteration: int) -> list[Move]:
+def list_moves_after_compute(table: Timetable, iteration: int) -> list[Move]:
     """Return moves that pass outputs to the next stages right after the iteration; none if forwarding is delayed."""
     return [*_iterate_output_moves(table, iteration)] if table.latency == 1 else []
 

@@ -65,9 +65,9 @@ class CircularExecutor(ProgramExecutor):
         """Return the stages' ranks in evaluation, with embedding and head as separate first and last stages."""
         return (0, *super()._stage_to_rank, self.mesh.sizes.pipeline - 1)
 
-    def train(self, state: StepState) -> None:
+    def run_forward_and_backward(self, state: StepState) -> None:
         self.stages.cast_weights()
-        inputs = [self._prepare_inputs(batch) for batch in state["batches"]]
+        inputs = [self._upload_inputs(batch) for batch in state["batches"]]
         group = self.mesh.pipeline_group
         repeats = (len(self._stage_to_rank) - 2) // group.size
         table = Timetable(group.size, len(inputs), repeats, 2 if self.delayed else 1)
@@ -75,23 +75,25 @@ class CircularExecutor(ProgramExecutor):
         token = create_exchange_token(sends, self.device.device)
         runners = {stage.index: StageRunner(stage, self.objective, state) for stage in self.stages.local}
         passes, share = StagePasses(runners, inputs, token), table.microbatches_of_stage(group.rank)
-        embedded = [passes.forward(0, number, inputs[number].inputs) for number in share]
+        embedded = [passes.run_differentiable_pass(0, number, inputs[number].inputs) for number in share]
         forward_pass = ForwardPass(
             table,
             Ring(group.rank, group.size, self._links),
-            run_block=lambda block, number, tensor: passes.forward(block + 1, number, tensor),
+            run_block=lambda block, number, tensor: passes.run_differentiable_pass(block + 1, number, tensor),
             metas=[self._infer_stage_tensor_meta(microbatch) for microbatch in inputs],
             buffers=Buffers.with_inputs(table, range(group.rank, group.rank + 1), embedded),
             pending_sends=sends,
             token=token,
         )
         hidden, last = forward_pass.run(), len(self._stage_to_rank) - 1
-        losses = [passes.forward(last, number, states) for number, states in zip(share, hidden, strict=True)]
+        losses = [
+            passes.run_differentiable_pass(last, number, states) for number, states in zip(share, hidden, strict=True)
+        ]
         sends.wait_for_all()
         del hidden, embedded
         # The token starts backward passes on ranks without a loss, which take part in all exchanges of gradients.
         torch.autograd.backward([*losses, forward_pass.token])
-        self.stages.hand_over_gradients()
+        self.stages.move_gradients_to_masters()
         _gather_losses_on_last_stage(state, share, group, self.device.device)
 
     def _infer_stage_tensor_meta(self, inputs: MicrobatchInputs) -> TensorMeta:

@@ -5,7 +5,12 @@ from collections.abc import Callable, Sequence
 import attrs
 from torch import Tensor
 
-from drawloom.components.pipeline.circular.buffers import Buffers, Move, list_early_moves, list_late_moves
+from drawloom.components.pipeline.circular.buffers import (
+    Buffers,
+    Move,
+    list_moves_after_compute,
+    list_moves_during_compute,
+)
 from drawloom.components.pipeline.circular.ring import (
     PendingSends,
     Ring,
@@ -55,10 +60,10 @@ class ForwardPass:
     def _run_iteration(self, iteration: int) -> None:
         """Run every stage outside the bubble, and move its output to the next stage."""
         # Early moves overlap the computation of the stages.
-        in_flight = self._start_moves(list_early_moves(self.table, iteration), from_this_iteration=False)
+        in_flight = self._start_moves(list_moves_during_compute(self.table, iteration), from_this_iteration=False)
         self.buffers.outputs = self._run_stages(iteration)
         self._finish_moves(in_flight)
-        self._finish_moves(self._start_moves(list_late_moves(self.table, iteration), from_this_iteration=True))
+        self._finish_moves(self._start_moves(list_moves_after_compute(self.table, iteration), from_this_iteration=True))
         self.buffers.store_finished_output(iteration)
         self.buffers.before, self.buffers.outputs = self.buffers.outputs, {}
 

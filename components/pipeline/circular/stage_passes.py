@@ -26,7 +26,7 @@ class StagePasses:
     token: Tensor
     _done: dict[int, int] = attrs.field(init=False, factory=dict)
 
-    def forward(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
+    def run_differentiable_pass(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
         """Return a stage's output (any shape) for a microbatch: a tensor, or the loss on the last stage."""
         runner = self.stages[stage]
         if stage not in self._done and runner.stage.shards is not None and not runner.stage.shards.gathers_per_block:

@@ -32,63 +32,63 @@ def list_stages_of_rank(rank: int, stage_to_rank: tuple[int, ...]) -> list[int]:
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-Row = list[int]
+OpCodes = list[int]
 """Op codes of one rank, in order: plain integers, which numpy handles fast for thousands of microbatches."""
 
 _SECOND = 1 << 32
 """Factor of the second op code in the op code of an overlap; the first op code is added."""
 
 
-def forward_code(local_stage: int) -> int:
+def forward_op_code(local_stage: int) -> int:
     """Return the forward op code for a rank's n-th stage (`local_stage`, from 0)."""
     # 4 ops for each local stage; the offset of 4 leaves 0 to 3 for local stage -1, any stage of the rank (W).
     return 4 * local_stage + FORWARD + 4
 
 
-def backward_code(local_stage: int) -> int:
+def backward_op_code(local_stage: int) -> int:
     """Return the op code for a whole backward pass."""
     return 4 * local_stage + BACKWARD + 4
 
 
-def backward_input_code(local_stage: int) -> int:
+def backward_input_op_code(local_stage: int) -> int:
     """Return the op code for input gradients."""
     return 4 * local_stage + BACKWARD_INPUT + 4
 
 
-def backward_weight_code(local_stage: int) -> int:
+def backward_weight_op_code(local_stage: int) -> int:
     """Return the op code for this stage's oldest pending weight gradients."""
     return 4 * local_stage + BACKWARD_WEIGHT + 4
 
 
-F0, F1 = forward_code(0), forward_code(1)
-B0, B1 = backward_code(0), backward_code(1)
-I0, I1 = backward_input_code(0), backward_input_code(1)
-W0, W1 = backward_weight_code(0), backward_weight_code(1)
-W = backward_weight_code(-1)
+F0, F1 = forward_op_code(0), forward_op_code(1)
+B0, B1 = backward_op_code(0), backward_op_code(1)
+I0, I1 = backward_input_op_code(0), backward_input_op_code(1)
+W0, W1 = backward_weight_op_code(0), backward_weight_op_code(1)
+W = backward_weight_op_code(-1)
 """Op code of the oldest pending weight gradients of any stage of the rank."""
 
 
-def overlap_code(first: int, second: int) -> int:
+def overlap_op_code(first: int, second: int) -> int:
     """Return the op code for an overlap: two ops allowed to run at the same time."""
     return first + second * _SECOND
 
 
 def build_program(
-    rows: Sequence[Row], stage_to_rank: tuple[int, ...], microbatches: int, *, newest_first: bool = False
+    rows: Sequence[OpCodes], stage_to_rank: tuple[int, ...], microbatches: int, *, backward_newest_first: bool = False
 ) -> Program:
     """
     Return the program with these op code rows, one per rank.
 
-    A stage's n-th forward and n-th backward pass belong to microbatch n; with `newest_first`, backward passes run from
-    the last microbatch to the first. Actions for surplus microbatches are dropped.
+    A stage's n-th forward and n-th backward pass belong to microbatch n; with `backward_newest_first`, backward passes
+    run from the last microbatch to the first. Actions for surplus microbatches are dropped.
     """
     stages = np.argsort(np.array(stage_to_rank), kind="stable").reshape(len(rows), -1)
     counted = [_decode_op_codes(np.array(row, dtype=np.int64)) for row in rows]
     local_stage, op, microbatch, overlaps = (np.concatenate(column) for column in zip(*counted, strict=True))
     bounds = np.concatenate([[0], np.cumsum([len(line[0]) for line in counted])])
     stage = stages[np.repeat(np.arange(len(rows)), np.diff(bounds)), local_stage]
-    # Microbatches were numbered in the order of a row, so reversing backward passes only changes numbers.
-    if newest_first:
+    # Microbatches were numbered in the order of op codes, so reversing backward passes only changes numbers.
+    if backward_newest_first:
         microbatch[op != FORWARD] = microbatches - 1 - microbatch[op != FORWARD]
     program = Program(
         stage_to_rank, microbatches, bounds, stage=stage, op=op, microbatch=microbatch, overlaps_previous=overlaps
@@ -96,17 +96,17 @@ def build_program(
     return program if (microbatch < microbatches).all() else program.select_actions(microbatch < microbatches)
 
 
-class RowSchedule(ABC):
-    """Schedule whose ranks build their rows independently; with `newest_first`, the last microbatch goes back first."""
+class OpCodeSchedule(ABC):
+    """Schedule whose ranks build their op codes independently; `backward_newest_first` reverses backward passes."""
 
-    newest_first: ClassVar[bool] = False
+    backward_newest_first: ClassVar[bool] = False
 
     @abstractmethod
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks."""
 
     @abstractmethod
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         """Return one rank's op codes, in order."""
 
     def program(self, ranks: int, microbatches: int) -> Program:
@@ -115,8 +115,10 @@ class RowSchedule(ABC):
 
     def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return the program with only the `wanted` ranks' actions."""
-        rows = [self.build_row(rank, ranks, microbatches) if rank in wanted else [] for rank in range(ranks)]
-        return build_program(rows, self.stage_to_rank(ranks), microbatches, newest_first=self.newest_first)
+        rows = [self.build_rank_op_codes(rank, ranks, microbatches) if rank in wanted else [] for rank in range(ranks)]
+        return build_program(
+            rows, self.stage_to_rank(ranks), microbatches, backward_newest_first=self.backward_newest_first
+        )
 
 
 class _Actions(NamedTuple):
@@ -176,44 +178,45 @@ def split_into_rounds(ranks: int, microbatches: int) -> list[int]:
     return [share + 1] * left + [share] * (count - left)
 
 
-def list_codes_in_rounds(op_code: Callable[[int], int], sizes: list[int], stages: range) -> Row:
+def list_op_codes_in_rounds(op_code: Callable[[int], int], sizes: list[int], stages: range) -> OpCodes:
     """Return op codes for all rounds, one after another; a round runs all its microbatches stage by stage."""
     return [op_code(local_stage) for size in sizes for local_stage in stages for _ in range(size)]
 
 
-def build_interleaved_row(
+def build_interleaved_op_codes(
     rank: int,
     ranks: int,
     stages: int,
     microbatches: int,
     op_code: Callable[[int], int],
-    lead: int,
-    lag: int | None = None,
-) -> Row:
+    warmup_per_later_rank: int,
+    weight_grad_lag: int | None = None,
+) -> OpCodes:
     """
-    Return a rank's row of interleaved 1F1B; `op_code` returns a local stage's backward op code.
+    Return a rank's op codes of interleaved 1F1B; `op_code` returns a local stage's backward op code.
 
-    The k-th rank before the last warms up with `lead * k` more forward passes. With `lag`, weight gradients are
-    deferred: from backward pass number `lag` on, every one is followed by the oldest pending weight gradients.
+    The k-th rank before the last warms up with `warmup_per_later_rank * k` more forward passes. With `weight_grad_lag`,
+    weight gradients are deferred: from backward pass number `weight_grad_lag` on, every one is followed by the oldest
+    pending weight gradients.
     """
     sizes = split_into_rounds(ranks, microbatches)
-    forwards = list_codes_in_rounds(forward_code, sizes, range(stages))
-    backwards = list_codes_in_rounds(op_code, sizes, range(stages)[::-1])
-    # The first backward pass needs the first round's forward passes of all local stages, then `lead` per later rank.
-    ahead = (stages - 1) * sizes[0] + lead * (ranks - 1 - rank)
+    forwards = list_op_codes_in_rounds(forward_op_code, sizes, range(stages))
+    backwards = list_op_codes_in_rounds(op_code, sizes, range(stages)[::-1])
+    # The first backward pass needs the first round's forward passes of all local stages, then some per later rank.
+    ahead = (stages - 1) * sizes[0] + warmup_per_later_rank * (ranks - 1 - rank)
     row = forwards[:ahead]
     for number, backward in enumerate(backwards):
         row += forwards[ahead + number : ahead + number + 1]
         row.append(backward)
-        if lag is not None and number >= lag:
+        if weight_grad_lag is not None and number >= weight_grad_lag:
             row.append(W)
-    return row if lag is None else row + [W] * min(lag, len(backwards))
+    return row if weight_grad_lag is None else row + [W] * min(weight_grad_lag, len(backwards))
 
 
-def build_breadth_first_row(stages: int, microbatches: int) -> Row:
-    """Return every rank's breadth-first row: all microbatches through one stage after another, then all back."""
-    row = [forward_code(local_stage) for local_stage in range(stages) for _ in range(microbatches)]
-    return row + [backward_code(local_stage) for local_stage in reversed(range(stages)) for _ in range(microbatches)]
+def build_breadth_first_op_codes(stages: int, microbatches: int) -> OpCodes:
+    """Return every rank's breadth-first op codes: all microbatches through one stage after another, then all back."""
+    row = [forward_op_code(local_stage) for local_stage in range(stages) for _ in range(microbatches)]
+    return row + [backward_op_code(local_stage) for local_stage in reversed(range(stages)) for _ in range(microbatches)]
 
 
 def build_forward_only_program(stage_to_rank: Sequence[int], microbatches: int) -> Program:

@@ -5,9 +5,9 @@ For every stage, a rank has a forward queue and an input gradient queue, both in
 urgent ready head. Weight gradients, on which no action depends, fill the bubbles: if no head is ready, or memory is
 full, the rank runs the oldest pending weight gradients, unless a head will be ready soon.
 
-A `Policy` defines urgency by a few numbers, for any number of ranks and microbatches. It follows the building blocks in
-Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024: the distance between a microbatch's ops
-determines the activations' lifetime, and the schedule repeats these distances for every microbatch.
+A `PriorityPolicy` defines urgency by a few numbers, for any number of ranks and microbatches. It follows the building
+blocks in Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024: the distance between a microbatch's
+ops determines the activations' lifetime, and the schedule repeats these distances for every microbatch.
 """
 
 import heapq
@@ -29,13 +29,13 @@ ROUNDING = 1e-9
 
 
 @attrs.frozen
-class Task:
+class SchedulingTask:
     """
     Scheduling problem: microbatches, stages with ranks and activation sizes, and a memory limit.
 
     A rank keeps a microbatch's stage `activations` from the forward pass until the input gradients, and `pending` from
     then on until the weight gradients; `pending` defaults to `activations`. The sum on a rank is at most `limit`. The
-    limit `microbatch_peak` always has a schedule.
+    limit `microbatch_peak_memory` always has a schedule.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -51,7 +51,7 @@ class Task:
         return max(self.stage_to_rank) + 1
 
     @property
-    def microbatch_peak(self) -> float:
+    def microbatch_peak_memory(self) -> float:
         """Return one microbatch's peak memory, on the rank that needs most."""
         memory = [0.0] * self.ranks
         for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
@@ -73,7 +73,7 @@ class Task:
 
 
 @attrs.frozen
-class Policy:
+class PriorityPolicy:
     """
     Urgency of actions, in numbers independent of the size.
 
@@ -106,7 +106,7 @@ class Policy:
         return forwards, inputs
 
 
-FORWARDS_FIRST = Policy()
+FORWARDS_FIRST = PriorityPolicy()
 """Policy that prefers forward passes, first of later stages, over input gradients, first of earlier stages."""
 
 
@@ -143,7 +143,7 @@ class _Rank:
     done: list[int] = attrs.field(factory=list)  # 4 * stage + op
 
 
-def build_list_schedule(task: Task, policy: Policy) -> Program:
+def build_list_schedule(task: SchedulingTask, policy: PriorityPolicy) -> Program:
     """Return the program if every rank follows the policy; all op costs must be above 0."""
     ranks = _simulate_ranks(task, policy)
     bounds = np.cumsum([0, *(len(rank.done) for rank in ranks)])
@@ -178,12 +178,12 @@ def compute_peak_activations(
     return [float(change[program.rows(rank)].cumsum().max(initial=0.0)) for rank in range(program.ranks)]
 
 
-def compute_makespan(task: Task, policy: Policy) -> float:
+def compute_makespan(task: SchedulingTask, policy: PriorityPolicy) -> float:
     """Return the makespan of `build_list_schedule`'s program."""
     return max(rank.free for rank in _simulate_ranks(task, policy))
 
 
-def _simulate_ranks(task: Task, policy: Policy) -> list[_Rank]:
+def _simulate_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
     """Simulate the ranks and return their final states."""
     ranks = _create_ranks(task, policy)
     pace = policy.pace * task.busiest_rank_time
@@ -216,7 +216,7 @@ def _simulate_ranks(task: Task, policy: Policy) -> list[_Rank]:
     return ranks
 
 
-def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
+def _create_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
     """Return all ranks with queues, each linked to the queue its results feed."""
     owners, costs = task.stage_to_rank, task.costs
     (due_forward, due_input), period = (
@@ -230,7 +230,7 @@ def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
     for stage, owner in enumerate(owners):
         position = local[owner].index(stage)
         size = task.activations[stage]
-        limit, sum_limits = _compute_stage_limit_and_limits_on_later_sums(task, policy, local[owner], position)
+        limit, sum_limits = _compute_own_and_cumulative_activation_limits(task, policy, local[owner], position)
         forward, back, weights = (costs.get_duration(op, stage) for op in "FIW")
         new_queue = partial(
             _Queue,
@@ -252,8 +252,8 @@ def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
     return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), rank_limit) for own in local]
 
 
-def _compute_stage_limit_and_limits_on_later_sums(
-    task: Task, policy: Policy, own_stages: list[int], position: int
+def _compute_own_and_cumulative_activation_limits(
+    task: SchedulingTask, policy: PriorityPolicy, own_stages: list[int], position: int
 ) -> tuple[float, list[float]]:
     """
     Return the limits on activations for stage `own_stages[position]`: its own, and those on the sums over the rank's
@@ -275,7 +275,7 @@ def _find_most_urgent_queue_and_next_ready_time(rank: _Rank, now: float, pace: f
     for queue in rank.queues:
         done = queue.done
         if done == len(queue.ready) or not (
-            _fits_memory_limits(rank.memory, queue)
+            _forward_fits_memory_limits(rank.memory, queue)
             if queue.op == FORWARD
             else queue.growth <= 0.0 or sum(rank.memory) + queue.growth <= rank.limit
         ):
@@ -288,7 +288,7 @@ def _find_most_urgent_queue_and_next_ready_time(rank: _Rank, now: float, pace: f
     return urgent, soon
 
 
-def _fits_memory_limits(memory: list[float], queue: _Queue) -> bool:
+def _forward_fits_memory_limits(memory: list[float], queue: _Queue) -> bool:
     """Return whether the next forward pass in a queue fits the memory limits."""
     size, position = queue.size, queue.position
     if memory[position] + size > queue.limit:

@@ -49,13 +49,13 @@ def lower_to_rank_program(program: Program, rank: int, costs: Costs = ASSUMED_CO
     Return a rank's program with its messages; raise DeadlockError if the program can't finish.
 
     If all ranks pass the whole program and the same costs, their orders agree with one global order. If a rank passes
-    the part returned by `build_program_for_lowering`, sends must not block.
+    the part returned by `build_program_of_rank_and_neighbours`, sends must not block.
     """
     program = merge_split_backwards(program)
     return insert_messages(program, compute_timing(program, costs), rank)
 
 
-def build_program_for_lowering(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
+def build_program_of_rank_and_neighbours(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
     """
     Return the actions that a rank needs for lowering: its own and its neighbours'.
 
@@ -135,7 +135,11 @@ MIN_GAP = 2
 def pair_offloaded_forward_and_backward(
     computes: Sequence[Action], offloaded_stages: Set[int]
 ) -> list[tuple[int, int]]:
-    """Return pairs (forward, backward), as indices of `computes`, for the passes whose activations are offloaded."""
+    """
+    Return pairs (forward, backward), as indices of `computes`, for the passes whose activations are offloaded.
+
+    Activations stay on the device if there are fewer than MIN_GAP actions between the passes.
+    """
     forwards = {(part.stage, part.microbatch): index for index, part in enumerate(computes) if part.op == "F"}
     pairs = [
         (forwards[part.stage, part.microbatch], index)

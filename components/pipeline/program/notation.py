@@ -11,11 +11,11 @@ ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 def parse_action(text: str) -> Action | Overlap:
     """Parse an action's or an overlap's label; ValueError if it is neither."""
-    parts = tuple(_parse_action(part) for part in text.split("|"))
+    parts = tuple(_parse_single_action(part) for part in text.split("|"))
     return parts[0] if len(parts) == 1 else Overlap(parts)
 
 
-def _parse_action(text: str) -> Action:
+def _parse_single_action(text: str) -> Action:
     match = ACTION.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not an action; write such as 3F7: stage, op (F, B, I or W) and microbatch")

@@ -16,13 +16,15 @@ import numpy as np
 
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING
 from drawloom.components.pipeline.program.lowering import pair_offloaded_forward_and_backward
-from drawloom.components.pipeline.program.partition import Fitted, ModelSlices
+from drawloom.components.pipeline.program.partition import FittedProgram, ModelSlices
 from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_STAGES, Floats
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.program import Action
 
 
-def offload_until_fit(fitted: Fitted, slices: ModelSlices, copies: Sequence[float], limit: float) -> Fitted:
+def offload_until_fit(
+    fitted: FittedProgram, slices: ModelSlices, copies: Sequence[float], limit: float
+) -> FittedProgram:
     """
     Return a program with the stages offloaded that make it fit into `limit`; its makespan is infinite if none do.
 
@@ -34,7 +36,7 @@ def offload_until_fit(fitted: Fitted, slices: ModelSlices, copies: Sequence[floa
     offloaded = set[int]()
     for rank in range(fitted.program.ranks):
         actions = [fitted.program.action(row) for row in range(*fitted.program.bounds[rank : rank + 2])]
-        choices = sorted(_list_subsets(actions), key=lambda stages: float(seconds[[*stages]].sum()))
+        choices = sorted(_list_offload_choices(actions), key=lambda stages: float(seconds[[*stages]].sum()))
         fitting = (
             stages
             for stages in choices
@@ -48,7 +50,7 @@ def offload_until_fit(fitted: Fitted, slices: ModelSlices, copies: Sequence[floa
     return attrs.evolve(fitted, program=program, makespan=simulate(program, table).makespan)
 
 
-def _list_subsets(actions: Sequence[Action]) -> Iterator[frozenset[int]]:
+def _list_offload_choices(actions: Sequence[Action]) -> Iterator[frozenset[int]]:
     """Yield a rank's choices of offloaded stages: all subsets of a few, or none and all of them."""
     stages = sorted({action.stage for action in actions})
     counts = range(len(stages) + 1) if len(stages) <= MAX_INDEPENDENT_STAGES else (0, len(stages))

@@ -15,19 +15,19 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.pipeline.program.list_scheduling import ROUNDING, Task
+from drawloom.components.pipeline.program.list_scheduling import ROUNDING, SchedulingTask
 from drawloom.components.pipeline.program.recomputation import (
     ONE_OF,
     LiveMicrobatches,
-    Options,
-    Recomputed,
-    list_option_choices,
+    RecomputeCosts,
+    RecomputeOptions,
+    list_option_combinations,
 )
-from drawloom.components.pipeline.program.timing import CostTable, ManyTimings
+from drawloom.components.pipeline.program.timing import BatchedTiming, CostTable
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.components.ports.stages import Recompute
 
-Sizes = tuple[int, ...]
+StageSizes = tuple[int, ...]
 """Numbers of slices by stage."""
 
 MAX_EXHAUSTIVE = 500
@@ -53,7 +53,7 @@ class ModelSlices:
     per_stage: NDArray[np.float64]
     comm: float
     pending: NDArray[np.float64] = attrs.field(default=attrs.Factory(lambda self: self.activations, takes_self=True))
-    recomputed: Sequence[Recomputed] = ()
+    recomputed: Sequence[RecomputeCosts] = ()
     parts: NDArray[np.float64] = attrs.field(
         default=attrs.Factory(lambda self: np.ones_like(self.activations), takes_self=True)
     )
@@ -61,33 +61,33 @@ class ModelSlices:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def compute_cost_table(self, sizes: Sizes) -> CostTable:
+    def compute_cost_table(self, sizes: StageSizes) -> CostTable:
         """Return the stages' costs without recomputation."""
         forward, whole, inputs, weights = self.lengths.mean(0).tolist()
         return CostTable(forward, inputs, weights, whole, self.comm, lengths=self.sum_costs_by_stage([sizes])[0])
 
-    def iterate_tasks(
-        self, stage_to_rank: tuple[int, ...], microbatches: int, limit: float, sizes: Sizes
-    ) -> Iterator[Task]:
+    def iterate_tasks_by_recompute_choice(
+        self, stage_to_rank: tuple[int, ...], microbatches: int, limit: float, sizes: StageSizes
+    ) -> Iterator[SchedulingTask]:
         """Yield a partition's scheduling tasks by choice of recompute policies; the first recomputes nothing."""
         table = self.compute_cost_table(sizes)
         options, stages = self.list_recompute_options([sizes]), range(len(sizes))
         local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
-        for way in list_option_choices(len(options.policies), 1 + max(local)):
+        for way in list_option_combinations(len(options.policies), 1 + max(local)):
             chosen = way[local], 0, stages
             costs = attrs.evolve(table, lengths=_add_recomputation_time(table.lengths, options.again[chosen]))
             activations, pending = (tuple(sizes.tolist()) for sizes in (options.kept[chosen], options.pending[0]))
-            yield Task(stage_to_rank, microbatches, costs, activations, limit, pending)
+            yield SchedulingTask(stage_to_rank, microbatches, costs, activations, limit, pending)
 
-    def sum_costs_by_stage(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+    def sum_costs_by_stage(self, partitions: Sequence[StageSizes]) -> NDArray[np.float64]:
         """Return costs (partitions, stages, ops) for partitions with equal stage counts."""
         return _sum_by_stage(self.lengths, partitions) + self.per_stage
 
-    def sum_activations_by_stage(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+    def sum_activations_by_stage(self, partitions: Sequence[StageSizes]) -> NDArray[np.float64]:
         """Return a microbatch's activations (partitions, stages) for partitions with equal stage counts."""
         return _sum_by_stage(self.activations, partitions)
 
-    def merge_into_stages(self, sizes: Sizes) -> "ModelSlices":
+    def merge_into_stages(self, sizes: StageSizes) -> "ModelSlices":
         """Return the costs with every stage in a partition merged into one slice."""
         recomputed = [
             attrs.evolve(
@@ -108,7 +108,7 @@ class ModelSlices:
             parts=parts,
         )
 
-    def list_recompute_options(self, partitions: Sequence[Sizes]) -> Options:
+    def list_recompute_options(self, partitions: Sequence[StageSizes]) -> RecomputeOptions:
         """Return the stages' recompute options in these partitions."""
         activations, parts = self.sum_activations_by_stage(partitions), _sum_by_stage(self.parts, partitions)
         policies: list[Recompute] = ["none"]
@@ -124,47 +124,51 @@ class ModelSlices:
                     policies.append(recomputed.policy if one_of == 1 else one_of)
                     again.append(share * all_again)
                     kept.append(activations + share * (all_kept - activations))
-        return Options(tuple(policies), np.stack(again), np.stack(kept), _sum_by_stage(self.pending, partitions))
+        return RecomputeOptions(
+            tuple(policies), np.stack(again), np.stack(kept), _sum_by_stage(self.pending, partitions)
+        )
 
-    def list_starting_partitions(self, stage_to_rank: Sequence[int]) -> list[Sizes]:
+    def list_starting_partitions(self, stage_to_rank: Sequence[int]) -> list[StageSizes]:
         """Return starting points for a search: equal sizes, equal costs by rank, and equal activations by rank."""
         every_op = self.lengths[:, [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]].sum(1)
-        balanced = [_balance_stage_sums(values, stage_to_rank) for values in (every_op, self.activations)]
+        balanced = [_choose_sizes_balancing_ranks(values, stage_to_rank) for values in (every_op, self.activations)]
         return [partition_evenly(len(self), len(stage_to_rank)), *balanced]
 
 
 @attrs.frozen(eq=False)
-class Fitted:
+class FittedProgram:
     """
     Program with its stage sizes in slices, and its makespan, infinite if memory does not suffice.
 
-    Its stages use the fastest fitting recompute policies. `microbatch_peak` is one microbatch's memory on the rank that
-    needs most.
+    Its stages use the fastest fitting recompute policies. `microbatch_peak_memory` is one microbatch's memory on the
+    rank that needs most.
     """
 
     program: Program
-    sizes: Sizes
+    sizes: StageSizes
     makespan: float
-    microbatch_peak: float
+    microbatch_peak_memory: float
 
 
 @attrs.frozen(eq=False)
-class Fit:
-    """Fit of a model into a program's stages, with activations up to `limit` on a rank."""
+class PartitionSearch:
+    """Search for a partition of a model into a program's stages, with activations up to `limit` on a rank."""
 
     program: Program
     slices: ModelSlices
     limit: float
-    _timings: ManyTimings = attrs.field(init=False)
+    _timings: BatchedTiming = attrs.field(init=False)
     _live: list[LiveMicrobatches] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "_timings", ManyTimings(self.program, self.slices.comm))
+        object.__setattr__(self, "_timings", BatchedTiming(self.program, self.slices.comm))
         object.__setattr__(
-            self, "_live", [LiveMicrobatches.count(self.program, rank) for rank in range(self.program.ranks)]
+            self,
+            "_live",
+            [LiveMicrobatches.count_at_possible_peaks(self.program, rank) for rank in range(self.program.ranks)],
         )
 
-    def search_best_partition(self, starts: Sequence[Sizes] = ()) -> Fitted:
+    def search_best_partition(self, starts: Sequence[StageSizes] = ()) -> FittedProgram:
         """Search for the partition with the shortest makespan, from `starts` or from the usual starting points."""
         slices, stages, actions = len(self.slices), self.program.stages, len(self.program.op)
         starts = starts or self.slices.list_starting_partitions(self.program.stage_to_rank)
@@ -179,10 +183,10 @@ class Fit:
             best = fitted
         return best
 
-    def _select_fastest_partition(self, partitions: Sequence[Sizes]) -> Fitted:
+    def _select_fastest_partition(self, partitions: Sequence[StageSizes]) -> FittedProgram:
         """Return the partition with the shortest makespan; without one that fits, the one with the least memory."""
         options = self.slices.list_recompute_options(partitions)
-        chosen, fits = options.choose_fastest(self._live, self.limit * (1 + ROUNDING))
+        chosen, fits = options.choose_least_recomputation(self._live, self.limit * (1 + ROUNDING))
         index = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
         makespans = self._timings.compute_makespans(
             _add_recomputation_time(self.slices.sum_costs_by_stage(partitions), options.again[index])
@@ -201,16 +205,16 @@ class Fit:
             tuple(options.policies[option] for option in chosen[number].tolist()) if self.slices.recomputed else ()
         )
         program = attrs.evolve(self.program, recompute=policies)
-        return Fitted(program, partitions[number], float(makespans[number]), float(peaks[number]))
+        return FittedProgram(program, partitions[number], float(makespans[number]), float(peaks[number]))
 
 
-def partition_evenly(slices: int, stages: int) -> Sizes:
+def partition_evenly(slices: int, stages: int) -> StageSizes:
     """Return stage sizes as equal as possible; the earlier stages have the remainder."""
     size, remainder = divmod(slices, stages)
     return (size + 1,) * remainder + (size,) * (stages - remainder)
 
 
-def _balance_stage_sums(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes:
+def _choose_sizes_balancing_ranks(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> StageSizes:
     """Return stage sizes with similar sums of `values` (slices,) by rank; inner slices count with their mean."""
     mean = float(values[1:-1].mean() if len(values) > 2 else values.mean())
     stages, sizes, ranks = [mean] * len(stage_to_rank), [1] * len(stage_to_rank), [0.0] * (max(stage_to_rank) + 1)
@@ -226,7 +230,7 @@ def _balance_stage_sums(values: NDArray[np.float64], stage_to_rank: Sequence[int
     return tuple(sizes)
 
 
-def _sum_by_stage(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+def _sum_by_stage(values: NDArray[np.float64], partitions: Sequence[StageSizes]) -> NDArray[np.float64]:
     """Return sums (partitions, stages, ...) of values (slices, ...) over every stage's slices."""
     bounds = np.cumsum(np.array(partitions), axis=1)
     whole = np.concatenate([np.zeros_like(values[:1]), values.cumsum(0)])
@@ -234,13 +238,13 @@ def _sum_by_stage(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> N
     return sums
 
 
-def _iterate_all_partitions(slices: int, stages: int) -> Iterator[Sizes]:
+def _iterate_all_partitions(slices: int, stages: int) -> Iterator[StageSizes]:
     """Yield the sizes in all partitions."""
     for cuts in combinations(range(1, slices), stages - 1):
         yield tuple(last - first for first, last in pairwise((0, *cuts, slices)))
 
 
-def _list_neighbouring_partitions(sizes: Sizes) -> list[Sizes]:
+def _list_neighbouring_partitions(sizes: StageSizes) -> list[StageSizes]:
     """Return all partitions with one slice moved from one stage to another."""
     neighbours = []
     for source in range(len(sizes)):
@@ -253,8 +257,10 @@ def _list_neighbouring_partitions(sizes: Sizes) -> list[Sizes]:
     return neighbours
 
 
-def _add_recomputation_time(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Add recomputation time `again` (..., stages) to the backward durations in `lengths` (..., stages, ops)."""
+def _add_recomputation_time(
+    lengths: NDArray[np.float64], recompute_seconds: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Add `recompute_seconds` (..., stages) to the backward durations in `lengths` (..., stages, ops)."""
     lengths = lengths.copy()
-    lengths[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]
+    lengths[..., [BACKWARD, BACKWARD_INPUT]] += recompute_seconds[..., None]
     return lengths

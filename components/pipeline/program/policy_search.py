@@ -11,9 +11,14 @@ from collections.abc import Sequence
 
 import attrs
 
-from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Policy, Task, compute_makespan
+from drawloom.components.pipeline.program.list_scheduling import (
+    FORWARDS_FIRST,
+    PriorityPolicy,
+    SchedulingTask,
+    compute_makespan,
+)
 
-WAVE = Policy(down=(0.4, 0.25), up=(0.2, 0.4), turn=0.0, pace=1.2, spared=(0.0, 0.5), patience=0.25)
+WAVE = PriorityPolicy(down=(0.4, 0.25), up=(0.2, 0.4), turn=0.0, pace=1.2, spared=(0.0, 0.5), patience=0.25)
 """Policy with a period between microbatches."""
 
 STARTS = (
@@ -23,7 +28,7 @@ STARTS = (
     attrs.evolve(FORWARDS_FIRST, spared=(0.0, 0.0)),
     WAVE,
     attrs.evolve(WAVE, spared=(0.0, 0.0)),
-    Policy(down=(0.2, 0.2), up=(0.2, 0.2), turn=0.0, pace=1.0, spared=(0.0, 0.0)),
+    PriorityPolicy(down=(0.2, 0.2), up=(0.2, 0.2), turn=0.0, pace=1.0, spared=(0.0, 0.0)),
 )
 
 MAX_DIRECT_ACTIONS = 2_000
@@ -36,15 +41,17 @@ BEAM = 3
 """Number of best policies that are changed further, and of ways to recompute that are searched."""
 
 
-def search_best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: int = TRIALS) -> Policy:
+def search_best_policy(
+    task: SchedulingTask, starts: Sequence[PriorityPolicy] = STARTS, trials: int = TRIALS
+) -> PriorityPolicy:
     """Search for the policy with the shortest makespan: from `starts`, with at most `trials` policies per size."""
     return _search_policies(task, starts, trials)[0]
 
 
-def select_promising_tasks(tasks: Sequence[Task]) -> list[Task]:
+def select_promising_tasks(tasks: Sequence[SchedulingTask]) -> list[SchedulingTask]:
     """Return the tasks (equal in size) with the shortest programs under two usual policies: BEAM, or 1 if large."""
 
-    def find_shortest_makespan(task: Task) -> float:
+    def find_shortest_makespan(task: SchedulingTask) -> float:
         while _count_actions(task) > MAX_DIRECT_ACTIONS and task.ranks >= 8:
             task = halve_task_size(task)
         return min(compute_makespan(task, policy) for policy in (FORWARDS_FIRST, WAVE))
@@ -54,7 +61,7 @@ def select_promising_tasks(tasks: Sequence[Task]) -> list[Task]:
     ]
 
 
-def _search_policies(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
+def _search_policies(task: SchedulingTask, starts: Sequence[PriorityPolicy], trials: int) -> list[PriorityPolicy]:
     """Return the best policies, the best first."""
     count = min(trials, MAX_SCHEDULED_ACTIONS // _count_actions(task))
     if _count_actions(task) <= MAX_DIRECT_ACTIONS or task.ranks < 8:
@@ -64,13 +71,13 @@ def _search_policies(task: Task, starts: Sequence[Policy], trials: int) -> list[
     return _improve_policies(task, [*policies, *starts][:count], count) or policies
 
 
-def halve_task_size(task: Task) -> Task:
+def halve_task_size(task: SchedulingTask) -> SchedulingTask:
     """Return the task with half as many ranks and microbatches, and half the memory."""
     count, last = task.ranks // 2, task.ranks - 1
     # The first and the last rank stay, because their stages have different costs.
     new_ranks = {round(number * last / (count - 1)): number for number in range(count)}
     stages = [stage for stage, owner in enumerate(task.stage_to_rank) if owner in new_ranks]
-    half = Task(
+    half = SchedulingTask(
         tuple(new_ranks[task.stage_to_rank[stage]] for stage in stages),
         max(1, task.microbatches // 2),
         task.costs.select_stages(stages),
@@ -78,10 +85,10 @@ def halve_task_size(task: Task) -> Task:
         task.limit / 2,
         tuple(task.pending[stage] for stage in stages),
     )
-    return attrs.evolve(half, limit=max(half.limit, half.microbatch_peak))
+    return attrs.evolve(half, limit=max(half.limit, half.microbatch_peak_memory))
 
 
-def _improve_policies(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
+def _improve_policies(task: SchedulingTask, starts: Sequence[PriorityPolicy], trials: int) -> list[PriorityPolicy]:
     """Improve policies by random changes, and return the best ones, the best first."""
     best = sorted(((compute_makespan(task, policy), policy) for policy in starts), key=_get_makespan)[:BEAM]
     trials, chance = trials - len(starts), random.Random(0)
@@ -96,11 +103,11 @@ def _improve_policies(task: Task, starts: Sequence[Policy], trials: int) -> list
     return [policy for _, policy in best]
 
 
-def _get_makespan(candidate: tuple[float, Policy]) -> float:
+def _get_makespan(candidate: tuple[float, PriorityPolicy]) -> float:
     return candidate[0]
 
 
-def _change_policy_randomly(policy: Policy, chance: random.Random) -> Policy:
+def _change_policy_randomly(policy: PriorityPolicy, chance: random.Random) -> PriorityPolicy:
     """Return the policy with one or two numbers changed at random."""
     for _ in range(chance.choice((1, 1, 2))):
         match chance.choice(("down", "up", "turn", "pace", "spared", "patience")):
@@ -133,5 +140,5 @@ def _change_number_randomly(number: float, chance: random.Random) -> float:
     return chance.choice((number / 2, number * 0.8, number * 1.25, number * 2, -number)) + chance.uniform(-0.2, 0.2)
 
 
-def _count_actions(task: Task) -> int:
+def _count_actions(task: SchedulingTask) -> int:
     return 3 * len(task.stage_to_rank) * task.microbatches

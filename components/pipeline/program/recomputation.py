@@ -30,14 +30,14 @@ MAX_INDEPENDENT_STAGES = 2
 """A rank with more stages uses one policy for all of them."""
 
 
-def recomputed_fraction(policy: Recompute) -> float:
+def estimate_recomputed_forward_fraction(policy: Recompute) -> float:
     """Return approximately the fraction repeated in the backward pass, from 0 to 1, for a stage's forward pass."""
     if isinstance(policy, int):
         return 1 / policy
-    return {"none": 0.0, "selective": SELECTIVE, "blocks": 1.0}[policy]
+    return {"none": 0.0, "selective": SELECTIVE, "quantized": SELECTIVE, "blocks": 1.0}[policy]
 
 
-def describe_policies(policies: Sequence[Recompute]) -> str:
+def describe_recompute_policies(policies: Sequence[Recompute]) -> str:
     """Return policies as text, such as `blocks in stages 0-3, selective in stage 4`; empty without recomputation."""
     runs: list[str] = []
     for policy, group in groupby(range(len(policies)), lambda stage: policies[stage]):
@@ -49,7 +49,7 @@ def describe_policies(policies: Sequence[Recompute]) -> str:
 
 
 @attrs.frozen(eq=False)
-class Recomputed:
+class RecomputeCosts:
     """
     Recompute policy costs by model slice.
 
@@ -70,7 +70,7 @@ class ChosenOptions(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class Options:
+class RecomputeOptions:
     """
     Recompute policies for several partitions' stages; the first option recomputes nothing.
 
@@ -84,14 +84,14 @@ class Options:
     kept: Floats
     pending: Floats
 
-    def choose_fastest(self, ranks: Sequence["LiveMicrobatches"], limit: float) -> ChosenOptions:
+    def choose_least_recomputation(self, ranks: Sequence["LiveMicrobatches"], limit: float) -> ChosenOptions:
         """Choose the options with the least repeated time within `limit` on every rank; 0 if no options fit."""
         chosen, fits = np.zeros(self.pending.shape, dtype=np.int64), np.ones(len(self.pending), dtype=bool)
         for rank in ranks:
             nothing, partitions = np.zeros((1, len(rank.stages)), dtype=np.int64), np.arange(len(self.pending))
             over = np.flatnonzero(self._compute_peaks(rank, nothing, partitions)[0] > limit)
             if len(over) and len(self.policies) > 1:
-                tried = list_option_choices(len(self.policies), len(rank.stages))
+                tried = list_option_combinations(len(self.policies), len(rank.stages))
                 more = self.again[tried[..., None], over, rank.stages[:, None]].sum(1)
                 more[self._compute_peaks(rank, tried, over) > limit] = np.inf
                 best = more.argmin(0)
@@ -109,7 +109,7 @@ class Options:
         return peaks
 
 
-def list_option_choices(options: int, stages: int) -> Ints:
+def list_option_combinations(options: int, stages: int) -> Ints:
     """
     Return all choices for a rank (ways, stages), as option indices by stage; the first recomputes nothing.
 
@@ -133,7 +133,7 @@ class LiveMicrobatches:
     pending: Ints
 
     @classmethod
-    def count(cls, program: Program, rank: int) -> "LiveMicrobatches":
+    def count_at_possible_peaks(cls, program: Program, rank: int) -> "LiveMicrobatches":
         """Count a rank's live microbatches at all times where its memory may peak, whatever the sizes."""
         rows = program.rows(rank)
         stages = np.unique(program.stage[rows])

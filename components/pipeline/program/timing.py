@@ -47,13 +47,13 @@ class Costs:
         lengths = np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[program.op]
         return lengths * np.array(self.factors)[program.stage] if self.factors else lengths
 
-    def get_duration(self, work: str, stage: int = 0) -> float:
+    def get_duration(self, op: str, stage: int = 0) -> float:
         """Return an action's duration by op and stage; every message takes `comm`."""
         lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
-        if work in lengths:
-            return lengths[work] * (self.factors[stage] if self.factors else 1.0)
+        if op in lengths:
+            return lengths[op] * (self.factors[stage] if self.factors else 1.0)
         shards = {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
-        return (shards | {"OFFLOAD": self.offload, "RELOAD": self.offload}).get(work, self.comm)
+        return (shards | {"OFFLOAD": self.offload, "RELOAD": self.offload}).get(op, self.comm)
 
     def select_stages(self, stages: Sequence[int]) -> "Costs":
         """Return the costs for some stages."""
@@ -81,11 +81,11 @@ class CostTable(Costs):
         lengths: NDArray[np.float64] = self.lengths[program.stage, program.op]
         return lengths
 
-    def get_duration(self, work: str, stage: int = 0) -> float:
+    def get_duration(self, op: str, stage: int = 0) -> float:
         """Return an action's duration by op and stage."""
-        if work in ("OFFLOAD", "RELOAD"):
+        if op in ("OFFLOAD", "RELOAD"):
             return float(self.offload_by_stage[stage])
-        return float(self.lengths[stage, OPS.index(work)]) if work in OPS else super().get_duration(work, stage)
+        return float(self.lengths[stage, OPS.index(op)]) if op in OPS else super().get_duration(op, stage)
 
     def select_stages(self, stages: Sequence[int]) -> "CostTable":
         """Return the costs for some stages."""
@@ -126,7 +126,7 @@ def compute_timing(program: Program, costs: Costs) -> Timing:
     Results from ranks without actions are ready from the start: a program reduced to some ranks is timed as if the
     other ranks were never late. Raises DeadlockError if the program can't finish.
     """
-    produces, consumes, delay = list_output_and_input_cells(program, costs)
+    produces, consumes, delay = index_produced_and_consumed_results(program, costs)
     if not np.diff(program.bounds).all():
         return _compute_timing_of_few_ranks(
             program, produces.tolist(), (consumes.tolist(), delay.tolist(), costs.get_durations(program).tolist())
@@ -154,7 +154,7 @@ def compute_timing(program: Program, costs: Costs) -> Timing:
 
 
 @attrs.frozen(eq=False)
-class ManyTimings:
+class BatchedTiming:
     """Timing for one program under many costs at once, as fast as a few separate timings."""
 
     program: Program
@@ -171,7 +171,7 @@ class ManyTimings:
     def compute_makespans(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the makespans (costs,) for `lengths` (costs, stages, ops), ordered like OPS."""
         produces, consumes, delay = (
-            cells[self._order] for cells in list_output_and_input_cells(self.program, Costs(comm=self.comm))
+            cells[self._order] for cells in index_produced_and_consumed_results(self.program, Costs(comm=self.comm))
         )
         rank = self.program.rank_by_action[self._order]
         kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
@@ -219,7 +219,7 @@ _NO_INPUT = 0
 """Cell of actions without an input, which is ready from the start."""
 
 
-class Cells(NamedTuple):
+class ResultIndices(NamedTuple):
     """
     Actions' output cells, input cells, and their inputs' message delays, all (actions,).
 
@@ -232,7 +232,7 @@ class Cells(NamedTuple):
     delays: NDArray[np.float64]
 
 
-def list_output_and_input_cells(program: Program, costs: Costs) -> Cells:
+def index_produced_and_consumed_results(program: Program, costs: Costs) -> ResultIndices:
     """Return the cells that a program's actions read and write."""
     stage, op, last = program.stage, program.op, program.stages - 1
     forward, weight = op == FORWARD, op == BACKWARD_WEIGHT
@@ -249,7 +249,7 @@ def list_output_and_input_cells(program: Program, costs: Costs) -> Cells:
     source = np.clip(stage - direction, 0, last)
     delay = np.where(stage_to_rank[source] != stage_to_rank[stage], costs.comm, 0.0)
     delay[consumes == _NO_INPUT] = 0.0
-    return Cells(produces, consumes, delay)
+    return ResultIndices(produces, consumes, delay)
 
 
 def _describe_deadlock(program: Program, actions: NDArray[np.int64]) -> str:

@@ -17,7 +17,7 @@ def find_violations(program: Program) -> list[str]:
     For every microbatch, a stage runs one forward pass and then one backward pass, whole or split into I and W, on the
     stage's rank; or the whole program consists of forward passes. The program must not deadlock.
     """
-    return [*_find_wrong_ranks(program), *_find_wrong_ops(program)] or _find_deadlocks(program)
+    return [*_find_wrong_ranks(program), *_find_missing_or_repeated_passes(program)] or _find_deadlocks(program)
 
 
 def _find_wrong_ranks(program: Program) -> Iterator[str]:
@@ -30,7 +30,7 @@ def _find_wrong_ranks(program: Program) -> Iterator[str]:
                 yield f"{action} is on rank {rank}, but its stage belongs to rank {program.stage_to_rank[action.stage]}"
 
 
-def _find_wrong_ops(program: Program) -> Iterator[str]:
+def _find_missing_or_repeated_passes(program: Program) -> Iterator[str]:
     """Yield a sentence for every stage and microbatch without exactly its passes, in order."""
     done = dict.fromkeys(product(range(program.stages), range(program.microbatches)), "")
     for rank in range(program.ranks):

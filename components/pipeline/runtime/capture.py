@@ -7,6 +7,9 @@ slot order. Inputs are copied into the slot's tensors, and outputs are copied fr
 persistent sums. The first step runs kernel by kernel, so compilation and kernel selection have ended; all graphs are
 recorded before the second step.
 
+Text generation with a key-value cache has a graph for each cache: a pass over one new token per row, whose first pass
+runs kernel by kernel, too.
+
 Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots instead of one callable.
 """
 
@@ -15,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, proxy
 
 import attrs
 import torch
@@ -28,7 +32,8 @@ from drawloom.components.pipeline.runtime.stage_runner import (
     list_floating_leaves,
     make_autograd_leaves,
 )
-from drawloom.components.ports.model import BatchContext, Finish
+from drawloom.components.ports.cache import KeyValueCache
+from drawloom.components.ports.model import BatchContext, Finish, Head
 from drawloom.components.ports.pipeline import LOSSES, Loss
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import Stage
@@ -48,7 +53,7 @@ class StageResult(NamedTuple):
 
 
 @attrs.define(eq=False)
-class Slot:
+class GraphSlot:
     """CUDA graphs for a stage's passes on one microbatch at a time; `runner` records them with microbatch number 0."""
 
     runner: StageRunner
@@ -116,7 +121,7 @@ class Slot:
 
 
 @attrs.define(eq=False)
-class WeightSums:
+class GradientSums:
     """Parameter gradients at fixed addresses for graphs: the same tensors in every step."""
 
     _sums: dict[nn.Parameter, Tensor] = attrs.field(factory=dict)
@@ -146,6 +151,56 @@ class WeightSums:
 
 
 @attrs.define(eq=False)
+class TokenPass:
+    """
+    CUDA graph for a stage's pass over one new token per row after a cache's tokens; without gradients.
+
+    It does not refer to the cache, and is freed with it.
+    """
+
+    runner: StageRunner
+    record: Record
+    _given: Any = None
+    _recorded: Recorded | None = None
+    _head: Head | None = None
+    _layers: tuple[int, int] = (0, 0)  # the cache's next layer before and after the pass
+
+    def run(self, cache: KeyValueCache, inputs: Tensor, shared: BatchContext, finish: Finish | None) -> Any:
+        """Return the stage's output, on the last stage `finish`'s result; record the pass if it was not."""
+        given = inputs, attrs.evolve(shared, cache=None)
+        if self._recorded is None:
+            self._given = map_leaves(_copy_leaf, given)
+            self._recorded = self._record_pass(cache)
+        else:
+            _copy_tree_into(self._given, given)
+        self._recorded.replay()
+        cache.next_layer = self._layers[1]
+        output = map_leaves(_copy_leaf, self._recorded.outputs)
+        return output if finish is None or self._head is None else finish(output, self._head)
+
+    def _record_pass(self, cache: KeyValueCache) -> Recorded:
+        """Record the pass with the cache's addresses; UserError if CUDA rejects it."""
+        first, weak, (inputs, shared) = cache.next_layer, proxy(cache), self._given
+
+        def run_stage() -> Any:
+            """Return the last hidden states, or this stage's output."""
+            weak.next_layer = first
+            output = self.runner.forward(0, inputs, attrs.evolve(shared, cache=weak), None, self._keep_head)
+            self._layers = first, weak.next_layer
+            return output
+
+        try:
+            return self.record(run_stage)
+        except RuntimeError as error:
+            raise UserError(_describe_capture_error(self.runner.stage.index, error), exit_code=2) from error
+
+    def _keep_head(self, hidden: Any, head: Head) -> Any:
+        """Return the hidden states (rows, 1, hidden), and keep the head for `finish`, which is not recorded."""
+        self._head = head
+        return hidden
+
+
+@attrs.define(eq=False)
 class StageGraphs:
     """
     One stage's slots for microbatches with one shape, persistent between steps.
@@ -157,23 +212,24 @@ class StageGraphs:
     objective: Loss
     new_record: Callable[[], Record]
     _first: Any = None  # the reference microbatch, and whether its backward pass is split
-    _slots: list[Slot] = attrs.field(factory=list)
-    _free: list[Slot] = attrs.field(factory=list)
+    _token_passes: WeakKeyDictionary[KeyValueCache, TokenPass] = attrs.field(factory=WeakKeyDictionary)
+    _slots: list[GraphSlot] = attrs.field(factory=list)
+    _free: list[GraphSlot] = attrs.field(factory=list)
     _warned: bool = False
 
     def lacks_slots(self, in_flight: int) -> bool:
         """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
         return self._first is not None and len(self._slots) < in_flight
 
-    def free_and_create_slots(self, in_flight: int) -> None:
+    def release_slots_and_record_missing(self, in_flight: int) -> None:
         """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
         while self.lacks_slots(in_flight):
             example, split = self._first
-            self._slots.append(Slot(self._create_runner(split), self.new_record()))
+            self._slots.append(GraphSlot(self._create_runner(split), self.new_record()))
             self._slots[-1].record_passes(example)
         self._free = list(self._slots)
 
-    def take_slot(self, inputs_context_batch: Any, stage: Stage, split: bool) -> Slot | None:
+    def take_slot(self, inputs_context_batch: Any, stage: Stage, split: bool) -> GraphSlot | None:
         """Take a free slot; None if there is none, or if the microbatch has other shapes than the first one."""
         if self._first is None:
             self._first, self.stage = (map_leaves(_copy_leaf, inputs_context_batch), split), stage
@@ -182,9 +238,16 @@ class StageGraphs:
             return None
         return self._free.pop() if self._free else None
 
-    def return_slot(self, slot: Slot) -> None:
+    def return_slot(self, slot: GraphSlot) -> None:
         """Free a finished microbatch's slot."""
         self._free.append(slot)
+
+    def find_token_pass(self, cache: KeyValueCache) -> TokenPass | None:
+        """Return the graph for passes over one token; None for the first such pass of a cache."""
+        if cache in self._token_passes:
+            return self._token_passes[cache]
+        self._token_passes[cache] = TokenPass(self._create_runner(split=False), self.new_record())
+        return None
 
     def _create_runner(self, split: bool) -> StageRunner:
         return StageRunner(self.stage, self.objective, split=split)
@@ -203,11 +266,15 @@ class CapturedRunner(StageRunner):
     """`StageRunner` that launches a microbatch's graphs if the microbatch has a slot."""
 
     graphs: StageGraphs = attrs.field(kw_only=True)
-    _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
+    _slots: dict[int, GraphSlot] = attrs.field(init=False, factory=dict)
 
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
+        if (cache := _find_recordable_cache(inputs, shared)) is not None:
+            cache.begin_fixed_pass(inputs.device)
+            if (token_pass := self.graphs.find_token_pass(cache)) is not None:
+                return token_pass.run(cache, inputs, shared, finish)
         # Graphs must serve batches with other counts, such as padding, which only the host reads.
         given = inputs, shared, None if batch is None else batch.without_host_values()
         slot = (
@@ -241,17 +308,17 @@ class CapturedRunner(StageRunner):
 
 
 @attrs.define(eq=False)
-class Captures:
+class RankGraphs:
     """CUDA graphs for this rank's stages, and the parameters' gradients at fixed addresses."""
 
     objective: Loss
     new_record: Callable[[], Record]
     _graphs: dict[int, StageGraphs] = attrs.field(factory=dict)
-    _sums: WeightSums = attrs.field(factory=WeightSums)
-    _whole_rows: bool = True
+    _sums: GradientSums = attrs.field(factory=GradientSums)
+    _has_one_document_per_row: bool = True
 
     @classmethod
-    def create_on_gpu(cls, device: torch.device, objective: Loss) -> "Captures | None":
+    def create_on_gpu(cls, device: torch.device, objective: Loss) -> "RankGraphs | None":
         """Create the graphs on a GPU; return None on a CPU, whose kernels take longer than their launches."""
         if device.type == "cpu":
             return None
@@ -263,17 +330,22 @@ class Captures:
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
         return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
 
-    def unify_whole_rows_flags(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
+    def unify_one_document_flags(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
         """
-        Return a step's microbatches with one `whole_rows` flag: true until a row with several documents occurs.
+        Return a step's microbatches with one `one_document_per_row` flag: true until a row with several documents
+        occurs.
 
         Rows with several documents are the general case. When they first occur, graphs are recorded again, and then
         serve all later microbatches, because a microbatch of packed data sometimes has only whole rows.
         """
-        if self._whole_rows and not all(microbatch.shared.whole_rows for microbatch in inputs):
-            self._whole_rows = False
+        if self._has_one_document_per_row and not all(microbatch.shared.one_document_per_row for microbatch in inputs):
+            self._has_one_document_per_row = False
             self._graphs.clear()
-        return inputs if self._whole_rows else [microbatch.without_whole_rows_flag() for microbatch in inputs]
+        return (
+            inputs
+            if self._has_one_document_per_row
+            else [microbatch.without_one_document_flag() for microbatch in inputs]
+        )
 
     def record_missing_graphs(self, actions: Iterable[Action]) -> None:
         """
@@ -288,15 +360,24 @@ class Captures:
         self._sums.attach_to_parameters()
         for index, graphs in self._graphs.items():
             try:
-                graphs.free_and_create_slots(most[index])
+                graphs.release_slots_and_record_missing(most[index])
             except RuntimeError as error:
                 raise UserError(_describe_capture_error(index, error), exit_code=2) from error
         self._sums.restore_or_zero_sums()
 
-    def keep_gradient_tensors(self) -> None:
-        """Reuse the step's gradient tensors in later steps; call this before `hand_over_gradients`."""
+    def reuse_gradient_tensors(self) -> None:
+        """Reuse the step's gradient tensors in later steps; call this before `move_gradients_to_masters`."""
         for graphs in self._graphs.values():
             self._sums.adopt_gradients(graphs.stage.module.parameters())
+
+
+def _find_recordable_cache(inputs: Any, shared: BatchContext) -> KeyValueCache | None:
+    """Return the cache of a pass over one new token per row without gradients; None with recurrent states."""
+    cache = shared.cache
+    if cache is None or not cache.cached_layer_count or cache.has_states or shared.hidden_states is not None:
+        return None
+    has_one_token = isinstance(inputs, Tensor) and inputs.shape[1] == 1
+    return cache if has_one_token and not torch.is_grad_enabled() else None
 
 
 def count_peak_microbatches_in_flight(actions: Iterable[Action]) -> Counter[int]:

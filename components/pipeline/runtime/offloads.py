@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.memory import Ticket, Transfers
-from drawloom.kernels.recompute import Kept
+from drawloom.kernels.recompute import KeptTensor
 
 
 @attrs.define(eq=False)
@@ -19,17 +19,17 @@ class Offloads:
     transfers: Transfers
     _pool: dict[int, list[tuple[Tensor, Ticket]]] = attrs.field(factory=lambda: defaultdict(list))
 
-    def start_offload(self, kept: Iterable[ref[Kept]], not_offloaded: Iterable[Tensor]) -> "OffloadedTensors":
+    def start_offload(self, kept: Iterable[ref[KeptTensor]], not_offloaded: Iterable[Tensor]) -> "OffloadedTensors":
         """
         Start to copy kept tensors to host memory, by storage; tensors in the storages of `not_offloaded` stay.
 
         Tensors that autograd has released already are left out.
         """
         stay = {tensor.untyped_storage().data_ptr() for tensor in not_offloaded}
-        by_storage: dict[int, list[Kept]] = defaultdict(list)
+        by_storage: dict[int, list[KeptTensor]] = defaultdict(list)
         for weak in kept:
             if (wrapper := weak()) is not None:
-                by_storage[wrapper.value().untyped_storage().data_ptr()].append(wrapper)
+                by_storage[wrapper.get_or_recompute().untyped_storage().data_ptr()].append(wrapper)
         groups = [wrappers for address, wrappers in by_storage.items() if address and address not in stay]
         return OffloadedTensors(self, [_Storage(wrappers) for wrappers in groups])
 
@@ -38,7 +38,7 @@ class Offloads:
         return (
             self._pool[byte_count].pop()
             if self._pool[byte_count]
-            else (self.transfers.allocate_in_host_memory(byte_count), None)
+            else (self.transfers.allocate_pinned_host_memory(byte_count), None)
         )
 
     def return_host_memory(self, memory: Tensor, ticket: Ticket) -> None:
@@ -51,8 +51,8 @@ class _Storage:
 
     __slots__ = ("bytes", "views", "wrappers")
 
-    def __init__(self, wrappers: Sequence[Kept]) -> None:
-        tensors = [wrapper.value() for wrapper in wrappers]
+    def __init__(self, wrappers: Sequence[KeptTensor]) -> None:
+        tensors = [wrapper.get_or_recompute() for wrapper in wrappers]
         self.wrappers = [ref(wrapper) for wrapper in wrappers]
         self.views = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors]
         storage = tensors[0].untyped_storage()

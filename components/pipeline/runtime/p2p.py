@@ -91,8 +91,8 @@ class P2PBuffers:
     """
     One step's messages between this rank and its neighbours; `links` are channels by pipeline rank.
 
-    Receives are posted early: they allocate a tensor for the caller of `wait_recv`. A sent tensor is kept until its
-    send completes; every later send checks for completion.
+    Receives are posted early: they allocate a tensor for the caller of `wait_and_take_message`. A sent tensor is kept
+    until its send completes; every later send checks for completion.
     """
 
     links: Mapping[int, P2PChannel]
@@ -110,7 +110,7 @@ class P2PBuffers:
             # Waiting for a completed send returns at once, and lets torch free its tensor.
             sending.popleft().wait()
 
-    def receive(self, key: MessageKey, peer: int, like: Any) -> None:
+    def start_receive(self, key: MessageKey, peer: int, like: Any) -> None:
         """Start receiving a tree with the shapes and dtypes of `like`, which may be on the meta device."""
         link = self.links[peer]
         # Most messages are a tensor or a list of tensors; walking a tree takes microseconds.
@@ -123,7 +123,7 @@ class P2PBuffers:
             messages = [link.receive(tensor) for tensor in list_tensors(tree)]
         self._receiving[key] = tree, messages
 
-    def wait_recv(self, key: MessageKey) -> Any:
+    def wait_and_take_message(self, key: MessageKey) -> Any:
         """Wait until all tensors in a message have arrived, and return their tree."""
         tree, messages = self._receiving.pop(key)
         if profiler._is_profiler_enabled:  # so that a trace separates waiting from computing

@@ -37,9 +37,9 @@ class MicrobatchInputs:
     batch: Batch | None = None
     finish: Finish | None = None
 
-    def without_whole_rows_flag(self) -> "MicrobatchInputs":
-        """Return the microbatch with `whole_rows` false: rows may contain several documents."""
-        return attrs.evolve(self, shared=attrs.evolve(self.shared, whole_rows=False))
+    def without_one_document_flag(self) -> "MicrobatchInputs":
+        """Return the microbatch with `one_document_per_row` false: rows may contain several documents."""
+        return attrs.evolve(self, shared=attrs.evolve(self.shared, one_document_per_row=False))
 
 
 @attrs.define(eq=False)
@@ -48,7 +48,8 @@ class ProgramRunner:
     Runner for a rank's program in one step; it is dropped with all its tensors, also if the step fails.
 
     `stages` are this rank's stages by number. An output is buffered until the next stage on this rank consumes it, or
-    until it is sent. The last stage's detached output is passed to `each_output`.
+    until it is sent. The last stage's detached output is passed to `on_output`. An error in `before_action` ends the
+    program.
     """
 
     stages: Mapping[int, StageRunner]
@@ -56,7 +57,8 @@ class ProgramRunner:
     boundaries: StageInputs
     p2p: P2PBuffers
     streams: StageStreams | None = None
-    each_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
+    on_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
+    before_action: Callable[[], None] = lambda: None
     _outputs: dict[StageMicrobatch, Any] = attrs.field(factory=dict)
     _grads: dict[StageMicrobatch, list[Tensor]] = attrs.field(factory=dict)
     # activations on their way to host memory, with the number of compute actions before their memory is freed
@@ -83,12 +85,14 @@ class ProgramRunner:
         if self.streams is not None:
             run, streams = self.streams.run_in_stream, self.streams
             operations = {
-                name: partial(run, operation, self._find_local_inputs) for name, operation in operations.items()
+                name: partial(run, operation, self._list_inputs_from_local_stage)
+                for name, operation in operations.items()
             }
             streams.wait_for_current_stream()
         for action in actions:
+            self.before_action()
             if self._leaving and action.op in OPS:
-                self._free_offloaded()
+                self._free_earlier_offloads()
             # A traceback alone would not name the stage and microbatch among many identical ones.
             try:
                 if profiler._is_profiler_enabled:  # a range costs microseconds, which matter in an action
@@ -103,9 +107,9 @@ class ProgramRunner:
                 raise
         self.p2p.wait_for_sends()
         if self.streams is not None:
-            self.streams.let_current_stream_wait()
+            self.streams.make_current_stream_wait()
 
-    def _free_offloaded(self) -> None:
+    def _free_earlier_offloads(self) -> None:
         """Free the device memory for activations whose offload began before the last compute action."""
         waiting = [(actions - 1, tensors) for actions, tensors in self._leaving]
         for actions, tensors in waiting:
@@ -113,7 +117,7 @@ class ProgramRunner:
                 tensors.free_device_memory()
         self._leaving = [(actions, tensors) for actions, tensors in waiting if actions]
 
-    def _find_local_inputs(self, action: Action) -> list[Tensor]:
+    def _list_inputs_from_local_stage(self, action: Action) -> list[Tensor]:
         """Return the tensors that a pass consumes from another stage on this rank; [] if they come as a message."""
         buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
         return [
@@ -125,7 +129,7 @@ class ProgramRunner:
         inputs = self._take_stage_input(action, microbatch)
         output = stage.forward(action.microbatch, inputs, microbatch.shared, microbatch.batch, microbatch.finish)
         if stage.last:
-            self.each_output(action.microbatch, output)
+            self.on_output(action.microbatch, output)
         else:
             self._outputs[action.stage + 1, action.microbatch] = output
 
@@ -134,7 +138,7 @@ class ProgramRunner:
         if action.stage == 0:
             return microbatch.inputs
         key = action.stage, action.microbatch
-        inputs = self._outputs.pop(key) if key in self._outputs else self.p2p.wait_recv(("RECV_F", *key))
+        inputs = self._outputs.pop(key) if key in self._outputs else self.p2p.wait_and_take_message(("RECV_F", *key))
         # Detached tensors become leaves: every stage has its own graph, which its backward pass frees.
         return make_autograd_leaves(inputs) if torch.is_grad_enabled() else inputs
 
@@ -144,7 +148,7 @@ class ProgramRunner:
 
     def _receive_forward(self, action: Action) -> None:
         like = self._infer_stage_input(action.stage, action.microbatch)
-        self.p2p.receive(("RECV_F", action.stage, action.microbatch), _get_peer_rank(action), like)
+        self.p2p.start_receive(("RECV_F", action.stage, action.microbatch), _get_peer_rank(action), like)
 
     def _infer_stage_input(self, stage: int, microbatch: int) -> Any:
         """Return a stage's input for a microbatch as meta tensors; sender and receiver both derive them."""
@@ -182,7 +186,7 @@ class ProgramRunner:
             return None
         if key in self._grads:
             return self._grads.pop(key)
-        grads: list[Tensor] = self.p2p.wait_recv(("RECV_B", *key))
+        grads: list[Tensor] = self.p2p.wait_and_take_message(("RECV_B", *key))
         return grads
 
     def _store_input_grads(self, action: Action, grads: list[Tensor]) -> None:
@@ -196,7 +200,7 @@ class ProgramRunner:
 
     def _receive_backward(self, action: Action) -> None:
         like = list_floating_leaves(self._infer_stage_input(action.stage + 1, action.microbatch))
-        self.p2p.receive(("RECV_B", action.stage, action.microbatch), _get_peer_rank(action), like)
+        self.p2p.start_receive(("RECV_B", action.stage, action.microbatch), _get_peer_rank(action), like)
 
 
 def _get_peer_rank(action: Action) -> int:

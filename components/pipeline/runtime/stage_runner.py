@@ -21,7 +21,7 @@ from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels.deferred_grads import Accumulation
-from drawloom.kernels.recompute import Collecting, Kept
+from drawloom.kernels.recompute import Collecting, KeptTensor
 from drawloom.kernels.recompute_policy import apply_recompute_policy
 
 
@@ -32,7 +32,7 @@ class InFlight:
     inputs: list[Tensor]
     outputs: list[Tensor]
     split: SplitBackward | None
-    kept: Sequence[ref[Kept]] = ()
+    kept: Sequence[ref[KeptTensor]] = ()
     offloaded: OffloadedTensors | None = None
 
 
@@ -140,7 +140,7 @@ class StageRunner:
         if not self._reduces_next:
             split.backward_weight()
             return
-        split.backward_weight(self._shards.list_reduced_parts())
+        split.backward_weight(self._shards.list_reduction_units())
         self._shards.reduce_remaining_gradients()
         self._stop_reducing_in_backward()
 
@@ -207,10 +207,10 @@ def list_floating_leaves(tree: Any) -> list[Tensor]:
     """Return a tree's leaves with gradients: real or complex floating-point tensors."""
     if isinstance(tree, Tensor):  # the usual case between stages, where microseconds matter
         return [tree] if tree.is_floating_point() or tree.is_complex() else []
-    return [leaf for leaf in list_leaves(tree) if _has_gradient(leaf)]
+    return [leaf for leaf in list_leaves(tree) if _is_floating_tensor(leaf)]
 
 
-def _has_gradient(leaf: Any) -> bool:
+def _is_floating_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
@@ -223,7 +223,7 @@ def make_autograd_leaves(tree: Any) -> Any:
     """Make the previous stage's output the leaves of this stage's own autograd graph: they require gradients."""
     if isinstance(tree, Tensor):
         return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree
-    return map_leaves(lambda leaf: leaf.requires_grad_() if _has_gradient(leaf) else leaf, tree)
+    return map_leaves(lambda leaf: leaf.requires_grad_() if _is_floating_tensor(leaf) else leaf, tree)
 
 
 def _get_gradient_or_zeros(leaf: Tensor, grad: Tensor | None) -> Tensor:

@@ -43,7 +43,7 @@ class StageStreams:
         for stream in self._distinct_streams():
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
-    def let_current_stream_wait(self) -> None:
+    def make_current_stream_wait(self) -> None:
         """Let the current stream wait for all streams."""
         for stream in self._distinct_streams():
             torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -22,14 +22,20 @@ import numpy as np
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, build_list_schedule
 from drawloom.components.pipeline.program.offloading import offload_until_fit
-from drawloom.components.pipeline.program.partition import Fit, Fitted, ModelSlices, Sizes, partition_evenly
+from drawloom.components.pipeline.program.partition import (
+    FittedProgram,
+    ModelSlices,
+    PartitionSearch,
+    StageSizes,
+    partition_evenly,
+)
 from drawloom.components.pipeline.program.policy_search import (
     STARTS,
     TRIALS,
     search_best_policy,
     select_promising_tasks,
 )
-from drawloom.components.pipeline.program.recomputation import Recomputed
+from drawloom.components.pipeline.program.recomputation import RecomputeCosts
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.pipeline.schedules.gpipe import GPipe
 from drawloom.components.pipeline.schedules.interleaved_1f1b import Interleaved1F1B
@@ -80,21 +86,23 @@ def _describe_cost_fault(cost: Cost) -> str | None:
     return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
 
 
-def _describe_parts_fault(parts: float | Sequence[float]) -> str | None:
-    numbers = _list_cost_numbers(parts)
+def _describe_negative_number_fault(values: float | Sequence[float]) -> str | None:
+    numbers = _list_cost_numbers(values)
     if not numbers:
         return "the list is empty; write a number, or one for each slice"
     return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
 
 
-def _describe_kept_fractions_fault(parts: float | Sequence[float]) -> str | None:
+def _describe_kept_fractions_fault(values: float | Sequence[float]) -> str | None:
     """Return the fault in fractions outside 0 to 1; None if there is none."""
-    most = max(_list_cost_numbers(parts), default=0.0)
-    return _describe_parts_fault(parts) or (f"{most} is above 1, which is all activations" if most > 1 else None)
+    most = max(_list_cost_numbers(values), default=0.0)
+    return _describe_negative_number_fault(values) or (
+        f"{most} is above 1, which is all activations" if most > 1 else None
+    )
 
 
-def _describe_copies_fault(copies: float | Sequence[float] | None) -> str | None:
-    return None if copies is None else _describe_parts_fault(copies)
+def _describe_copy_times_fault(copies: float | Sequence[float] | None) -> str | None:
+    return None if copies is None else _describe_negative_number_fault(copies)
 
 
 def _list_cost_numbers(cost: Cost) -> list[float]:
@@ -106,7 +114,8 @@ class Recomputation:
     """Costs of a recompute policy: a number per slice, or one number for all slices."""
 
     again: float | Sequence[float] = setting(
-        check=_describe_parts_fault, doc="additional time of a backward pass, as a fraction of the forward pass"
+        check=_describe_negative_number_fault,
+        doc="additional time of a backward pass, as a fraction of the forward pass",
     )
     kept: float | Sequence[float] = setting(
         check=_describe_kept_fractions_fault,
@@ -153,7 +162,7 @@ class Auto:
     )
     offload: float | Sequence[float] | None = setting(
         default=None,
-        check=_describe_copies_fault,
+        check=_describe_copy_times_fault,
         doc="time to copy a slice's activations to host memory, a number or a list; without slices, of a rank's "
         "share; if left out, `[stages] offload` decides",
     )
@@ -172,13 +181,13 @@ class Auto:
         doc="microbatches of the step for which stages are partitioned; default: 4 per rank",
     )
     trials: int = setting(default=TRIALS, check=between(0, 1_000_001), doc="number of policies tried in the search")
-    _cache: dict[tuple[int, int], Fitted] = attrs.field(init=False, factory=dict)
+    _cache: dict[tuple[int, int], FittedProgram] = attrs.field(init=False, factory=dict)
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks; UserError if slices or memory do not fit."""
         return self._find_planned_program(ranks).program.stage_to_rank
 
-    def layers_by_stage(self, ranks: int, layers: int) -> Sizes:
+    def layers_by_stage(self, ranks: int, layers: int) -> StageSizes:
         """Return the numbers of layers by stage; UserError if layers are not divisible into the slices."""
         layers_per_slice, rest = divmod(layers, self._slice_count) if self._slice_count else (1, 0)
         if layers_per_slice > 1 and "blocks" in self.recompute:  # blocks are layers, so slices must be layers
@@ -202,11 +211,13 @@ class Auto:
         # Stages keep their layers when a step has another number of microbatches.
         return self._find_fastest_program(ranks, microbatches, planned).program
 
-    def _find_planned_program(self, ranks: int) -> Fitted:
+    def _find_planned_program(self, ranks: int) -> FittedProgram:
         """Return the fastest program for `microbatches`, whose stages all other programs keep."""
         return self._find_fastest_program(ranks, self.microbatches or 4 * ranks)
 
-    def _find_fastest_program(self, ranks: int, microbatches: int, planned: Fitted | None = None) -> Fitted:
+    def _find_fastest_program(
+        self, ranks: int, microbatches: int, planned: FittedProgram | None = None
+    ) -> FittedProgram:
         """Return the shortest program, with `planned` among programs with its stages; UserError if none fits."""
         size = ranks, microbatches
         if size not in self._cache:
@@ -216,7 +227,7 @@ class Auto:
             candidates = [
                 fitted
                 for count, again in ways
-                for fitted in self._iterate_fitted_programs(
+                for fitted in self._iterate_best_partitioned_programs(
                     ranks, microbatches, count, recomputes=again, planned=planned
                 )
             ]
@@ -228,19 +239,19 @@ class Auto:
                 ]
             shortest = min(candidates, key=lambda fitted: fitted.makespan)  # the first of equals
             if shortest.makespan == math.inf:
-                least = min(fitted.microbatch_peak for fitted in candidates)
+                least = min(fitted.microbatch_peak_memory for fitted in candidates)
                 text = f"a microbatch's activations are {least:g} on a rank"
                 raise UserError(f"memory = {self._get_memory_limit(ranks):g}: {text}; write more")
             self._cache[size] = shortest
         return self._cache[size]
 
-    def _iterate_fitted_programs(
-        self, ranks: int, microbatches: int, count: int, recomputes: bool, planned: Fitted | None
-    ) -> Iterator[Fitted]:
-        """Yield programs with `count` stages per rank, published or searched, with the best stage sizes."""
+    def _iterate_best_partitioned_programs(
+        self, ranks: int, microbatches: int, stages_per_rank: int, recomputes: bool, planned: FittedProgram | None
+    ) -> Iterator[FittedProgram]:
+        """Yield programs with `stages_per_rank` stages per rank, published or searched, with the best stage sizes."""
         slices, placement = (
-            self._build_slices(ranks, count),
-            assign_stages_in_vee(ranks) if count == 2 else assign_stages_in_loop(ranks, count),
+            self._build_slices(ranks, stages_per_rank),
+            assign_stages_in_vee(ranks) if stages_per_rank == 2 else assign_stages_in_loop(ranks, stages_per_rank),
         )
         limit = self._get_memory_limit(ranks)
         if planned:
@@ -248,36 +259,41 @@ class Auto:
         if not recomputes:
             slices = attrs.evolve(slices, recomputed=())
         comparable = []
-        for schedule in list_published_schedules(count):
+        for schedule in list_published_schedules(stages_per_rank):
             if planned is None or schedule.stage_to_rank(ranks) == placement:
-                fitted = Fit(schedule.program(ranks, microbatches), slices, limit).search_best_partition()
+                fitted = PartitionSearch(schedule.program(ranks, microbatches), slices, limit).search_best_partition()
                 comparable += [fitted] if fitted.program.stage_to_rank == placement else []
                 yield fitted
         # If no program fits, the search starts from the stages with the least memory.
-        first = min(comparable, key=lambda fitted: (fitted.makespan, fitted.microbatch_peak)).sizes
+        first = min(comparable, key=lambda fitted: (fitted.makespan, fitted.microbatch_peak_memory)).sizes
         starts = slices.list_starting_partitions(placement)
         cuts = list(dict.fromkeys((first, starts[1])))
         # The first task of every cut recomputes nothing.
-        by_cut = [[*slices.iterate_tasks(placement, microbatches, limit, cut)] for cut in cuts]
+        by_cut = [[*slices.iterate_tasks_by_recompute_choice(placement, microbatches, limit, cut)] for cut in cuts]
         tasks = [
-            task for of_cut in by_cut for task in of_cut[recomputes:] if task.microbatch_peak <= limit * (1 + ROUNDING)
+            task
+            for of_cut in by_cut
+            for task in of_cut[recomputes:]
+            if task.microbatch_peak_memory <= limit * (1 + ROUNDING)
         ]
         policy = None
         for number, task in enumerate(select_promising_tasks(tasks) if recomputes else tasks):
             policy = search_best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
-            yield Fit(build_list_schedule(task, policy), slices, limit).search_best_partition([*cuts, *starts])
+            yield PartitionSearch(build_list_schedule(task, policy), slices, limit).search_best_partition(
+                [*cuts, *starts]
+            )
 
     def _iterate_offloading_programs(
-        self, ranks: int, microbatches: int, count: int, planned: Fitted | None
-    ) -> Iterator[Fitted]:
+        self, ranks: int, microbatches: int, stages_per_rank: int, planned: FittedProgram | None
+    ) -> Iterator[FittedProgram]:
         """Yield published programs with the stages offloaded that make them fit."""
-        slices, copies = attrs.evolve(self._build_slices(ranks, count), recomputed=()), self.offload
+        slices, copies = attrs.evolve(self._build_slices(ranks, stages_per_rank), recomputed=()), self.offload
         share = 1.0 if self._slice_count else ranks / len(slices)
         times = [*copies] if isinstance(copies, Sequence) else [share * (copies or 0.0)] * len(slices)
-        for schedule in list_published_schedules(count):
+        for schedule in list_published_schedules(stages_per_rank):
             program = schedule.program(ranks, microbatches)
             if planned is None:
-                fitted = Fit(program, slices, math.inf).search_best_partition()
+                fitted = PartitionSearch(program, slices, math.inf).search_best_partition()
             elif program.stage_to_rank == planned.program.stage_to_rank:
                 fitted = attrs.evolve(planned, program=program)
             else:
@@ -315,9 +331,9 @@ class Auto:
                 raise UserError(f"{first} has {count} values, and {name} has {other}; write as many values in both")
         return count
 
-    def _build_slices(self, ranks: int, count: int) -> ModelSlices:
+    def _build_slices(self, ranks: int, stages_per_rank: int) -> ModelSlices:
         """Return the settings' slices; without any, one slice of equal cost for every stage."""
-        number = self._slice_count or ranks * count
+        number = self._slice_count or ranks * stages_per_rank
         share = [ranks / number] * number
         costs = np.array([self._get_op_times(cost) for cost in self.slices or share])
         activations = np.array(self.activations or share, dtype=np.float64)
@@ -328,7 +344,7 @@ class Auto:
             self.comm,
             np.array(self.pending, dtype=np.float64) if self.pending else activations,
             [
-                Recomputed(
+                RecomputeCosts(
                     policy, costs[:, FORWARD] * np.array(recompute.again), activations * np.array(recompute.kept)
                 )
                 for policy, recompute in self.recompute.items()

@@ -12,19 +12,19 @@ has all of them, and computes them data-parallel, for its share of the microbatc
 from typing import ClassVar
 
 from drawloom.components.pipeline.program.builders import (
-    Row,
-    RowSchedule,
+    OpCodes,
+    OpCodeSchedule,
     assign_stages_in_loop,
-    build_breadth_first_row,
+    build_breadth_first_op_codes,
 )
 from drawloom.graph import UserError, between, component, setting
 
 
 @component(impact="safe")
-class Circular(RowSchedule):
+class Circular(OpCodeSchedule):
     """Circular pipeline of MaxText: in every repeat, all microbatches pass through all ranks once."""
 
-    newest_first: ClassVar[bool] = True
+    backward_newest_first: ClassVar[bool] = True
     embeds_on_every_rank: ClassVar[bool] = True
     stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="repeats, with one stage per rank and repeat")
     pipeline_parallel_layers: int | None = setting(
@@ -37,7 +37,7 @@ class Circular(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def count_layers_in_all_stages(self, ranks: int, layers: int) -> int:
+    def get_pipelined_layer_count(self, ranks: int, layers: int) -> int:
         """Return the number of a model's layers in all stages; UserError if the setting does not fit the model."""
         inside, stages = self.pipeline_parallel_layers or layers, ranks * self.stages_per_rank
         if inside > layers:
@@ -54,5 +54,5 @@ class Circular(RowSchedule):
             )
         return inside
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return build_breadth_first_row(self.stages_per_rank, microbatches)
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
+        return build_breadth_first_op_codes(self.stages_per_rank, microbatches)

@@ -2,7 +2,8 @@
 DualPipeV: two stages on each rank, laid in a V, where the forward of one overlaps the backward of the other.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1 and figure 5 (DualPipe); cut in half at its axis of
-symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are the eight lines of `_build_full_row`.
+symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are the eight lines of
+`_build_untrimmed_op_codes`.
 """
 
 from drawloom.components.pipeline.program.builders import (
@@ -12,31 +13,31 @@ from drawloom.components.pipeline.program.builders import (
     F1,
     I0,
     I1,
-    Row,
-    RowSchedule,
+    OpCodes,
+    OpCodeSchedule,
     W,
     assign_stages_in_vee,
-    overlap_code,
+    overlap_op_code,
 )
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class DualPipeV(RowSchedule):
+class DualPipeV(OpCodeSchedule):
     """DualPipeV: forward passes overlap backward passes, on a V."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_vee(ranks)
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         # The eight steps need 2 p microbatches; build_program drops the surplus.
-        return _build_full_row(rank, ranks, max(microbatches, 2 * ranks))
+        return _build_untrimmed_op_codes(rank, ranks, max(microbatches, 2 * ranks))
 
 
-def _build_full_row(rank: int, ranks: int, microbatches: int) -> Row:
-    """Return the row of rank r of p, for m microbatches, at least 2 p."""
+def _build_untrimmed_op_codes(rank: int, ranks: int, microbatches: int) -> OpCodes:
+    """Return the op codes of rank r of p, for m microbatches, at least 2 p."""
     half = rank + 1
-    steady = [overlap_code(F0, B1), overlap_code(F1, B0)] * (microbatches - 2 * ranks + half)
+    steady = [overlap_op_code(F0, B1), overlap_op_code(F1, B0)] * (microbatches - 2 * ranks + half)
     if rank == ranks - 1:
         steady[:1] = [F0, B1]  # the bubble is smaller without this overlap
     return (
@@ -44,7 +45,7 @@ def _build_full_row(rank: int, ranks: int, microbatches: int) -> Row:
         + [F0, F1] * (rank + 1)
         + [I1, W, F1] * (ranks - rank - 1)
         + steady
-        + [B1, overlap_code(F1, B0)] * (ranks - rank - 1)
+        + [B1, overlap_op_code(F1, B0)] * (ranks - rank - 1)
         + ([B1, B0] * half)[:half]
         + ([I1, I0] * half)[half:]
         + [W, I0] * (ranks - rank - 1)

@@ -7,18 +7,18 @@ Every rank keeps the activations of all microbatches.
 
 from typing import ClassVar
 
-from drawloom.components.pipeline.program.builders import B0, F0, Row, RowSchedule, assign_stages_in_loop
+from drawloom.components.pipeline.program.builders import B0, F0, OpCodes, OpCodeSchedule, assign_stages_in_loop
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class GPipe(RowSchedule):
+class GPipe(OpCodeSchedule):
     """GPipe: all forward passes, then all backward passes."""
 
-    newest_first: ClassVar[bool] = True
+    backward_newest_first: ClassVar[bool] = True
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks)
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return [F0] * microbatches + [B0] * microbatches

@@ -7,17 +7,17 @@ equal, so that any number of microbatches is possible.
 """
 
 from drawloom.components.pipeline.program.builders import (
-    Row,
-    RowSchedule,
+    OpCodes,
+    OpCodeSchedule,
     assign_stages_in_loop,
-    backward_code,
-    build_interleaved_row,
+    backward_op_code,
+    build_interleaved_op_codes,
 )
 from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")
-class Interleaved1F1B(RowSchedule):
+class Interleaved1F1B(OpCodeSchedule):
     """Interleaved 1F1B: one forward, one backward, over several stages on every rank."""
 
     stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages per rank")
@@ -25,5 +25,7 @@ class Interleaved1F1B(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return build_interleaved_row(rank, ranks, self.stages_per_rank, microbatches, backward_code, lead=2)
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
+        return build_interleaved_op_codes(
+            rank, ranks, self.stages_per_rank, microbatches, backward_op_code, warmup_per_later_rank=2
+        )

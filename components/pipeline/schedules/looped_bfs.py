@@ -8,23 +8,23 @@ on a rank; every rank keeps the activations of all microbatches.
 from typing import ClassVar
 
 from drawloom.components.pipeline.program.builders import (
-    Row,
-    RowSchedule,
+    OpCodes,
+    OpCodeSchedule,
     assign_stages_in_loop,
-    build_breadth_first_row,
+    build_breadth_first_op_codes,
 )
 from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")
-class LoopedBreadthFirst(RowSchedule):
+class LoopedBreadthFirst(OpCodeSchedule):
     """Looped breadth-first: all microbatches through one stage after another, then all backward."""
 
-    newest_first: ClassVar[bool] = True
+    backward_newest_first: ClassVar[bool] = True
     stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages per rank")
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return build_breadth_first_row(self.stages_per_rank, microbatches)
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
+        return build_breadth_first_op_codes(self.stages_per_rank, microbatches)

@@ -7,12 +7,12 @@ microbatches. With twice the warm-up, rank r keeps 2 (p - r) - 1, and no rank wa
 long as a forward pass.
 """
 
-from drawloom.components.pipeline.program.builders import B0, F0, Row, RowSchedule, assign_stages_in_loop
+from drawloom.components.pipeline.program.builders import B0, F0, OpCodes, OpCodeSchedule, assign_stages_in_loop
 from drawloom.graph import component, setting
 
 
 @component(impact="safe")
-class OneFOneB(RowSchedule):
+class OneFOneB(OpCodeSchedule):
     """1F1B (PipeDream-Flush): one forward, one backward; on one rank, the plain training loop."""
 
     hide_latency: bool = setting(default=False, doc="double the warm-up, to hide the latency of messages")
@@ -20,7 +20,7 @@ class OneFOneB(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks)
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         lead = 2 if self.hide_latency else 1
         warmup = min(lead * (ranks - 1 - rank), microbatches)
         return [F0] * warmup + [F0, B0] * (microbatches - warmup) + [B0] * warmup

@@ -10,7 +10,7 @@ messages take time, a better order is searched within the same memory.
 import attrs
 
 from drawloom.components.pipeline.program.builders import assign_stages_in_vee
-from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, Task, build_list_schedule
+from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, SchedulingTask, build_list_schedule
 from drawloom.components.pipeline.program.policy_search import STARTS, search_best_policy
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.ports.program import Program
@@ -30,7 +30,9 @@ class VHalf:
 
     def program(self, ranks: int, microbatches: int) -> Program:
         limit = ranks + 2
-        task = Task(assign_stages_in_vee(ranks), microbatches, Costs(comm=self.comm), (1.0,) * (2 * ranks), limit)
+        task = SchedulingTask(
+            assign_stages_in_vee(ranks), microbatches, Costs(comm=self.comm), (1.0,) * (2 * ranks), limit
+        )
         # The first rank's first stage may use all but one of the limit. This share falls to a half on the last rank,
         # like the lifetimes of its activations.
         even = attrs.evolve(FORWARDS_FIRST, spared=(1 / limit, 0.5))

@@ -17,8 +17,22 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, assign_stages_in_vee
-from drawloom.components.pipeline.program.list_scheduling import Task, build_list_schedule, compute_peak_activations
+from drawloom.components.pipeline.program.builders import (
+    F0,
+    F1,
+    I0,
+    I1,
+    W0,
+    W1,
+    OpCodes,
+    OpCodeSchedule,
+    assign_stages_in_vee,
+)
+from drawloom.components.pipeline.program.list_scheduling import (
+    SchedulingTask,
+    build_list_schedule,
+    compute_peak_activations,
+)
 from drawloom.components.pipeline.program.policy_search import search_best_policy
 from drawloom.components.pipeline.program.timing import Costs, compute_timing
 from drawloom.components.ports.program import Program
@@ -29,7 +43,7 @@ PERIOD = 6
 
 
 @component(impact="safe")
-class VMin(RowSchedule):
+class VMin(OpCodeSchedule):
     """V-Min: a third of the memory of 1F1B, with about the same bubble."""
 
     comm: float = setting(
@@ -39,9 +53,9 @@ class VMin(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_vee(ranks)
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         """Return the op codes of one rank, in order, for messages that take no time."""
-        return _repeat_slots(_compute_first_microbatch_slots(rank, ranks), microbatches)
+        return _build_op_codes_from_slots(_compute_first_microbatch_slots(rank, ranks), microbatches)
 
     def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return the program with the wanted ranks' actions; a searched order has all ranks' actions."""
@@ -49,7 +63,7 @@ class VMin(RowSchedule):
         if not self.comm:
             return published
         sizes, costs = (1.0,) * (2 * ranks), Costs(comm=self.comm)
-        task = Task(
+        task = SchedulingTask(
             assign_stages_in_vee(ranks), microbatches, costs, sizes, max(compute_peak_activations(published, sizes))
         )
         other = build_list_schedule(task, search_best_policy(task))
@@ -75,9 +89,9 @@ def _find_next_free_slot(slot: int, used_slots: Iterable[int]) -> int:
     return next(later for later in range(slot + 1, slot + PERIOD) if later % PERIOD not in residues)
 
 
-def _repeat_slots(slot_by_op: dict[int, int], microbatches: int) -> Row:
+def _build_op_codes_from_slots(slot_by_op: dict[int, int], microbatches: int) -> OpCodes:
     """Return a rank's op codes in the order of their slots, with the block repeated for all microbatches."""
     slots = np.add.outer(list(slot_by_op.values()), PERIOD * np.arange(microbatches)).ravel()
     op_codes = np.repeat(list(slot_by_op), microbatches)
-    row: Row = op_codes[np.argsort(slots)].tolist()
+    row: OpCodes = op_codes[np.argsort(slots)].tolist()
     return row

@@ -6,17 +6,17 @@ interleaved form. Rank r defers r weight gradients, so that every rank needs the
 """
 
 from drawloom.components.pipeline.program.builders import (
-    Row,
-    RowSchedule,
+    OpCodes,
+    OpCodeSchedule,
     assign_stages_in_loop,
-    backward_input_code,
-    build_interleaved_row,
+    backward_input_op_code,
+    build_interleaved_op_codes,
 )
 from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")
-class ZeroBubble1P(RowSchedule):
+class ZeroBubble1P(OpCodeSchedule):
     """ZB-H1: 1F1B with split backward passes, plain or interleaved; the same memory, a third of the bubble."""
 
     stages_per_rank: int = setting(default=1, check=between(1, 1001), doc="stages per rank")
@@ -24,7 +24,13 @@ class ZeroBubble1P(RowSchedule):
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks, self.stages_per_rank)
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return build_interleaved_row(
-            rank, ranks, self.stages_per_rank, microbatches, backward_input_code, lead=1, lag=rank
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
+        return build_interleaved_op_codes(
+            rank,
+            ranks,
+            self.stages_per_rank,
+            microbatches,
+            backward_input_op_code,
+            warmup_per_later_rank=1,
+            weight_grad_lag=rank,
         )

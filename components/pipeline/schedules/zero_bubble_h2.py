@@ -7,21 +7,23 @@ first action and its last.
 """
 
 from drawloom.components.pipeline.program.builders import (
-    Row,
-    RowSchedule,
+    OpCodes,
+    OpCodeSchedule,
     assign_stages_in_loop,
-    backward_input_code,
-    build_interleaved_row,
+    backward_input_op_code,
+    build_interleaved_op_codes,
 )
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class ZeroBubbleH2(RowSchedule):
+class ZeroBubbleH2(OpCodeSchedule):
     """ZB-H2: no bubble except the skew of the ranks' starts and ends, with nearly twice the memory of 1F1B."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_loop(ranks)
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        return build_interleaved_row(rank, ranks, 1, microbatches, backward_input_code, lead=2, lag=2 * rank)
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
+        return build_interleaved_op_codes(
+            rank, ranks, 1, microbatches, backward_input_op_code, warmup_per_later_rank=2, weight_grad_lag=2 * rank
+        )

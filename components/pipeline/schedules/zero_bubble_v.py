@@ -5,24 +5,34 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6
 gradients cost the same and there are 2 p - 1 microbatches or more, no rank waits between its first action and its last.
 """
 
-from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, Row, RowSchedule, assign_stages_in_vee
+from drawloom.components.pipeline.program.builders import (
+    F0,
+    F1,
+    I0,
+    I1,
+    W0,
+    W1,
+    OpCodes,
+    OpCodeSchedule,
+    assign_stages_in_vee,
+)
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class ZeroBubbleV(RowSchedule):
+class ZeroBubbleV(OpCodeSchedule):
     """ZBV: zero bubble on a V, in the memory of 1F1B."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_vee(ranks)
 
-    def build_row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        # The row below needs 2 p - 1 microbatches; build_program drops the surplus.
-        return _build_full_row(rank, ranks, max(microbatches, 2 * ranks - 1))
+    def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
+        # The op codes below need 2 p - 1 microbatches; build_program drops the surplus.
+        return _build_untrimmed_op_codes(rank, ranks, max(microbatches, 2 * ranks - 1))
 
 
-def _build_full_row(rank: int, ranks: int, microbatches: int) -> Row:
-    """Return the row of rank r of p, for m microbatches, at least 2 p - 1."""
+def _build_untrimmed_op_codes(rank: int, ranks: int, microbatches: int) -> OpCodes:
+    """Return the op codes of rank r of p, for m microbatches, at least 2 p - 1."""
     return (
         [F0] * (2 * (ranks - rank) - 1)
         + [F1, F0] * rank

@@ -107,7 +107,7 @@ class Simulation:
         return self._count_peak_open_ops(FORWARD, BACKWARD, BACKWARD_INPUT)
 
     @property
-    def peak_live_weights(self) -> list[int]:
+    def peak_microbatches_in_flight(self) -> list[int]:
         """Return by rank the peak number of stages' microbatches between F and their weight gradients (B or W)."""
         return self._count_peak_open_ops(FORWARD, BACKWARD, BACKWARD_WEIGHT)
 

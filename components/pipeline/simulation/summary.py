@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.pipeline.program.recomputation import describe_policies
+from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
 from drawloom.components.pipeline.simulation.simulator import Simulation
 
 
@@ -47,7 +47,7 @@ class Summary:
             f"makespan {run.makespan:.5g}, ideal {run.ideal_makespan:.5g}: bubble {run.bubble_fraction:.1%}; "
             f"longest span of a rank {run.longest_rank_span:.5g}: bubble {run.span_bubble_fraction:.1%}"
         )
-        if recomputed := describe_policies(run.program.recompute):
+        if recomputed := describe_recompute_policies(run.program.recompute):
             simulated += f"; recomputed: {recomputed}"
         if run.program.offloaded:
             simulated += f"; offloaded: stages {', '.join(map(str, sorted(run.program.offloaded)))}"
@@ -69,7 +69,7 @@ class Summary:
             "bubble": run.bubble_fraction,
             "span_bubble": run.span_bubble_fraction,
             "peak_activations": run.peak_activations,
-            "peak_live_weights": run.peak_live_weights,
+            "peak_live_weights": run.peak_microbatches_in_flight,
             "messages": run.message_count,
             **({"recompute": list(run.program.recompute)} if run.program.recompute else {}),
             **({} if self.measured is None else {"measured_makespan": self.measured.makespan}),
@@ -88,7 +88,12 @@ class Summary:
     def format_peaks_by_rank(self) -> str:
         """Return a table with every rank's peak counts: activations, live and pending weights, messages."""
         run = self.simulation
-        columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_p2p_tensors)
+        columns = (
+            run.peak_activations,
+            run.peak_microbatches_in_flight,
+            run.peak_pending_weight_grads,
+            run.peak_p2p_tensors,
+        )
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
         return format_table([("peak", "live", "until weights", "weights pending", "messages"), *rows])
 
@@ -114,13 +119,13 @@ def format_count(number: int, noun: str, ending: str = "s") -> str:
 
 def _get_sort_key(summary: Summary) -> tuple[float, float, str]:
     """Return makespan, live microbatches per stage, and name, to sort summaries by."""
-    microbatches = max(summary.simulation.peak_live_weights) / summary.stages_per_rank
+    microbatches = max(summary.simulation.peak_microbatches_in_flight) / summary.stages_per_rank
     return round(summary.simulation.makespan, 9), microbatches, summary.schedule
 
 
 def _format_row(summary: Summary) -> tuple[str, ...]:
     run = summary.simulation
-    live_weights = max(run.peak_live_weights)
+    in_flight = max(run.peak_microbatches_in_flight)
     return (
         summary.schedule,
         str(summary.stages_per_rank),
@@ -129,8 +134,8 @@ def _format_row(summary: Summary) -> tuple[str, ...]:
         f"{run.bubble_fraction:.1%}",
         f"{run.span_bubble_fraction:.1%}",
         str(max(run.peak_activations)),
-        str(live_weights),
-        f"{live_weights / summary.stages_per_rank:g}",
+        str(in_flight),
+        f"{in_flight / summary.stages_per_rank:g}",
         str(run.message_count),
         *([] if summary.memory is None else [f"{max(summary.memory) / 1e9:.3f}"]),
     )

@@ -164,10 +164,10 @@ class _Picture:
             f"<title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>"
         )
 
-    def _choose_colour(self, work: str, local_stage: int) -> Colour:
+    def _choose_colour(self, op: str, local_stage: int) -> Colour:
         """Return an op's colour, paler for a rank's later stages."""
         way = PALEST * local_stage / max(1, self.stages_per_rank - 1)
-        red, green, blue = (round(c + way * (w - c)) for c, w in zip(COLOURS[work], WHITE, strict=True))
+        red, green, blue = (round(c + way * (w - c)) for c, w in zip(COLOURS[op], WHITE, strict=True))
         return red, green, blue
 
     def _draw_axis(self) -> Iterator[str]:
@@ -182,16 +182,16 @@ class _Picture:
 
     def _draw_legend(self) -> Iterator[str]:
         x, y = float(LEFT), self.bottom_y + 40
-        done = {work for work, count in self.simulation.action_counts.items() if count}
+        done = {op for op, count in self.simulation.action_counts.items() if count}
         side_bars = *self.simulation.shard_bars, *self.simulation.transfer_bars
         done |= {bar.action.op for bars in side_bars for bar in bars}
-        for work in filter(done.__contains__, NAMES):
+        for op in filter(done.__contains__, NAMES):
             for local_stage in range(self.stages_per_rank):
-                colour = _to_hex(self._choose_colour(work, local_stage))
+                colour = _to_hex(self._choose_colour(op, local_stage))
                 yield f'<rect x="{_px(x)}" y="{_px(y)}" width="13" height="13" fill="{colour}"/>'
                 x += 15
-            yield _format_text(x + 3, y + 11, NAMES[work], 11.5)
-            x += 24 + 6.2 * len(NAMES[work])
+            yield _format_text(x + 3, y + 11, NAMES[op], 11.5)
+            x += 24 + 6.2 * len(NAMES[op])
         if self.stages_per_rank > 1:
             yield _format_text(x, y + 11, f"paler: the later of a rank's {self.stages_per_rank} stages", 11.5, PALE)
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, record_versions
-from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, get_recompute_wrapper
+from drawloom.kernels.recompute import LEAF, TRANSPOSE, KeptTensor, SavedTensor, get_recompute_wrapper
 
 Users = dict[Node | None, list[Node | None]]
 """Nodes with an edge to a node, by this node; None stands for the outputs of the graph."""
@@ -71,14 +71,14 @@ class Edges:
     names: tuple[str, str]
     bias: int | None = None
     saved: tuple[str, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _prefix_factor_names("_saved_", self), True)
+        init=False, default=attrs.Factory(lambda self: _build_factor_attribute_names("_saved_", self), True)
     )
     raw: tuple[str, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _prefix_factor_names("_raw_saved_", self), True)
+        init=False, default=attrs.Factory(lambda self: _build_factor_attribute_names("_raw_saved_", self), True)
     )
 
 
-def _prefix_factor_names(prefix: str, edges: Edges) -> tuple[str, ...]:
+def _build_factor_attribute_names(prefix: str, edges: Edges) -> tuple[str, ...]:
     """Return the factors' attribute names on a node."""
     return tuple(prefix + name for name in edges.names)
 
@@ -102,25 +102,29 @@ class Product:
 
     node: Node
     weight: Tensor
-    other: Saved
+    other: SavedTensor
     gradient: Compute
     bias: Tensor | None
     bias_gradient: Compute
 
-    def hook_gradient_capture(self, deferral: Deferral) -> RemovableHandle:
+    def register_deferring_hook(self, deferral: Deferral) -> RemovableHandle:
         """Register a hook that queues the gradients of weight and bias once the product's gradient is computed."""
-        queue, gradient, other = deferral.gradient_function_for(self.weight).queue_versioned, self.gradient, self.other
-        queue_bias = None if self.bias is None else deferral.gradient_function_for(self.bias).queue_versioned
+        queue, gradient, other = (
+            deferral.gradient_function_for(self.weight).queue_versioned_summand,
+            self.gradient,
+            self.other,
+        )
+        queue_bias = None if self.bias is None else deferral.gradient_function_for(self.bias).queue_versioned_summand
         bias_gradient = self.bias_gradient
 
-        def capture_gradient(_: object, grads: tuple[Tensor | None, ...]) -> None:
+        def queue_gradients(_: object, grads: tuple[Tensor | None, ...]) -> None:
             if (grad := grads[0]) is not None:
-                factors = record_versions(grad, other.value())
+                factors = record_versions(grad, other.get_or_recompute())
                 queue(gradient, factors)
                 if queue_bias is not None:
                     queue_bias(bias_gradient, factors)
 
-        return self.node.register_hook(capture_gradient)
+        return self.node.register_hook(queue_gradients)
 
 
 def defer_and_return_other_leaves(users: Users, deferral: Deferral) -> tuple[list[Tensor], list[RemovableHandle]]:
@@ -141,7 +145,7 @@ def defer_and_return_other_leaves(users: Users, deferral: Deferral) -> tuple[lis
                 continue
             # The type of a leaf's first user rules out most leaves at once.
             products = _find_products(leaf, tensor, users) if type(its_users[0]) in _CANDIDATES else []
-            if products and (captured := _register_hooks(products, deferral)):
+            if products and (captured := _register_hooks_unless_others_exist(products, deferral)):
                 handles += captured
                 deferred.update([key, *[id(product.bias) for product in products]])
             else:
@@ -153,9 +157,9 @@ _CANDIDATES = {*EDGES, *_PASSED}
 """Types of nodes that may be a product or lead to a product."""
 
 
-def _register_hooks(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
+def _register_hooks_unless_others_exist(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
     """Register hooks on all products; none if a product has a foreign hook, which may change the weight's gradient."""
-    handles = [product.hook_gradient_capture(deferral) for product in products]
+    handles = [product.register_deferring_hook(deferral) for product in products]
     if all(len(handle.hooks_dict_ref() or ()) == 1 for handle in handles):
         return handles
     for handle in handles:
@@ -192,11 +196,11 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
     side = edges.factors.index(position)
     if not _is_visited_by_backward_anyway(children[edges.factors[1 - side]], users):
         return None
-    weight = leaf if type(factor) is LEAF else _get_weight_with_graph(node, edges, side)
+    weight = leaf if type(factor) is LEAF else _get_saved_weight_with_graph(node, edges, side)
     other = _find_other_factor(node, edges, 1 - side)
     if weight is None or other is None or weight.is_complex():
         return None
-    if type(other) is Kept and other.value().layout != weight.layout:
+    if type(other) is KeptTensor and other.get_or_recompute().layout != weight.layout:
         return None
     below = None if edges.bias is None else children[edges.bias]
     bias = None if below is None else _find_bias(node, below, users)
@@ -219,10 +223,10 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
     return Product(node, leaf, other, gradient, bias, sum_to_bias)
 
 
-def _get_weight_with_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
+def _get_saved_weight_with_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
     """Return the saved weight, transposed or cast, with its autograd graph; None if it would have to be recomputed."""
     variable = getattr(node, edges.raw[side])
-    if variable.unpack_hook is not None and not isinstance(get_recompute_wrapper(variable), Kept):
+    if variable.unpack_hook is not None and not isinstance(get_recompute_wrapper(variable), KeptTensor):
         return None
     made: Tensor = getattr(node, edges.saved[side])
     return made
@@ -295,10 +299,14 @@ class ConvolutionGradients:
         return self._gradients
 
 
-def _find_other_factor(node: Node, edges: Edges, side: int) -> Saved | None:
+def _find_other_factor(node: Node, edges: Edges, side: int) -> SavedTensor | None:
     """Return the other factor, perhaps to be recomputed; None if foreign saved-tensor hooks keep it."""
     variable = getattr(node, edges.raw[side])
-    return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else get_recompute_wrapper(variable)
+    return (
+        KeptTensor(getattr(node, edges.saved[side]))
+        if variable.unpack_hook is None
+        else get_recompute_wrapper(variable)
+    )
 
 
 def _is_visited_by_backward_anyway(node: Node | None, users: Users) -> bool:

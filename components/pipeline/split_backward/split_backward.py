@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_and_return_other_leaves, find_node_users
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
-from drawloom.components.ports.stages import ReducedPart
+from drawloom.components.ports.stages import ReductionUnit
 from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
 
@@ -83,7 +83,7 @@ class SplitBackward:
         # autograd.grad only returned gradients of the differentiable inputs.
         return [next(grads) if _is_differentiable(tensor) else None for tensor in inputs]
 
-    def backward_weight(self, parts: Sequence[ReducedPart] = ()) -> None:
+    def backward_weight(self, parts: Sequence[ReductionUnit] = ()) -> None:
         """
         Run W: accumulate the gradients of leaves into their `.grad`; their hooks are called once.
 
@@ -139,7 +139,7 @@ def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _group_by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReducedPart]) -> list[list[DeferredGrad]]:
+def _group_by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReductionUnit]) -> list[list[DeferredGrad]]:
     """Return gradients grouped by the part of their parameter; the last group contains parameters without a part."""
     part_of = {parameter: number for number, part in enumerate(parts) for parameter in part.parameters}
     groups: list[list[DeferredGrad]] = [[] for _ in range(len(parts) + 1)]

@@ -31,7 +31,7 @@ class WeightGrads:
         """Accumulate the deferred gradients of weights (any shapes), whose hooks are called once."""
         # The first layers come first, because their tensors are still in the caches.
         with torch.no_grad():
-            left = [gradient for gradient in deferred if not gradient.add_to_grad()]
+            left = [gradient for gradient in deferred if not gradient.try_to_add_to_grad()]
         if not left:
             return
         # Autograd starts at the root created last.

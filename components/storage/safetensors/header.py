@@ -58,7 +58,7 @@ class HeaderError(Exception):
 
 
 @attrs.frozen
-class Entry:
+class TensorEntry:
     """A tensor's spec and byte range in a file, counted from the header's end."""
 
     spec: TensorSpec
@@ -82,12 +82,12 @@ def map_safetensors_file(path: Path) -> Any:
         raise HeaderError(str(error).removeprefix("Error while deserializing header: ")) from error
 
 
-def read_entries(mapped: Any) -> dict[str, Entry]:
+def read_entries(mapped: Any) -> dict[str, TensorEntry]:
     """
     Return a mapped file's entries by name, in file order. Raises HeaderError with an unusable tensor's
     name.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     end = 0
     for name in mapped.offset_keys():
         part = mapped.get_slice(name)
@@ -99,7 +99,7 @@ def read_entries(mapped: Any) -> dict[str, Entry]:
             raise HeaderError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
         spec = TensorSpec(tuple(part.get_shape()), DTYPES[part.get_dtype()])
         start, end = end, end + spec.bytes  # the library refuses files with gaps
-        entries[name] = Entry(spec, start, end)
+        entries[name] = TensorEntry(spec, start, end)
     return entries
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from drawloom.components.storage.regular_file import RegularFile, open_untrusted_file
 from drawloom.components.storage.safetensors.header import (
-    Entry,
     HeaderError,
+    TensorEntry,
     format_names,
     map_safetensors_file,
     read_entries,
 )
-from drawloom.components.storage.strict_json import parse_strictly
+from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.storage.tensor_source import TensorSpec, allocate_tensor_and_byte_view
 from drawloom.graph import UserError
 
@@ -70,7 +70,7 @@ class SafetensorsFolder:
         return tensor
 
 
-def read_tensor_offset_and_entries(file: RegularFile) -> tuple[int, dict[str, Entry]]:
+def read_tensor_offset_and_entries(file: RegularFile) -> tuple[int, dict[str, TensorEntry]]:
     """
     Return the tensor offset in a file, and its entries by name. Raises HeaderError if the header is
     invalid.
@@ -83,7 +83,7 @@ def read_tensor_offset_and_entries(file: RegularFile) -> tuple[int, dict[str, En
     return 8 + length, entries
 
 
-def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None = None) -> Tensor:
+def read_tensor(file: RegularFile, begin: int, entry: TensorEntry, rows: range | None = None) -> Tensor:
     """
     Read an entry's tensor into new CPU memory; `begin` is the tensor offset in the file.
 
@@ -160,7 +160,7 @@ def _read_file_names_and_total_size(path: Path) -> tuple[dict[str, str], int | N
             )
         text = file.read(0, file.size)
     try:
-        index = parse_strictly(text, most=3 * MAX_TENSORS)
+        index = parse_strict_json(text, max_values=3 * MAX_TENSORS)
     except ValueError as error:
         raise UserError(f"{path} is not readable JSON: {error}; copy the file again") from error
     files_by_tensor = index.get("weight_map") if isinstance(index, dict) else None

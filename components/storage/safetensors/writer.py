@@ -21,12 +21,12 @@ from drawloom.components.storage.safetensors.header import (
     CODES,
     MAX_DIMENSIONS,
     METADATA,
-    Entry,
+    TensorEntry,
     format_names,
     is_valid_tensor_name,
 )
-from drawloom.components.storage.sha256_stream import Content
-from drawloom.components.storage.tensor_source import InMemory, TensorSpec, view_bytes
+from drawloom.components.storage.sha256_stream import FileDigest
+from drawloom.components.storage.tensor_source import InMemoryTensors, TensorSpec, view_bytes
 
 
 @attrs.define
@@ -35,7 +35,7 @@ class SafetensorsWriter:
 
     file: FileWriter
     begin: int
-    missing: dict[str, Entry]
+    missing: dict[str, TensorEntry]
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor. Raises ValueError if its shape or dtype differs from the plan."""
@@ -64,16 +64,16 @@ def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iter
         writer.check_all_are_written()
 
 
-def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> Content:
+def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     """Create and flush a file with tensors, any shape and dtype. Raises OSError if it exists."""
-    head, entries = build_header_and_entries(InMemory(tensors).specs())  # before the file is created, as above
+    head, entries = build_header_and_entries(InMemoryTensors(tensors).specs())  # before the file is created, as above
     with durable_files.create_file(path) as file:
         write_planned_tensors(file, tensors, head, entries)
-    return file.content()
+    return file.finish_digest()
 
 
 def write_planned_tensors(
-    file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, entries: Mapping[str, Entry]
+    file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, entries: Mapping[str, TensorEntry]
 ) -> None:
     """
     Write tensors, any shape and dtype, planned by `build_header_and_entries`, into an open, empty file.
@@ -85,7 +85,7 @@ def write_planned_tensors(
         file.write_at(view_bytes(tensors[name]), len(head) + entry.start)
 
 
-def build_header_and_entries(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
+def build_header_and_entries(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, TensorEntry]]:
     """
     Return the header for a file with these tensors, with its length, and the entries in file order.
 
@@ -93,12 +93,12 @@ def build_header_and_entries(specs: Mapping[str, TensorSpec]) -> tuple[bytes, di
     """
     check_writable(specs)
     ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name in sorted(specs, key=lambda name: (ranks[specs[name].dtype], name)):
         start, end = end, end + specs[name].bytes
-        entries[name] = Entry(specs[name], start, end)
+        entries[name] = TensorEntry(specs[name], start, end)
         header[name] = {"dtype": CODES[specs[name].dtype], "shape": specs[name].shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the first tensor begins at a multiple of 8

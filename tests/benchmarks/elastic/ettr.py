@@ -3,17 +3,34 @@ Effective training time ratio (ETTR) under faults: `make bench-ettr`, or with ar
 
 A run on the CPU, with steps of about half a second, loses a random process every 30 s: by SIGKILL, or by SIGSTOP. The
 mode `spare` has `processes.on_failure = "continue"` and a hot spare (`drawloom launch --spares 1`), the mode `continue`
-has no spare, and with `restart` all processes start again from the newest checkpoint. Figures are printed every minute.
+has no spare, and with `restart` all processes start again from the newest checkpoint. Figures are printed every minute,
+and before the run is stopped.
+
+ETTR is a job's productive time divided by its wall-clock time; starts, and the work repeated after a fault, are not
+productive (Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025,
+section II-D). There are two figures:
+
+- `ETTR`, as the report has it: the steps' seconds as they were measured. This is stricter than the paper's, because the
+  report and the copies in memory between two measurements do not count, and more generous, because a step counts in
+  full if it was slow, such as a new process's first one.
+- `at the undisturbed speed`: the number of steps, times the median seconds between undisturbed steps' lines in the log.
+  Slow steps count as lost, and the work between steps does not. Another load on the machine distorts it.
+
+`other` seconds are neither in steps nor in recoveries: the start, and the time between steps.
 """
 
 import os
 import random
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
@@ -22,7 +39,7 @@ from drawloom.components.distributed.generations import CURRENT, Generation
 from drawloom.components.distributed.launch_store import connect_to_launch_store
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
-from drawloom.components.report.events import read_log
+from drawloom.components.report.events import LOG, read_log
 from drawloom.components.report.metrics import read_metrics
 from support.runs import write_corpus
 
@@ -30,6 +47,9 @@ INTERVAL = 30.0  # seconds between two faults
 PRINT_INTERVAL = 60.0
 STOP_LIMIT = 60.0  # seconds for the run to end after SIGTERM
 STORE_SECONDS = 5.0  # for the launch's store to answer
+LINE = re.compile(r"(\S+ \S+) .*? drawloom\.run: step (\d+)/")
+LINE_TIME = f"{TIME_FORMAT},%f"
+LINE_STEPS = 10  # steps between two lines in the log
 RECIPE = """
 extends = "tiny.toml"
 unset = ["checkpoint.best"]
@@ -99,9 +119,9 @@ class Run:
                 if time.monotonic() > report:
                     report += PRINT_INTERVAL
                     self._print(time.monotonic() - begin)
+            self._print(time.monotonic() - begin)
             launcher.terminate()
             launcher.wait(STOP_LIMIT)
-        self._print(seconds)
         if launcher.returncode != 128 + signal.SIGTERM:
             print(
                 f"the launcher has ended with {launcher.returncode}:\n{(self.folder / 'printed').read_text()[-4000:]}"
@@ -141,13 +161,29 @@ class Run:
             print(f"{name}: no step yet", flush=True)
             return
         lost = ", ".join(f"{part} {value:.1f}" for part, value in ettr.recovery_seconds.items())
-        count = len(metrics.steps)
+        count, other = len(metrics.steps), ettr.wall - ettr.learned - sum(ettr.recovery_seconds.values())
+        interval = measure_undisturbed_interval((self.folder / "runs/tiny" / LOG).read_text("utf-8"))
         print(
-            f"{name}: ETTR {ettr.productive_time_fraction:.1%}; {dict(self.faults)}; {count} steps of "
-            f"{ettr.learned / count:.2f} s in {ettr.wall:.0f} s; {ettr.lost_steps} steps lost; {ettr.recoveries} steps "
-            f"repeated in memory, seconds: {lost or 'none'}; load {os.getloadavg()[0]:.1f}",
+            f"{name}: ETTR {ettr.productive_time_fraction:.1%}, at the undisturbed speed "
+            f"{count * interval / ettr.wall:.1%}; {dict(self.faults)}; {count} steps of {ettr.learned / count:.3f} s "
+            f"(every {interval:.3f} s undisturbed) in {ettr.wall:.0f} s; {ettr.lost_steps} steps lost; "
+            f"{ettr.recoveries} steps repeated in memory, seconds: {lost or 'none'}, other {other:.1f}; "
+            f"load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
+
+
+def measure_undisturbed_interval(log: str) -> float:
+    """Return the median seconds from one step to the next, where nothing else was logged in between; 0 if unknown."""
+    lines = [LINE.match(line) for line in log.splitlines()]
+    return statistics.median(
+        [
+            (datetime.strptime(end[1], LINE_TIME) - datetime.strptime(start[1], LINE_TIME)).total_seconds() / LINE_STEPS
+            for start, end in pairwise(lines)
+            if start and end and int(end[2]) == int(start[2]) + LINE_STEPS
+        ]
+        or [0.0]
+    )
 
 
 def main(ranks: int = 2, seconds: float = 600.0, *modes: str) -> None:

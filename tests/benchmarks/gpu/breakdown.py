@@ -39,7 +39,14 @@ TRACED = 3
 
 KINDS = {
     "NCCL": ("nccl",),
-    "casts": ("_quantize_kernel", "_transpose_kernel", "_column_scale", "_largest", "_swiglu", "_cast_experts"),
+    "casts": (
+        "_quantize_kernel",
+        "_scale_and_transpose_kernel",
+        "_column_scale",
+        "_largest",
+        "_swiglu",
+        "_cast_experts",
+    ),
     "attention": ("sdpa", "attention", "fmha", "flash", "cudnn::fusion"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "_rows_kernel", "_outer_products_kernel", "_groups_kernel"),
     "optimizer, norm": ("multi_tensor_apply",),

@@ -34,12 +34,15 @@ NUMBERS = dict(word.split("=") for word in sys.argv if "=" in word)
 MICROBATCHES = int(NUMBERS.get("microbatches", 2 if TINY else 4))
 NEW = int(NUMBERS.get("tokens", 4 if TINY else 256))
 STEPS = 2
-"""Measured steps, after one."""
+"""Measured steps, after two: the first compiles kernels, the second records CUDA graphs."""
 
 PHASES = ("rollout", "advantages", "policy_gradient", "sync_gradients", "clip", "lr", "optimizer", "report")
 
 INVARIANT = {"rollouts": {"exact": True}, "kernels": {"batch_invariant": True}}
 """Settings for ratios of exactly 1."""
+
+GRAPHS = {"stages": {"capture": True}}
+"""Settings for passes launched as CUDA graphs."""
 
 Seconds = list[tuple[float, float]]
 """Sampling and all else, by step."""
@@ -56,9 +59,11 @@ def main() -> None:
         "TRL, transformers' generation": measure_trl,
         "drawloom": lambda folder: measure_drawloom(folder, {}),
         "drawloom, batch-invariant": lambda folder: measure_drawloom(folder, INVARIANT),
+        "drawloom, CUDA graphs": lambda folder: measure_drawloom(folder, GRAPHS),
+        "drawloom, both": lambda folder: measure_drawloom(folder, INVARIANT | GRAPHS),
         "drawloom, exact by whole rows": lambda folder: measure_drawloom(folder, {"rollouts": {"exact": True}}),
     }
-    wanted = [word for word in sys.argv[1:] if "=" not in word and word[:2] != "--"] or [*contenders][:3]
+    wanted = [word for word in sys.argv[1:] if "=" not in word and word[:2] != "--"] or [*contenders][:5]
     with tempfile.TemporaryDirectory(prefix="grpo-") as name:
         folder = Path(name)
         write_model(folder / "model")
@@ -72,7 +77,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             steps, difference = measure(folder)
-            sampling, learning = (statistics.median(column) for column in zip(*steps[1:], strict=True))
+            sampling, learning = (statistics.median(column) for column in zip(*steps[2:], strict=True))
             peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
             values = (
                 f"{sampling:.3f}",
@@ -166,7 +171,7 @@ def measure_drawloom(folder: Path, values: dict[str, Any]) -> tuple[Seconds, str
         "evaluate": {"every": "never"},
         "checkpoint": {"every": "never", "best": "loss", "best_is": "lowest"},
         "lr": {"warmup_steps": 0},
-        "trainer": {"steps": STEPS + 1, "on_finish": [], "phases": [f"@{name}" for name in PHASES]},
+        "trainer": {"steps": STEPS + 2, "on_finish": [], "phases": [f"@{name}" for name in PHASES]},
     }
     recipe = Recipe.load("grpo").with_values(tables).with_values(values)
     sample = StageRollouts.sample
@@ -204,7 +209,7 @@ def measure_trl(folder: Path) -> tuple[Seconds, str]:
         gradient_accumulation_steps=MICROBATCHES,
         num_generations=GROUP,
         max_completion_length=NEW,
-        max_steps=STEPS + 1,
+        max_steps=STEPS + 2,
         learning_rate=1e-4,
         lr_scheduler_type="constant",
         loss_type="dr_grpo",

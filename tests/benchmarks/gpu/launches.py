@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import clock
-from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
+from drawloom.kernels.attention_cudnn import ONE_DOCUMENT_PER_ROW, attention_cudnn
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.launch import LeanKernel
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
@@ -72,7 +72,7 @@ def operations() -> dict[str, Callable[[], object]]:
             lambda: qk_norm_rope_triton(q, k, head_weight, head_weight, 1e-6, cos, sin),
             [q, k, head_weight],
         ),
-        "attention": (lambda: attention_cudnn(q, k, k, WHOLE_ROWS), [q, k]),
+        "attention": (lambda: attention_cudnn(q, k, k, ONE_DOCUMENT_PER_ROW), [q, k]),
         "moe_permute": (lambda: moe_permute_triton(x, shares, routes), [x]),
         "moe_unpermute": (lambda: moe_unpermute_triton(rows, routes), [rows]),
         "grouped_gemm": (lambda: grouped_gemm_triton(rows, experts, routes[2]), [rows, experts]),

@@ -62,7 +62,10 @@ def _worker() -> None:
             seconds = _step_seconds(run, mesh, device)
             step = _trace_step(run, mesh, device, Path(os.environ["BENCH_FOLDER"]) / name)
             if step is not None:
-                traced, predicted = step.simulation.makespan, simulated(step.program, step.table()).makespan
+                traced, predicted = (
+                    step.simulation.makespan,
+                    simulated(step.program, step.compute_cost_table()).makespan,
+                )
                 times = f"{seconds * 1e3:9.1f}{traced * 1e3:9.1f}{predicted * 1e3:11.1f}"
                 print(f"{name:20}{times}{predicted / seconds - 1:9.1%}{predicted / traced - 1:10.1%}", flush=True)
             del run

@@ -54,7 +54,7 @@ from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.ports.distributed import FrozenFormat, LinearFormat  # noqa: E402
-from drawloom.components.ports.pipeline import make_state_of_batches  # noqa: E402
+from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
@@ -317,7 +317,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     config = _config(case) | {"max_position_embeddings": 40960}
     kind = Qwen3Moe if config.pop("model_type") == "qwen3_moe" else Qwen3Dense
     model: Any = kind(kernels=kernels, **config)
-    model.initialise = _initialise
+    model.initialize_parameter = _initialise
     is_wide = TINY and case.linear == case.frozen == "compute" and case.stochastic is None
     dtype: Any = "float32" if is_wide else "bfloat16"
     cut_blocks = ("*.down_proj*",) if TINY and case.frozen != "compute" else ()
@@ -347,8 +347,8 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     batches = [_batch(number, host, *size) for number in range(case.microbatches)]
 
     def take_step() -> None:
-        step = Step(1, 1, make_state_of_batches(batches), defers_scaling=True)
-        executor.train(step.state)
+        step = Step(1, 1, create_step_state(batches), defers_scaling=True)
+        executor.run_forward_and_backward(step.state)
         for phase in phases:
             phase.run_phase(step)
 

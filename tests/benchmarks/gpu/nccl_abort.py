@@ -1,9 +1,9 @@
 """
-What NCCL can do after the loss of a rank: `python tests/benchmarks/gpu/nccl_abort.py`, one GPU, 45 s.
+What NCCL can do after the loss of a rank: `python tests/benchmarks/gpu/nccl_abort.py`, 45 s.
 
-Three processes share the GPU, and the first is killed during an all-reduce. The others abort their communicator from
-another thread, ask the device for a result, and make a group of two. Every line has a process's rank and its seconds; a
-process that hangs prints its stack after LIMIT seconds.
+Three processes share one GPU, or have one each if there are three, and the first is killed during an all-reduce. The
+others abort their communicator from another thread, ask the device for a result, and make a group of two. Every line
+has a process's rank and its seconds; a process that hangs prints its stack after LIMIT seconds.
 """
 
 import faulthandler
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 LIMIT = 34
+RANKS = 3
 ABORT_AFTER = 2.5  # seconds, in which the survivors wait for the dead rank
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     """Start three processes, and wait for them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, __file__, str(store.port)]
-    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(3)]
+    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(RANKS)]
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(LIMIT + 10)
@@ -38,8 +39,10 @@ def main() -> None:
 def run_rank(port: int, rank: int) -> None:
     """Lose rank 0, abort the communicator, and make another one."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    # Ranks on one GPU are refused unless they seem to be on different hosts; errors must not end the process.
-    os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_HOSTID": str(os.getpid())}
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # errors must not end the process
+    shares_device = torch.cuda.device_count() < RANKS
+    if shares_device:  # refused unless the ranks seem to be on different hosts
+        os.environ["NCCL_HOSTID"] = str(os.getpid())
     begin = time.monotonic()
 
     def say(*words: object) -> None:
@@ -50,10 +53,10 @@ def run_rank(port: int, rank: int) -> None:
             "nccl", store=PrefixStore(name, store), rank=own_rank, world_size=size, device_id=device, timeout=minute
         )
 
-    device, minute = torch.device("cuda", 0), timedelta(seconds=60)
+    device, minute = torch.device("cuda", 0 if shares_device else rank), timedelta(seconds=60)
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    make_group("three", rank, 3)
+    make_group("three", rank, RANKS)
     x = torch.ones(4, device=device)
     dist.all_reduce(x)
     say("the sum over three ranks is", x[0].item())
@@ -72,7 +75,7 @@ def run_rank(port: int, rank: int) -> None:
     say("aborted")
     dist.distributed_c10d._abort_process_group()
     say("the device answers", torch.ones(3, device=device).sum().item())
-    make_group("two", rank - 1, 2)
+    make_group("two", rank - 1, RANKS - 1)
     say("made another group")
     dist.all_reduce(x)
     say("the sum over two ranks is", x[0].item())

@@ -48,7 +48,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.ports.data import TokenBatch  # noqa: E402
-from drawloom.components.ports.pipeline import make_state_of_batches  # noqa: E402
+from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.program import Program  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
@@ -135,7 +135,7 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
         config = DENSE | (SMALL | {"num_hidden_layers": LAYERS} if TINY else {})
         path.write_text(json.dumps(_whole_config(config)), "utf-8")
         model = Qwen3Dense(kernels=kernels, config=path)
-        model.initialise = _initialise  # type: ignore[assignment,method-assign]
+        model.initialize_parameter = _initialise  # type: ignore[assignment,method-assign]
         precision = DtypePolicy(parameter=dtype, compute=dtype, gradient=dtype)
         schedule, loss = pipelines.schedule(name), NextToken()
         stages = MaterializedStages(
@@ -159,14 +159,14 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
     batches = [_batch(number, host, config["vocab_size"], rows) for number in range(MICROBATCHES)]
 
     def take_step() -> None:
-        step = Step(1, 1, make_state_of_batches(batches))
-        executor.train(step.state)
+        step = Step(1, 1, create_step_state(batches))
+        executor.run_forward_and_backward(step.state)
         reduction.run_phase(step)
         optimizer.run_phase(step)
 
     return Run(
         take_step,
-        lambda: executor.train(make_state_of_batches(batches)),
+        lambda: executor.run_forward_and_backward(create_step_state(batches)),
         schedule.program(mesh.sizes.pipeline, MICROBATCHES),
     )
 

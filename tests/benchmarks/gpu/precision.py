@@ -42,7 +42,7 @@ from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.ports.data import TokenBatch  # noqa: E402
-from drawloom.components.ports.pipeline import make_state_of_batches  # noqa: E402
+from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton  # noqa: E402
@@ -173,7 +173,7 @@ def _make_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[]
     kernels = AutoKernels(device=device)
     kernels.open()
     model = Qwen3Dense(kernels=kernels, **config)
-    model.initialise = _initialise  # type: ignore[assignment,method-assign]
+    model.initialize_parameter = _initialise  # type: ignore[assignment,method-assign]
     precision = DtypePolicy(parameter=case.parameter, compute=case.compute, gradient=case.parameter)
     schedule, loss, job = pipelines.schedule("one_f_one_b"), NextToken(), pipelines.Job()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
@@ -191,8 +191,8 @@ def _make_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[]
     batches = [_batch(number, host, config["vocab_size"], case.rows) for number in range(case.microbatches)]
 
     def take_step() -> None:
-        step = Step(1, 1, make_state_of_batches(batches))
-        executor.train(step.state)
+        step = Step(1, 1, create_step_state(batches))
+        executor.run_forward_and_backward(step.state)
         for phase in (synchronize, clip, optimizer):
             phase.run_phase(step)
 

@@ -40,7 +40,7 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.ports.data import TokenBatch  # noqa: E402
-from drawloom.components.ports.pipeline import make_state_of_batches  # noqa: E402
+from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
@@ -154,7 +154,7 @@ def _make_step(
     kernels = AutoKernels(device=device)
     kernels.open()
     model = case.blueprint(kernels=kernels, **sizes)
-    model.initialise = _initialise
+    model.initialize_parameter = _initialise
     torch.manual_seed(0)
     schedule, loss, job = pipelines.schedule("one_f_one_b"), NextToken(), pipelines.Job()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
@@ -174,8 +174,8 @@ def _make_step(
     device_batch = _batch(0, device.device, sizes["vocab_size"], rows, length)
 
     def take_step() -> list[float]:
-        step = Step(1, 1, make_state_of_batches(batches))
-        executor.train(step.state)
+        step = Step(1, 1, create_step_state(batches))
+        executor.run_forward_and_backward(step.state)
         for phase in phases:
             phase.run_phase(step)
         return [step.state["loss"] * step.state["loss_weight"], step.state["grad_norm"]]

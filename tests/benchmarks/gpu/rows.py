@@ -346,5 +346,5 @@ def _attention_in(row: Tensor, description: str, tiny: bool) -> Row:
 
 def _with_mask(attention: AttentionImplementation, documents: Tensor) -> Callable[..., Tensor]:
     """Return attention with the mask precomputed, as in a layer."""
-    mask = attention.mask(documents) if attention.whole_rows is None else attention.whole_rows
+    mask = attention.mask(documents) if attention.one_document_mask is None else attention.one_document_mask
     return lambda q, k, v: attention.attend(q, k, v, mask)

@@ -208,7 +208,7 @@ def _make_our_step(
     rows, length = tokens.shape
     positions = torch.arange(length, device=DEVICE).expand(rows, length)
     weights = torch.ones(targets.shape, device=DEVICE)
-    shared = TokenContext(positions, torch.zeros_like(positions), weights, whole_rows=True)
+    shared = TokenContext(positions, torch.zeros_like(positions), weights, one_document_per_row=True)
     compiled_model: Any = torch.compile(model) if compiled else model
 
     def losses(hidden: Tensor, head: Head) -> Tensor:

@@ -40,8 +40,8 @@ def test_experts_are_adapted_whole_or_in_part() -> None:
 
 def test_scale_is_alpha_by_rank_or_by_its_root() -> None:
     """The scale is alpha / r, and with rslora alpha / sqrt(r)."""
-    assert lora("q_proj").form.scale == 2.0
-    assert lora("q_proj", rslora=True).form.scale == 4.0
+    assert lora("q_proj").options.scale == 2.0
+    assert lora("q_proj", rslora=True).options.scale == 4.0
 
 
 @pytest.mark.parametrize(

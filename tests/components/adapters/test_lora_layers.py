@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.adapters.lora_layers import LoraForm, LoraLinear, compute_dora_scale
+from drawloom.components.adapters.lora_layers import LoraLinear, LoraOptions, compute_dora_scale
 from drawloom.components.model.layers import Linear
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.data import IGNORE_INDEX
@@ -18,10 +18,12 @@ from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document
 ALL = ["*_proj", "embed_tokens", "lm_head"]
 
 
-def layer(**form: Any) -> LoraLinear:
+def layer(**options: Any) -> LoraLinear:
     """Return a linear layer of 6 inputs and 5 outputs, with random weights and factors."""
     torch.manual_seed(1)
-    made = LoraLinear(Linear(6, 5, cpu_kernels()).requires_grad_(False), LoraForm(**({"rank": 2, "scale": 0.7} | form)))
+    made = LoraLinear(
+        Linear(6, 5, cpu_kernels()).requires_grad_(False), LoraOptions(**({"rank": 2, "scale": 0.7} | options))
+    )
     for parameter in made.parameters():
         nn.init.uniform_(parameter, 0.5, 1.5)
     return made
@@ -55,7 +57,7 @@ def test_outputs_and_gradients_equal_peft(dora: bool) -> None:
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_new_adapter_changes_no_output(dora: bool) -> None:
     """Before the first step an adapter changes nothing, and A has the variance of PEFT's."""
-    ours = LoraLinear(Linear(300, 5, cpu_kernels()).requires_grad_(False), LoraForm(8, 1.0, dora=dora))
+    ours = LoraLinear(Linear(300, 5, cpu_kernels()).requires_grad_(False), LoraOptions(8, 1.0, dora=dora))
     ours.initialize_adapter("layer", fill_from_seed(3))
     x = torch.randn(2, 300)
     torch.testing.assert_close(ours(x), Linear.forward(ours, x), rtol=1e-6, atol=1e-6)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.io_errors import describe_io_error
+from drawloom.components.checkpoint.io_errors import describe_io_error_on_all_ranks
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.rank_errors import RankError, run_on_rank0
 from drawloom.components.ports.run import Step
@@ -36,25 +36,26 @@ def test_a_full_disk_is_reported_with_path_need_and_free_space(
     """One line has the error, the needed bytes and the free bytes, for every errno from a full disk."""
     monkeypatch.setattr(durable_files, "count_free_bytes", lambda _: 400_000_000)
     expected = f"disk full: needs 3.10 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
-    assert describe_io_error(_error_of_rank(code), tmp_path, 3_100_000_000, SingleProcess()) == expected
+    assert describe_io_error_on_all_ranks(_error_of_rank(code), tmp_path, 3_100_000_000, SingleProcess()) == expected
 
 
 def test_other_io_errors_keep_the_message_of_the_system(tmp_path: Path) -> None:
     """The message has the path."""
     assert (
-        describe_io_error(_error_of_rank(errno.EIO), tmp_path, 1, SingleProcess()) == "/runs/x/file: Input/output error"
+        describe_io_error_on_all_ranks(_error_of_rank(errno.EIO), tmp_path, 1, SingleProcess())
+        == "/runs/x/file: Input/output error"
     )
 
 
 def test_a_limit_on_file_sizes_is_not_reported_as_a_full_disk(tmp_path: Path) -> None:
     """Freeing space would not help, so the message names the limit."""
-    text = describe_io_error(_error_of_rank(errno.EFBIG), tmp_path, 1, SingleProcess())
+    text = describe_io_error_on_all_ranks(_error_of_rank(errno.EFBIG), tmp_path, 1, SingleProcess())
     assert text.startswith("/runs/x/file: File too large: a limit on the size of files")
 
 
 def test_free_space_of_a_missing_folder_raises_no_second_error(tmp_path: Path) -> None:
     """If the folder is gone, the line says that its free space is unknown."""
-    text = describe_io_error(_error_of_rank(errno.ENOSPC), tmp_path / "gone", 7, SingleProcess())
+    text = describe_io_error_on_all_ranks(_error_of_rank(errno.ENOSPC), tmp_path / "gone", 7, SingleProcess())
     assert "an unknown number of bytes free in" in text
 
 
@@ -69,13 +70,13 @@ def test_free_space_is_measured_on_the_failed_rank(tmp_path: Path, monkeypatch: 
     """Rank 0 reports the free space on the machine of rank 1, whose disk is full."""
     monkeypatch.setattr(durable_files, "count_free_bytes", lambda _: 400_000_000)
     error = RankError("rank 1: full", 1, rank=1, errno=errno.ENOSPC)
-    assert "1.00 GB free in" in describe_io_error(error, tmp_path, 7, TwoMachines())
+    assert "1.00 GB free in" in describe_io_error_on_all_ranks(error, tmp_path, 7, TwoMachines())
 
 
 class _Optimizer(ShardedNode):
     """A sharded node whose moments appear in its first step."""
 
-    def forecast_state(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> dict[str, Any]:
         """Return two moments of 1,000 numbers, on the meta device."""
         return {"w": {"first": torch.empty(1000, device="meta"), "second": torch.empty(1000, device="meta")}}
 

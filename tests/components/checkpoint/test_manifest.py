@@ -17,7 +17,7 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest_if_sizes_match,
     verify_checkpoint,
 )
-from drawloom.components.storage.sha256_stream import Content
+from drawloom.components.storage.sha256_stream import FileDigest
 from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError
 from support.checkpoints import save_steps
@@ -28,7 +28,7 @@ MANIFEST = Manifest(
     world_size=2,
     replicated=["optimizer"],
     local=["randomness"],
-    files={"rank-0.json": Content(3, ["00ff" * 16])},
+    files={"rank-0.json": FileDigest(3, ["00ff" * 16])},
     sharded=["stages"],
     values={"loss": 0.1, "grad_norm": None, "tokens": 12},
 )
@@ -96,7 +96,7 @@ def test_another_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["../step-6/rank-0.json", "/etc/passwd", "", ".", "..", "a\0b", "manifest.json"])
 def test_file_names_cannot_leave_the_folder(checkpoint: Path, name: str) -> None:
     """A manifest with a valid checksum can't name files elsewhere."""
-    made_up = attrs.evolve(MANIFEST, files={name: Content(1, ["00" * 32])})
+    made_up = attrs.evolve(MANIFEST, files={name: FileDigest(1, ["00" * 32])})
     (checkpoint / "manifest.json").write_bytes(made_up.to_json_bytes())
     with pytest.raises(CorruptCheckpointError, match="not a plain file name"):
         read_manifest(checkpoint)

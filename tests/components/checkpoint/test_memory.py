@@ -43,7 +43,7 @@ def key(step: int, index: int = 0, shards: int = 1) -> PartKey:
 
 
 def _own(memory: StateMemory) -> dict[int, tuple[list[float], list[int]]]:
-    own = [part for part in memory.parts().values() if isinstance(part, HeldState)]
+    own = [part for part in memory.list_intact_parts().values() if isinstance(part, HeldState)]
     states = {part.key.step: part.states["node"] for part in own}
     return {step: (state["weight"].tolist(), state["rows"]) for step, state in states.items()}
 
@@ -52,7 +52,7 @@ def test_an_update_changes_no_held_state() -> None:
     """Until the copy, the last two steps are held; then the newest one, as it was before the update."""
     memory, node = StateMemory(), Node()
     memory.copy_referenced_states()
-    assert not memory.parts()
+    assert not memory.list_intact_parts()
     for step in (1, 2, 3):
         node.rows.append(step)
         memory.reference_states(key(step), {"node": node})
@@ -61,9 +61,9 @@ def test_an_update_changes_no_held_state() -> None:
         node.weight += 1
         assert _own(memory) == {step: ([step - 1.0] * 3, list(range(1, step + 1)))}
     memory.reference_states(key(4), {"node": node})
-    kept = memory.parts()[key(3)]
+    kept = memory.list_intact_parts()[key(3)]
     assert isinstance(kept, HeldState)
-    memory.replace_states_by(kept)
+    memory.replace_newest_states(kept)
     assert [*_own(memory)] == [3]
 
 
@@ -76,8 +76,8 @@ def test_the_own_state_of_the_neighbours_step_is_kept(copies_each_step: bool) ->
         state = memory.reference_states(key(step, 0, 2), {"node": node})
         if step % 3 == 0:
             memory.add_neighbour(_copy(attrs.evolve(state, key=key(step, 1, 2))))
-            assert {step, max(step - 3, 3)} <= {part.step for part in memory.parts() if part.indices[1]}
-            assert step == 3 or memory.parts()[key(step - 3, 0, 2)]
+            assert {step, max(step - 3, 3)} <= {part.step for part in memory.list_intact_parts() if part.indices[1]}
+            assert step == 3 or memory.list_intact_parts()[key(step - 3, 0, 2)]
         memory.drop_older_copies()
         memory.copy_referenced_states()
         node.weight += 1
@@ -86,7 +86,7 @@ def test_the_own_state_of_the_neighbours_step_is_kept(copies_each_step: bool) ->
             shared == step :
         ]
         assert not shared or _own(memory)[shared][0] == [shared - 1.0] * 3
-        assert [part.step for part in memory.parts() if part.indices[1]] == [shared] * (shared > 0)
+        assert [part.step for part in memory.list_intact_parts() if part.indices[1]] == [shared] * (shared > 0)
 
 
 def _copy(state: HeldState) -> NeighbourCopy:
@@ -100,10 +100,10 @@ def test_a_damaged_copy_is_not_offered() -> None:
     memory = StateMemory()
     copy = _copy(HeldState.of(key(1, 1, 2), {"node": Node()}, {"node": Node().state_dict()}))
     memory.add_neighbour(copy)
-    assert [*memory.parts()] == [key(1, 1, 2)]
+    assert [*memory.list_intact_parts()] == [key(1, 1, 2)]
     [tensor] = copy.packed.tensors.values()
     tensor.view(torch.int32)[1] ^= 1
-    assert not memory.parts()
+    assert not memory.list_intact_parts()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from drawloom.components.checkpoint import memory_exchange
 from drawloom.components.checkpoint.memory_exchange import (
     HeldState,
     PartKey,
-    assemble_from_memory,
+    exchange_and_assemble_states,
     exchange_copies_with_neighbours,
     find_newest_complete,
 )
@@ -75,7 +75,7 @@ def _lose(lost: int, starts: list[int], ends: list[int]) -> tuple[dict[str, Any]
         sources = find_newest_complete([[*map(PartKey.from_json, keys)] for keys in offers])
         nodes = _nodes(range(starts[rank], ends[rank]), rank)
         count_rows(group, sent)
-        return assemble_from_memory(group, nodes, sources, own), sorted(sources.values()), sent[0]
+        return exchange_and_assemble_states(group, nodes, sources, own), sorted(sources.values()), sent[0]
     finally:
         processes.close()
 

@@ -28,19 +28,19 @@ def _keep_and_update() -> tuple[float, list[tuple[int, float]], int, float]:
     node = StateNode()
     memory = StateMemory()
     try:
-        peers = PeerMemory.open(memory, mesh, processes, {"memory": node}, 2)
+        peers = PeerMemory.choose_neighbours_and_create(memory, mesh, processes, {"memory": node}, 2)
         seconds, rank = 0.0, processes.rank
         for index in range(1, 5):
             node.state["weight"] = torch.full((4,), float(10 * index + rank))
             if index == 2:
                 time.sleep(LATE * rank)
                 start = time.monotonic()
-            peers.keep(Step(index, 10))
+            peers.reference_and_send_to_neighbour(Step(index, 10))
             if index == 2:
                 seconds = time.monotonic() - start
             peers.wait_until_copied()
             node.state["weight"].fill_(-1)  # the update
-        copies = [part for part in memory.parts().values() if isinstance(part, NeighbourCopy)]
+        copies = [part for part in memory.list_intact_parts().values() if isinstance(part, NeighbourCopy)]
         values = [(part.key.step, next(iter(part.packed.tensors.values()))[0].item()) for part in copies]
         restored = peers.restore(0)
         return seconds, values, restored, node.state["weight"][0].item()

@@ -10,13 +10,13 @@ import torch
 
 from drawloom.components.checkpoint.state_hashes import StateHashes, hash_states
 from drawloom.components.ports.run import Step
-from drawloom.components.storage.step_log import read_steps
+from drawloom.components.storage.step_log import read_step_log
 from drawloom.graph import Every, UserError
 from support.checkpoints import FixedFolder, SingleRankMesh, StateNode
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    return [line.row for line in read_steps(folder / "digests/rank-0.jsonl")[0]]
+    return [line.row for line in read_step_log(folder / "digests/rank-0.jsonl")[0]]
 
 
 def _node(folder: Path, **states: StateNode) -> StateHashes:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands._costs import make_cost_source, parse_costs, schedule_cost_settings
+from drawloom.components.commands._costs import choose_cost_settings_of_schedule, make_cost_source, parse_costs
 from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.planning.cost_sources import Planned, Units
+from drawloom.components.planning.cost_sources import PlannedCosts, UnitCosts
 from support.plans import RECIPE
 
 
@@ -24,16 +24,16 @@ def test_schedules_get_the_costs_they_have_settings_for() -> None:
     """
     `auto` gets all costs, schedules in a V get a message's time relative to a stage's forward, others get nothing.
     """
-    units = Units(Costs(2, 3, 4, comm=0.5))
+    units = UnitCosts(Costs(2, 3, 4, comm=0.5))
     auto = {"slices", "forward", "comm"}
-    assert schedule_cost_settings(auto, units, 4) == {
+    assert choose_cost_settings_of_schedule(auto, units, 4) == {
         "forward": 2,
         "backward_input": 3,
         "backward_weight": 4,
         "comm": 0.5,
     }
-    assert schedule_cost_settings({"comm"}, units, 4) == {"comm": 0.5}
-    assert schedule_cost_settings({"stages_per_rank"}, units, 4) == {}
+    assert choose_cost_settings_of_schedule({"comm"}, units, 4) == {"comm": 0.5}
+    assert choose_cost_settings_of_schedule({"stages_per_rank"}, units, 4) == {}
 
 
 def test_a_model_has_a_slice_for_each_layer() -> None:
@@ -42,6 +42,6 @@ def test_a_model_has_a_slice_for_each_layer() -> None:
     for layers in (2, 3):
         recipe: Recipe = RECIPE.with_values({"model": {"num_hidden_layers": layers}})
         planned = make_cost_source(options, recipe.project, recipe)
-        assert isinstance(planned, Planned)
-        settings = schedule_cost_settings({"slices"}, planned, 2)
+        assert isinstance(planned, PlannedCosts)
+        settings = choose_cost_settings_of_schedule({"slices"}, planned, 2)
         assert len(settings["slices"]) == len(settings["activations"]) == layers and len(settings["per_stage"]) == 4

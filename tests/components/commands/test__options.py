@@ -9,9 +9,9 @@ import pytest
 
 from drawloom.components.commands._options import (
     convert_write_errors,
-    integer_parser,
-    parse_output_path,
+    make_integer_parser,
     parse_positive_integers,
+    parse_writable_path,
 )
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
@@ -63,9 +63,9 @@ def test_integers_are_separated_by_commas() -> None:
 
 def test_an_integer_has_a_least() -> None:
     """The minimum is accepted; a smaller number is refused with the minimum in the message."""
-    assert integer_parser(4)("4") == 4 and integer_parser(0)("0") == 0
+    assert make_integer_parser(4)("4") == 4 and make_integer_parser(0)("0") == 0
     with pytest.raises(ArgumentTypeError, match="'3' is not an integer of 4 or more"):
-        integer_parser(4)("3")
+        make_integer_parser(4)("3")
 
 
 @pytest.mark.parametrize("name", ["missing/e.json", "/proc/e.json", "file/e.json", "."])
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     for command in map(str.split, commands):
         assert main([*command, "--to", name]) == 2
         assert "argument --to: " in (said := capsys.readouterr().err) and "; write " in said
-    assert parse_output_path("fine.json") == Path("fine.json") and not Path("fine.json").exists()
+    assert parse_writable_path("fine.json") == Path("fine.json") and not Path("fine.json").exists()
 
 
 def test_a_full_disk_is_reported_in_one_line(

@@ -4,13 +4,15 @@ import random
 
 import pytest
 
-from drawloom.components.commands._power_law import compute_t_quantile, fit_power_law
+from drawloom.components.commands._power_law import compute_central_t_quantile, fit_power_law
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (7, 2.365), (30, 2.042)])
-def test_quantiles_are_the_printed_ones(freedom: int, quantile: float) -> None:
+@pytest.mark.parametrize(
+    ("degrees_of_freedom", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (7, 2.365), (30, 2.042)]
+)
+def test_quantiles_are_the_printed_ones(degrees_of_freedom: int, quantile: float) -> None:
     """Student's two-sided 95% quantiles agree with statistical tables."""
-    assert compute_t_quantile(0.95, freedom) == pytest.approx(quantile, abs=5e-4)
+    assert compute_central_t_quantile(0.95, degrees_of_freedom) == pytest.approx(quantile, abs=5e-4)
 
 
 def test_exact_power_law_has_an_empty_interval() -> None:

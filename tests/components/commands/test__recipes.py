@@ -3,7 +3,12 @@
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands._recipes import Pipeline, count_microbatches, find_only_node, require_microbatches
+from drawloom.components.commands._recipes import (
+    Pipeline,
+    count_microbatches_per_replica,
+    find_only_node,
+    require_microbatches,
+)
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Phase
 from drawloom.graph import UserError
@@ -18,7 +23,7 @@ def test_a_recipe_has_a_pipeline() -> None:
 def test_a_missing_node_is_reported() -> None:
     """The command reports what is missing instead of guessing."""
     graph = Recipe.load("first_run").graph
-    assert count_microbatches(graph) is not None
+    assert count_microbatches_per_replica(graph) is not None
     assert find_only_node(graph, Schedule) == "schedule"
     with pytest.raises(UserError, match=r"nodes that implement Phase \(\[.*\]\); exactly one is required"):
         find_only_node(graph, Phase)

@@ -33,7 +33,7 @@ def test_later_points_are_nearer_to_the_optimum_and_all_differ(tmp_path: Path) -
     """Every choice comes from a new object, as after a resume, and depends on the folder alone."""
     points: list[Point] = []
     for number in range(30):
-        chosen = search_in(tmp_path).choose_point()
+        chosen = search_in(tmp_path).choose_and_record_point()
         if number in (3, 7):
             write_run(tmp_path / chosen.name, losses=(0.0,))  # unfinished: its loss does not count
         else:
@@ -44,27 +44,27 @@ def test_later_points_are_nearer_to_the_optimum_and_all_differ(tmp_path: Path) -
     assert len({point.name for point in points}) == 30 and points[0].words[0] == "trainer.steps=4"
     assert search_in(tmp_path).read_points() == points
     content = (tmp_path / "search.json").read_text("utf-8")
-    following = search_in(tmp_path).choose_point()
+    following = search_in(tmp_path).choose_and_record_point()
     (tmp_path / "search.json").write_text(content, "utf-8")
-    assert search_in(tmp_path).choose_point() == following
+    assert search_in(tmp_path).choose_and_record_point() == following
 
 
 def test_lists_end_when_every_point_is_chosen(tmp_path: Path) -> None:
     """A search over lists alone chooses every combination once, and then says that there is no other."""
     axes, common = read_axes_and_common_words(["a.b=1,2", "a.c=0..2", "d.e=4"])
     search = search_in(tmp_path, axes=axes, common=common)
-    assert len({search.choose_point().name for _ in range(6)}) == 6
+    assert len({search.choose_and_record_point().name for _ in range(6)}) == 6
     with pytest.raises(UserError, match="only about 6 of 7 points"):
-        search.choose_point()
+        search.choose_and_record_point()
 
 
 def test_another_search_and_a_missing_metric_are_refused(tmp_path: Path) -> None:
     """The errors name the axes of the folder, and the metrics of its runs."""
-    write_run(tmp_path / search_in(tmp_path).choose_point().name, losses=(1.0,), log=ENDED)
+    write_run(tmp_path / search_in(tmp_path).choose_and_record_point().name, losses=(1.0,), log=ENDED)
     with pytest.raises(UserError, match=r"does not have it; write one of .*validation_loss"):
-        search_in(tmp_path, metric="accuracy").choose_point()
+        search_in(tmp_path, metric="accuracy").choose_and_record_point()
     with pytest.raises(UserError, match=r"search over optimizer.lr, clip.max_norm, and this one is over optimizer.lr"):
-        search_in(tmp_path, axes=AXES[:1]).choose_point()
+        search_in(tmp_path, axes=AXES[:1]).choose_and_record_point()
     (tmp_path / "search.json").write_text("[]", "utf-8")
     with pytest.raises(UserError, match="can't be read"):
         search_in(tmp_path).read_points()

@@ -36,10 +36,12 @@ def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> Non
     save_steps(tmp_path, 1, validation_loss=3.0)
     save_steps(tmp_path, 2, validation_loss=2.0)
     save_steps(tmp_path, 3)
-    taken = [_trained._choose_checkpoint(options(tmp_path, *words)) for words in ((), ("--step", "1"), ("--best",))]
+    taken = [
+        _trained._choose_checkpoint_if_any(options(tmp_path, *words)) for words in ((), ("--step", "1"), ("--best",))
+    ]
     assert [path and path.name for path in taken] == ["step-3", "step-1", "step-2"]
     with pytest.raises(UserError, match=r"--step 7: .* has checkpoints of steps 1, 2, 3"):
-        _trained._choose_checkpoint(options(tmp_path, "--step", "7"))
+        _trained._choose_checkpoint_if_any(options(tmp_path, "--step", "7"))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_best_needs_a_validation_loss(tmp_path: Path) -> None:
     """The message names the cadences that must coincide."""
     save_steps(tmp_path, 1)
     with pytest.raises(UserError, match=r"no checkpoint in .* has a validation loss; let checkpoint\.every"):
-        _trained._choose_checkpoint(options(tmp_path, "--best"))
+        _trained._choose_checkpoint_if_any(options(tmp_path, "--best"))
 
 
 @pytest.mark.parametrize("moment", ["_load_recipe_for_one_process", "load_node_state"])

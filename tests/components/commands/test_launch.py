@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from drawloom.components.commands.launch import Agent, print_failure_and_get_exit_code
-from drawloom.components.distributed.error_file import write_error_file
+from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.graph.cli.main import main
 
 
@@ -22,7 +22,7 @@ def _failures(folder: Path, codes: dict[int, int], reported: dict[int, str]) -> 
     for rank, code in codes.items():
         path = folder / f"error-{rank}"
         if rank in reported:
-            write_error_file(str(path), reported[rank], is_cause=rank == min(reported))
+            write_torchrun_error_file(str(path), reported[rank], is_cause=rank == min(reported))
         failures[rank] = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file=str(path))
     return ChildFailedError("drawloom", failures)
 
@@ -73,7 +73,7 @@ def test_wrong_arguments_are_refused_before_a_process_starts(
 def test_error_files_follow_the_format_of_torch(tmp_path: Path) -> None:
     """A rank that learnt of another rank's failure has a later date, so torch reports the other rank as the cause."""
     for rank, is_cause in enumerate([False, True]):
-        write_error_file(str(tmp_path / f"error-{rank}"), "a bug", is_cause=is_cause)
+        write_torchrun_error_file(str(tmp_path / f"error-{rank}"), "a bug", is_cause=is_cause)
     assert json.loads((tmp_path / "error-0").read_text())["message"]["message"] == "a bug"
     failures = {
         rank: ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(tmp_path / f"error-{rank}"))

@@ -58,5 +58,7 @@ def test_half_of_a_recipe_is_removed(capsys: pytest.CaptureFixture[str]) -> None
         assert main(["new", "mine"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert capsys.readouterr().err == "mine.toml: File too large\n"
+    assert capsys.readouterr().err == (
+        "mine.toml: File too large; free space or write another folder, and repeat the command\n"
+    )
     assert not list(Path().iterdir())

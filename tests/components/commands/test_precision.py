@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import drawloom
-from drawloom.components.commands.precision import Effect, Evidence, format_evidence_overlay, relative_error
+from drawloom.components.commands.precision import Effect, Float8Effects, format_float8_overlay, relative_error
 from support.runs import drawloom as run_drawloom
 from support.runs import write_corpus
 
@@ -34,9 +34,9 @@ def test_the_command_writes_an_overlay_with_its_evidence(tmp_path: Path) -> None
 def test_layers_far_above_the_median_are_excluded(tolerance: float, excluded: list[str]) -> None:
     """Layers are excluded by their error relative to the median, also one that is not a number; times are listed."""
     effects = {name: Effect(error, 0.0, 1.0) for name, error in (("a", 0.01), ("b", 0.012), ("c", 0.2))}
-    evidence = Evidence(effects, Effect(0.2, 0.0, 1.0), 5.0, 2.0)
+    evidence = Float8Effects(effects, Effect(0.2, 0.0, 1.0), 5.0, 2.0)
     assert evidence.find_layers_to_exclude(tolerance) == excluded
-    text = format_evidence_overlay(evidence, "precision", "mine", 5, tolerance)
+    text = format_float8_overlay(evidence, "precision", "mine", 5, tolerance)
     assert "#   1.200% +0.000000 -1000.000 ms b" in text
     overlay = tomllib.loads(text)
     assert overlay["precision"].get("linear_in_compute", []) == excluded
@@ -44,10 +44,10 @@ def test_layers_far_above_the_median_are_excluded(tolerance: float, excluded: li
     assert "a" in broken.find_layers_to_exclude(tolerance)
 
 
-def attrs_evolved(evidence: Evidence, error: float) -> Evidence:
+def attrs_evolved(evidence: Float8Effects, error: float) -> Float8Effects:
     """Return the evidence with another error of the first layer."""
     alone = {**evidence.alone, "a": Effect(error, 0.0, 1.0), "d": Effect(0.01, 0.0, 1.0)}
-    return Evidence(alone, evidence.together, evidence.loss, evidence.seconds)
+    return Float8Effects(alone, evidence.together, evidence.loss, evidence.seconds)
 
 
 def test_errors_are_relative_to_the_whole_gradient() -> None:

@@ -10,7 +10,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from drawloom.components.data import auto_tokenizer
-from drawloom.components.data.auto_tokenizer import CODE_FILE, CONFIG, SAMPLES, describe_id_difference
+from drawloom.components.data.auto_tokenizer import (
+    CODE_FILE,
+    CONFIG,
+    SAMPLES,
+    describe_difference_from_transformers_ids,
+)
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.model.auto import FAMILIES
@@ -174,6 +179,6 @@ def test_a_tokenizer_is_pinned_without_transformers(
     with monkeypatch.context() as patch:
         absent: Any = None
         patch.setitem(sys.modules, "transformers", absent)
-        assert describe_id_difference(folder, tokenizer) == ""
+        assert describe_difference_from_transformers_ids(folder, tokenizer) == ""
         tokenizer.save(folder)
     assert read_ids(folder) == own_ids(tokenizer)

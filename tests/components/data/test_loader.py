@@ -152,7 +152,7 @@ def test_steps_of_another_size_continue_the_order(rows_of: RowsOf, one_rank: Any
             loader.load_state_dict(state)
             taken += [list(chain(*step)) for step in steps(loader, names, 2)]
             state = loader.state_dict()
-            assert [loader.rows_of(step) for step in (state["step"] - 1, state["step"])] == taken[-2:]
+            assert [loader.list_rows_on_all_ranks(step) for step in (state["step"] - 1, state["step"])] == taken[-2:]
     assert [*chain(*taken)] == Permutation(job.seed, "rows", 0, 40).permute_all().tolist()[:28]
     assert state == {"step": 8, "position": 28, "since": 4, "offset": 12}
 

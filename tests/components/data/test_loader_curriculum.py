@@ -21,8 +21,8 @@ def test_documents_are_cut_and_no_token_is_lost() -> None:
 
 def test_a_stage_ends_at_a_step_or_after_tokens() -> None:
     """A stage ends with the named step, or with the step that reaches the number of tokens."""
-    assert [LengthStage(length=2, until_step=3).starts_before_end(step, 0) for step in (1, 3, 4)] == [True, True, False]
-    assert [LengthStage(length=2, until_tokens=64).starts_before_end(9, tokens) for tokens in (0, 63, 64)] == [
+    assert [LengthStage(length=2, until_step=3).has_not_ended_at(step, 0) for step in (1, 3, 4)] == [True, True, False]
+    assert [LengthStage(length=2, until_tokens=64).has_not_ended_at(9, tokens) for tokens in (0, 63, 64)] == [
         True,
         True,
         False,

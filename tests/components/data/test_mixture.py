@@ -87,7 +87,7 @@ def problems(**settings: Any) -> Counter[str]:
     tokens = {"use": "data.mixture", "sources": {"web": source, "code": source}, **settings}
     recipe = Recipe.load("first_run").with_values({"tokens": tokens})
     with pytest.raises(RecipeError) as error:
-        recipe.check(elsewhere=True)
+        recipe.check(skip_machine_checks=True)
     return Counter(f"{problem.text}; {problem.hint}" for problem in error.value.problems if not problem.warning)
 
 

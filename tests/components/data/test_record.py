@@ -11,7 +11,7 @@ import torch
 from drawloom.components.data.record import Record, compute_row_digests
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Batching, Step
-from drawloom.components.storage.step_log import encode_row, read_steps
+from drawloom.components.storage.step_log import encode_row, read_step_log
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import FixedFolder, SingleRankMesh
@@ -31,7 +31,7 @@ def record(folder: Path) -> Record:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [line.row for line in read_steps(folder / "rows/rank-0.jsonl")[0]]
+    return [line.row for line in read_step_log(folder / "rows/rank-0.jsonl")[0]]
 
 
 def test_each_row_has_its_own_digest() -> None:

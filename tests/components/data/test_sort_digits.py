@@ -14,7 +14,7 @@ from drawloom.components.data.sort_digits import SortDigits
 class Job:
     name: str = "job"
     seed: int = 0
-    path: Path = Path("runs/job")
+    folder_path: Path = Path("runs/job")
 
 
 def test_digits_are_sorted_and_splits_disjoint() -> None:

@@ -38,8 +38,8 @@ def test_predictions_of_other_rows_are_refused(tmp_path: Path) -> None:
     """Equal fingerprints pass; others end with the split and what has to be the same; a missing folder is named."""
     write(tmp_path)
     teacher = TeacherLogps(path=tmp_path)
-    teacher.check_rows(ROWS)
+    teacher.check_written_for_rows(ROWS)
     with pytest.raises(UserError, match="seed is 5 there, and 6 here"):
-        teacher.check_rows(ROWS | {"seed": 6})
+        teacher.check_written_for_rows(ROWS | {"seed": 6})
     with pytest.raises(UserError, match="write them with `drawloom teacher-logps`"):
         TeacherLogps(path=tmp_path / "none").check_before_open()

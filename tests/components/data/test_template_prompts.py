@@ -33,7 +33,7 @@ def test_the_system_prompt_is_the_first_message(tmp_path: Path) -> None:
     """The prompt ends where the answer begins."""
     tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
     with closing(TemplatePrompts(tokenizer=tokenizer, system="day")) as prompts:
-        text = tokenizer.decode_with_control_tokens(prompts.encode_messages(say("hello")).tolist())
+        text = tokenizer.decode_with_control_tokens(prompts.encode_messages_as_prompt(say("hello")).tolist())
     assert text == "<|im_start|>system\nday<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -48,4 +48,4 @@ def test_refusals_name_the_template(tmp_path: Path) -> None:
         (TemplatePrompts(tokenizer=open_tokenizer(without), template=tmp_path / "none"), "none can't be read"),
     ):
         with closing(prompts), pytest.raises(UserError, match=message):
-            prompts.encode_messages(say("hello"))
+            prompts.encode_messages_as_prompt(say("hello"))

@@ -25,7 +25,7 @@ def test_a_store_has_document_lengths(tmp_path: Path) -> None:
     """Lengths include the end token and are known before opening; they are None for a missing or empty store."""
     store_of(tmp_path / "store", [["four", "sixsix"]])
     store_of(tmp_path / "empty", [[]])
-    lengths = [Tokenized(path=tmp_path / name).mean_length() for name in ("store", "empty", "other")]
+    lengths = [Tokenized(path=tmp_path / name).compute_mean_document_length() for name in ("store", "empty", "other")]
     assert lengths == [6, None, None]
 
 

@@ -72,7 +72,7 @@ def test_files_are_tokenized_once(
     """A second run with the same files finds the stores beside the run folder; a changed file is tokenized."""
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text(f"text {number}")
-    job = attrs.evolve(job, path=tmp_path / "runs" / "one")
+    job = attrs.evolve(job, folder_path=tmp_path / "runs" / "one")
 
     def run(**settings: Any) -> TokenizedText:
         corpus = TextFiles(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.3)

@@ -25,7 +25,7 @@ def _broken() -> tuple[float, int, int]:
         group: Any = dist.ProcessGroupGloo(PrefixStore("first", store), rank, 2, timedelta(seconds=30))
     group.allreduce([torch.ones(1)]).wait()
     counts: list[int] = []
-    timer = threading.Timer(0.2, lambda: counts.append(connections.shut_down_all()))
+    timer = threading.Timer(0.2, lambda: counts.append(connections.break_all_connections()))
     start = time.monotonic()
     if rank == 0:
         timer.start()
@@ -58,10 +58,10 @@ def test_connections_being_made_are_broken_and_no_more_are_made() -> None:
             socket.create_connection(store.getsockname()),
         ):
             accepted, _ = store.accept()
-            assert connections.shut_down_all() == 2 and made.recv(1) == b""
+            assert connections.break_all_connections() == 2 and made.recv(1) == b""
             with accepted:
                 assert accepted.recv(1) == b"" and accepted.send(b"the store's end is open") > 0
-    assert connections.shut_down_all() == 0
+    assert connections.break_all_connections() == 0
     with pytest.raises(RuntimeError, match="a rank is lost"), connections.record_sockets():
         pass
 
@@ -70,9 +70,9 @@ def _wait_for_absent() -> float:
     """Return the seconds until the wait for a rank that never connects is broken, half a second after its start."""
     connections = Connections()
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    timer = threading.Timer(0.5, connections.shut_down_all)
+    timer = threading.Timer(0.5, connections.break_all_connections)
     start = time.monotonic()
-    with connections.record_sockets(), connections.make_breakable():
+    with connections.record_sockets(), connections.make_gloo_connecting_interruptible():
         timer.start()
         with pytest.raises(RuntimeError, match="a rank is lost"):
             dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=20))

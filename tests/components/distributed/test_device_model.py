@@ -72,8 +72,8 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
     path.write_text(f"{DESCRIBED}[reached]\nproducts = 0.5\n")
     described = find_device_model(str(path))
     assert (described.name, described.memory, described.bandwidth, described.link) == ("mine", 2**33, 500e9, 10e9)
-    assert described.compute_matmul_rate(torch.bfloat16) == 50e12
-    assert described.compute_matmul_rate(torch.float64) == 25e12
+    assert described.compute_achieved_matmul_flop_rate(torch.bfloat16) == 50e12
+    assert described.compute_achieved_matmul_flop_rate(torch.float64) == 25e12
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from drawloom.components.distributed.generations import (
     ReplicaShape,
     RunProcess,
     Spares,
-    agree_on_generation,
+    agree_on_next_generation,
 )
 from drawloom.components.distributed.mesh_layout import MODEL, Layout
 
@@ -44,7 +44,7 @@ def test_complete_replicas_continue_and_spares_fill_new_ones(
     lost: set[int], spares: int, counts: set[int], members: list[int]
 ) -> None:
     """Replicas are columns of two pipeline stages of four ranks."""
-    chosen = _generation(8, ReplicaShape(2, 1, 1, [*counts])).choose_following(lost, SPARES[:spares])
+    chosen = _generation(8, ReplicaShape(2, 1, 1, [*counts])).choose_next_generation(lost, SPARES[:spares])
     assert [member.pid for member in chosen.members] == members and chosen.shards is None
 
 
@@ -67,10 +67,10 @@ def test_without_a_complete_replica_the_run_has_fewer_shards(
 ) -> None:
     """Replicas have four shards in the recipe, and otherwise as many as there are processes that can share the work."""
     shape = ReplicaShape(1, 4, 1, [1, 2, 3, 4, 6, 8])
-    chosen = _generation(ranks, shape, shards).choose_following(lost, SPARES[:spares])
+    chosen = _generation(ranks, shape, shards).choose_next_generation(lost, SPARES[:spares])
     assert ([member.pid for member in chosen.members], chosen.shards) == (members, left)
     assert chosen.shape == shape
-    uneven = _generation(4, ReplicaShape(1, 4, 1, [1, 2, 4])).choose_following({1}, [])
+    uneven = _generation(4, ReplicaShape(1, 4, 1, [1, 2, 4])).choose_next_generation({1}, [])
     assert len(uneven.members) == uneven.shards == 2
 
 
@@ -80,7 +80,7 @@ def test_replica_shapes_number_ranks_like_the_mesh(expert: int, count: int) -> N
     sizes = {"pipeline": 2, "data_replicate": 6, "data_shard": 2, "context": 1, "tensor": 2}
     shape = ReplicaShape(2, 2, 2, range(1, 13), expert)
     assert shape.list_ranks_by_replica(count) == Layout(sizes, expert).list_rank_sets(*MODEL)
-    assert shape.count_replicas(48) == count and shape.count_replicas(47) == count - 1
+    assert shape.find_max_replica_count(48) == count and shape.find_max_replica_count(47) == count - 1
 
 
 def test_shards_shrink_to_a_number_with_whole_sets_of_experts() -> None:
@@ -91,7 +91,7 @@ def test_shards_shrink_to_a_number_with_whole_sets_of_experts() -> None:
 
 def _agree(store: Any, rank: int, lost: list[int], is_over: bool = False) -> list[int]:
     generation = _generation(4, ReplicaShape(1, 1, 1, [1, 2, 3, 4]))
-    following = agree_on_generation(
+    following = agree_on_next_generation(
         generation, rank, store, Spares(store), lambda: dict.fromkeys(lost, "is gone"), lambda: is_over
     )
     assert following is None or following.number == 1
@@ -137,6 +137,24 @@ def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "7")
     generation = _generation(3, ReplicaShape(1, 1, 1, [3]), shards=2)
-    generation.set_rank_variables(2)
+    generation.set_rank_environment(2)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("2", "3")
     assert Generation.from_json(generation.to_json()) == generation
+
+
+def test_known_spares_cost_one_question_each() -> None:
+    """Rank 0 asks in every step, so that spares admitted long ago cost nothing."""
+    questions: list[str] = []
+
+    class CountingStore(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            questions.extend(keys)
+            return bool(super().check(keys))
+
+    store = CountingStore()
+    spares = Spares(store)
+    numbers = [spares.register(spare) for spare in (*SPARES, *SPARES)]
+    spares.admit(numbers[:3], _generation(4, ReplicaShape(1, 1, 1, [4])))
+    assert spares.find_waiting_spares() == {numbers[3]: SPARES[1]}
+    questions.clear()
+    assert spares.find_waiting_spares() == {numbers[3]: SPARES[1]} and questions == [f"admitted/{numbers[3]}"]

@@ -14,7 +14,7 @@ SOURCE = str(Path(__file__).parents[3] / "src")
 START = """
 import os, re, signal, sys, time
 from drawloom.components.distributed.guard import guard
-guard.start()
+guard.fork_guard_process()
 """
 
 HOLD = """

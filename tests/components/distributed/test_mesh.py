@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.process_group import SingleProcess
@@ -70,10 +70,10 @@ def _replicas_of_real_processes(**settings: Any) -> tuple[Any, ...]:
     try:
         mesh.open()
         number = torch.tensor([1 + mesh.world.rank])
-        mesh.replicas.sum(number)
+        mesh.replica_group.sum(number)
         sizes = {name: getattr(mesh.sizes, name) for name in ("pipeline", "data_replicate", "expert")}
         alone = mesh.tensor_group.gather_json("alone")
-        return mesh.indices.data_replicate, mesh.replicas.rank, number.item(), sizes, mesh.world.size, alone
+        return mesh.indices.data_replicate, mesh.replica_group.rank, number.item(), sizes, mesh.world.size, alone
     finally:
         processes.close()
 
@@ -123,13 +123,15 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
-    processes._launch, processes._joined, processes._limit = Launch(rank, 1024, rank % 8, 8), True, timedelta(seconds=9)
+    processes._launch = Launch(rank, 1024, rank % 8, 8)
+    processes._groups = GroupFactory(processes.device, rank, 1024, timeout=9)
+    processes._groups.is_joined = True
     began = time.monotonic()
     mesh = RankMesh(processes=processes, **sizes)
     mesh.open()
     mesh.torch_mesh(("data_replicate",), SHARDS)
     indices = mesh.indices.without_expert_dimensions()
-    return time.monotonic() - began, len({*filter(None, processes._handles.values())}), indices
+    return time.monotonic() - began, len({*filter(None, processes._groups._handles.values())}), indices
 
 
 def test_a_thousand_ranks_take_no_time() -> None:
@@ -196,4 +198,4 @@ def _leave_early() -> None:
     mesh.world.sum(torch.ones(1))
     if processes.rank == 1:
         raise RuntimeError("rank 1 gave up")
-    mesh.replicas.sum(torch.ones(1))
+    mesh.replica_group.sum(torch.ones(1))

@@ -14,7 +14,7 @@ def test_planned_groups_equal_the_layout() -> None:
     assert mesh.world.size == 8
     second = mesh.seen_from_pipeline_rank(1)
     assert (second.rank, second.indices.pipeline, second.group("tensor").ranks) == (4, 1, (4, 5))
-    assert second.replicas.size == 2
+    assert second.replica_group.size == 2
     assert second.torch_mesh("tensor") is None
 
 

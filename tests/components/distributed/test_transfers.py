@@ -13,7 +13,7 @@ from support.kernels import DEVICE
 def test_a_round_trip_through_the_device_keeps_bytes() -> None:
     """Host memory begins as zeros, arrives on the device, and returns after the tickets that a copy waits for."""
     transfers = DeviceTransfers(DEVICE)
-    first, second = transfers.allocate_in_host_memory(3000).view(3, 1000).unbind()[:2]
+    first, second = transfers.allocate_pinned_host_memory(3000).view(3, 1000).unbind()[:2]
     assert not first.any() and first.is_pinned() == (DEVICE.type == "cuda")
     first.copy_(torch.arange(1000) % 251)
     on_device = torch.empty(1000, dtype=torch.uint8, device=DEVICE)
@@ -29,4 +29,4 @@ def test_a_round_trip_through_the_device_keeps_bytes() -> None:
 def test_more_than_the_memory_of_the_host_is_refused() -> None:
     """The error has both sizes and remedies, before anything is allocated."""
     with pytest.raises(UserError, match=re.escape("1000000000.0 GB of state do not fit into the host's memory, ")):
-        DeviceTransfers(torch.device("cpu")).allocate_in_host_memory(10**18)
+        DeviceTransfers(torch.device("cpu")).allocate_pinned_host_memory(10**18)

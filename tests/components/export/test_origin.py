@@ -16,7 +16,7 @@ from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.deepseek_v3 import DeepseekV3
-from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.stacked import StackedExperts
 from support.adapted import OneStage, adapt, lora
 from support.families import small
@@ -109,7 +109,7 @@ def write_multimodal(kind: str, folder: Path, is_old: bool) -> Any:
         }
     if kind == "qwen3_5_moe":  # published folders have stacked experts
         parts = [f"{n}.mlp.experts.{part}" for n in (0, 1) for part in ("gate_up_proj", "down_proj")]
-        stacked = StackedExperts(InMemory(tensors), [f"model.language_model.layers.{part}" for part in parts])
+        stacked = StackedExperts(InMemoryTensors(tensors), [f"model.language_model.layers.{part}" for part in parts])
         tensors = {name: stacked.tensor(name) for name in stacked.specs()}
     if kind == "kimi_k25":  # transformers 5.23 writes names of its vision tower in the text model, too
         tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in tensors.items()}

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
-from drawloom.components.export.shard_writer import Share, make_share, write_shares
+from drawloom.components.export.shard_writer import Share, make_share, write_safetensors_folder_collectively
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.mapper import parallel, select_worker_groups
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.components.weights.save import PlannedFile
@@ -56,7 +56,7 @@ def config_beside(folder: Path, files: list[PlannedFile]) -> None:
 def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
     """Return the tensors written by a single process."""
     mine = make_share(parameters(tensors()), mapper(), range(2 * LAYERS), None)
-    write_shares(folder, mine, SingleProcess(), max_shard, config_beside)
+    write_safetensors_folder_collectively(folder, mine, SingleProcess(), max_shard, config_beside)
     source = open_safetensors_folder(folder)
     return {name: source.tensor(name) for name in source.specs()}
 
@@ -80,7 +80,9 @@ def _deal(folder: Path) -> None:
     """Distribute groups among ranks with the same tensors."""
     world = _world()
     dealt = select_worker_groups(mapper(), world.size, world.rank)
-    write_shares(folder, Share(InMemory(tensors()), dealt, dealt.outputs), world, 100, config_beside)
+    write_safetensors_folder_collectively(
+        folder, Share(InMemoryTensors(tensors()), dealt, dealt.outputs), world, 100, config_beside
+    )
 
 
 def test_a_group_of_replicas_shares_the_work(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
     """Fail on rank 1; return this rank's error, and the remaining files."""
     world = _world()
     names = {"duplicate": "a", "name": "../a" if world.rank else "a"}.get(kind, f"t{world.rank}")
-    source = InMemory({names: torch.ones(3)})
+    source = InMemoryTensors({names: torch.ones(3)})
     if world.rank == 1 and kind == "disk":
 
         def full(*_: Any) -> int:
@@ -107,7 +109,9 @@ def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside / "config.json"))
 
     try:
-        write_shares(folder / "export", Share(source, identity(names), [names]), world, 100, finish)
+        write_safetensors_folder_collectively(
+            folder / "export", Share(source, identity(names), [names]), world, 100, finish
+        )
     except UserError as error:
         return str(error), sorted(os.listdir(folder))
     return "fine", sorted(os.listdir(folder))
@@ -147,7 +151,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from drawloom.components.distributed.process_group import TorchGroup
-from drawloom.components.export.shard_writer import make_share, write_shares
+from drawloom.components.export.shard_writer import make_share, write_safetensors_folder_collectively
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper_ops import distribute
@@ -160,7 +164,7 @@ spread = convert_tensors(parallel(*(distribute(name, mesh, [Shard(0)]) for name 
 world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
 mapper = here.mapper()
 mine = make_share(here.parameters(spread), mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)
-write_shares(Path(sys.argv[3]), mine, world, 100, here.config_beside)
+write_safetensors_folder_collectively(Path(sys.argv[3]), mine, world, 100, here.config_beside)
 os._exit(0)  # torch's threads do not always end in order
 """
 
@@ -187,6 +191,6 @@ def test_tensors_can_be_exported_in_another_dtype(tmp_path: Path) -> None:
     """A share in another dtype is written in this dtype, and integers are left alone."""
     given = parameters({"a": torch.ones(2), "b": torch.tensor([1])})
     mine = make_share(given, identity("a", "b"), [0, 1], torch.bfloat16)
-    write_shares(tmp_path / "export", mine, SingleProcess(), 100, config_beside)
+    write_safetensors_folder_collectively(tmp_path / "export", mine, SingleProcess(), 100, config_beside)
     kinds = open_safetensors_folder(tmp_path / "export").specs()
     assert {name: kind.dtype for name, kind in kinds.items()} == {"a": torch.bfloat16, "b": torch.int64}

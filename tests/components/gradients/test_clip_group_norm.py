@@ -25,7 +25,7 @@ class Held:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [*self.parameters.items()]
 
-    def slices(self) -> dict[str, Any]:
+    def parameter_slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
 
     def roles(self) -> dict[str, Role]:
@@ -33,7 +33,7 @@ class Held:
 
     owned_parameters = named_parameters
 
-    def sum_gradients(self) -> None: ...
+    def sum_remaining_gradients(self) -> None: ...
 
 
 class Other:

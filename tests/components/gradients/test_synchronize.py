@@ -98,7 +98,7 @@ def test_a_reason_of_an_earlier_phase_is_kept(one_rank: Any, norm: str) -> None:
 @both
 def test_tokens_are_whole_numbers(mesh_of: Any, norm: str) -> None:
     """Twelve context ranks count the same 7 tokens, a twelfth each: the sum is below 7 by rounding, and 7 count."""
-    mesh = mesh_of(sizes={"context": 12}, replicas=TwelveAlike())
+    mesh = mesh_of(sizes={"context": 12}, replica_group=TwelveAlike())
     step = run_phase(weights_with(torch.tensor([1.0])), mesh, 1.0, 1.0, norm=norm)
     assert step.tokens == 7
 

@@ -81,7 +81,7 @@ def test_a_cache_keeps_states_in_the_order_of_operations() -> None:
             actual = compute(mask, factor * x[:, part], weight, q, k, factor * v, g, beta)
             torch.testing.assert_close(list(actual), [tensor[:, part] for tensor in wanted])
         cache.end_pass(part.stop - part.start)
-    assert cache.layers == 4
+    assert cache.cached_layer_count == 4
 
 
 class RecurrentLayer(nn.Module):

@@ -59,8 +59,8 @@ def test_ends_are_reached_and_kept() -> None:
         assert lr.factor(10, 10) == lr.factor(11, 10) == pytest.approx(0.1)
 
 
-def test_a_decay_longer_than_the_rest_begins_after_the_warm_up() -> None:
-    """It is cut at its end, and not at its beginning."""
+def test_a_decay_longer_than_the_rest_is_shortened_to_it() -> None:
+    """It begins after the warm-up, and reaches `end` at the last step."""
     assert factors(schedule("wsd", warmup_steps=1, decay_steps=9), 5) == pytest.approx([0, 1, 0.75, 0.5, 0.25])
 
 

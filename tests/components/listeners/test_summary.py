@@ -50,7 +50,7 @@ class Validation:
 class Run:
     """A run with a folder."""
 
-    path: Path
+    folder_path: Path
     name: str = "mine"
     seed: int = 0
 

@@ -30,7 +30,7 @@ class Weights:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [*self.parameters.items()]
 
-    def slices(self) -> dict[str, Any]:
+    def parameter_slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
 
     def roles(self) -> dict[str, Role]:
@@ -39,7 +39,7 @@ class Weights:
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self.named_parameters()
 
-    def sum_gradients(self) -> None:
+    def sum_remaining_gradients(self) -> None:
         pass
 
 

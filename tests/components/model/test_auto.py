@@ -50,8 +50,8 @@ def test_a_folder_is_read_as_the_model_that_wrote_it(model_type: str, tmp_path: 
     }
     assert auto.hugging_face_mapper().outputs == model.hugging_face_mapper().outputs
     one, other = torch.empty(24, 24), torch.empty(24, 24)
-    auto.initialise("x.weight", one, 3)
-    model.initialise("x.weight", other, 3)
+    auto.initialize_parameter("x.weight", one, 3)
+    model.initialize_parameter("x.weight", other, 3)
     assert torch.equal(one, other)
 
 

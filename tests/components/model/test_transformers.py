@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from benchmarks import transformers_types
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.model.fallback.build import build_model
+from drawloom.components.model.fallback.build import build_transformers_model
 from drawloom.components.model.fallback.checks import run_self_check
 from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.shrink import shrink_config
@@ -19,8 +19,8 @@ from drawloom.components.model.layers import Linear
 from drawloom.components.model.transformers import Transformers
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.ports.model import LanguageModel, LayerRange
-from drawloom.components.stages.model_precision import combine_precision
-from drawloom.components.weights.adapted import fill_adapters, inject_adapters
+from drawloom.components.stages.model_precision import add_model_uncast_patterns
+from drawloom.components.weights.adapted import freeze_and_inject_adapters, initialize_adapters
 from drawloom.components.weights.load import convert_tensors, fill_module_from_folder, persistent_tensors
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -47,7 +47,7 @@ def small_config(model_type: str, **changes: Any) -> Any:
 def saved(folder: Path, model_type: str, **changes: Any) -> tuple[Transformers, Any]:
     """Return the component for a folder with random weights, and the model in transformers that wrote the folder."""
     torch.manual_seed(0)
-    reference = build_model(small_config(model_type, **changes), "eager", experts="eager")
+    reference = build_transformers_model(small_config(model_type, **changes), "eager", experts="eager")
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -160,8 +160,8 @@ def test_linear_layers_defer_gradients_and_take_adapters(tmp_path: Path) -> None
     assert len(linear) == 4 * model.num_hidden_layers + 1 and all(isinstance(part, Linear) for part in linear)
     tokens, shared = torch.randint(model.vocab_size, (2, 19)), one_document(2, 19)
     before = logits_of(module, tokens, shared)
-    inject_adapters([lora("qkv_proj", "*.o_proj")], module)
-    fill_adapters(module, torch.device("cpu"), fill_from_seed(0))
+    freeze_and_inject_adapters([lora("qkv_proj", "*.o_proj")], module)
+    initialize_adapters(module, torch.device("cpu"), fill_from_seed(0))
     torch.testing.assert_close(logits_of(module, tokens, shared), before)  # lora_B is 0
     trained = {name.rpartition(".")[2] for name, part in module.named_parameters() if part.requires_grad}
     assert trained == {"lora_A", "lora_B"}
@@ -174,7 +174,9 @@ def test_parameters_that_transformers_keeps_in_float32_are_not_cast(tmp_path: Pa
     saved(tmp_path, "ernie4_5_moe")
     kinds: Any = AutoModelForCausalLM
     reference = dict(kinds.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
-    precision = combine_precision(DtypePolicy(compute="bfloat16"), Transformers(kernels=cpu_kernels(), path=tmp_path))
+    precision = add_model_uncast_patterns(
+        DtypePolicy(compute="bfloat16"), Transformers(kernels=cpu_kernels(), path=tmp_path)
+    )
     assert len(precision.uncast) == 2
     assert {name: choose_layer_dtype(name, precision) for name in reference} == {
         name: parameter.dtype for name, parameter in reference.items()
@@ -191,7 +193,7 @@ def test_it_keeps_the_contract_of_language_models(model_type: str, tmp_path: Pat
 def test_a_tied_table_that_exports_of_adapters_do_not_know_is_not_adapted(tmp_path: Path) -> None:
     """LoRA of GPT-2's `wte` would change its head, too, in the merged export; it matches nothing."""
     model, _ = saved(tmp_path, "gpt2")
-    assert inject_adapters([lora("wte")], loaded(model)) == set()
+    assert freeze_and_inject_adapters([lora("wte")], loaded(model)) == set()
 
 
 @pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "starcoder2", "qwen2_moe"])
@@ -219,7 +221,7 @@ def test_random_weights_start_like_transformers(tmp_path: Path) -> None:
     values = {}
     for name, parameter in loaded_names(model):
         values[name] = torch.empty(parameter.shape)
-        model.initialise(name, values[name], 3)
+        model.initialize_parameter(name, values[name], 3)
     assert bool((values["model.layers.1.input_layernorm.weight"] == 1).all())
     assert bool((values["model.layers.1.self_attn.q_proj.bias"] == 0).all())
     assert 0.01 < float(values["model.layers.1.mlp.c_fc.weight"].std()) < 0.03

@@ -33,7 +33,7 @@ SHAPES |= {"layers.1.norm": (4,), "loss.temperature": ()}
 class OneJob:
     seed: int = 3
     name: str = "run"
-    path: Path = Path("runs/run")
+    folder_path: Path = Path("runs/run")
 
 
 def open_optimizer(kind: Any, weights: Weights, **settings: Any) -> Any:

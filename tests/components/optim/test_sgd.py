@@ -24,7 +24,7 @@ class Weight:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("weight", self.weight)]
 
-    def slices(self) -> dict[str, Any]:
+    def parameter_slices(self) -> dict[str, Any]:
         return dict.fromkeys(name for name, _ in self.named_parameters())
 
     def roles(self) -> dict[str, Role]:
@@ -75,7 +75,7 @@ def test_with_dampening_a_step_that_the_device_skips_leaves_no_momentum(skipped:
     for number in range(1, 6):
         reason = "the norm is inf" if number in skipped else ""
         step = Step(number, 5, LateState())
-        step.skip_if(torch.tensor(number in skipped), lambda reason=reason: reason)  # type: ignore[misc]
+        step.skip_update_if(torch.tensor(number in skipped), lambda reason=reason: reason)  # type: ignore[misc]
         late.weight.grad = torch.full((1, 1), float("inf") if reason else float(number))
         ours.run_phase(step)
         if not reason:

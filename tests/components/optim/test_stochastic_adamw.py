@@ -36,7 +36,7 @@ def narrow_weights(*names: str) -> Weights:
 class OneJob:
     seed: int = 3
     name: str = "run"
-    path: Path = Path("runs/run")
+    folder_path: Path = Path("runs/run")
 
 
 def open_optimizer(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
@@ -238,7 +238,7 @@ def test_another_sharding_resumes_means_of_8_bits_exactly() -> None:
         first.run_phase(Step(number, 3))
     for shard in shards:
         part = Weights({"w": (3, 300)}, torch.bfloat16, DEVICE)
-        part.slices = lambda shard=shard: {"w": shard}  # type: ignore[method-assign,misc]
+        part.parameter_slices = lambda shard=shard: {"w": shard}  # type: ignore[method-assign,misc]
         second = open_optimizer(part, state_dtype="uint8", implementation="eager")
         state: dict[str, Any] = {}
         for name, values in saved.items():
@@ -257,7 +257,7 @@ def test_another_sharding_resumes_means_of_8_bits_exactly() -> None:
 def test_columns_that_cut_a_block_of_8_bits_are_refused() -> None:
     """The error names the parameter, its columns and the remedy."""
     weights = Weights({"w": (4, 150)}, torch.bfloat16, DEVICE)
-    weights.slices = lambda: {"w": TensorSlice((4, 300), (0, 150), (4, 150))}  # type: ignore[method-assign]
+    weights.parameter_slices = lambda: {"w": TensorSlice((4, 300), (0, 150), (4, 150))}  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"w has columns 150 to 300 on this rank.* blocks of 256; .*bfloat16"):
         open_optimizer(weights, state_dtype="uint8")
 

@@ -206,7 +206,7 @@ def test_a_slot_smaller_than_a_row_is_an_error() -> None:
 def test_tensor_slices_reach_the_noise() -> None:
     """A shard's streamed weights get the noise of its elements in the whole parameter."""
     whole, part = Weights({"w": (8, 64)}, torch.bfloat16, DEVICE), Weights({"w": (4, 64)}, torch.bfloat16, DEVICE)
-    part.slices = lambda: {"w": TensorSlice((8, 64), (4, 0), (4, 64))}  # type: ignore[method-assign]
+    part.parameter_slices = lambda: {"w": TensorSlice((8, 64), (4, 0), (4, 64))}  # type: ignore[method-assign]
     with torch.no_grad():
         part.parameters["w"].copy_(whole.parameters["w"][4:])
     for weights, transfers in ((whole, None), (part, DelayedTransfers(1))):

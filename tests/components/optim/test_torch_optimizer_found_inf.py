@@ -44,7 +44,7 @@ def give_gradients(weights: Weights, seed: int, finite: bool) -> None:
 class OneJob:
     seed: int = 3
     name: str = "run"
-    path: Path = Path("runs/run")
+    folder_path: Path = Path("runs/run")
 
 
 def stochastic(parameters: Weights, **settings: Any) -> StochasticAdamW:
@@ -92,7 +92,7 @@ def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> N
         for index in range(1, 6):
             reason = "the norm is inf" if index in skips else ""
             step = Step(index, 5, LateState({}))
-            step.skip_if(torch.tensor(index in skips, device=DEVICE), lambda reason=reason: reason)  # type: ignore[misc]
+            step.skip_update_if(torch.tensor(index in skips, device=DEVICE), lambda reason=reason: reason)  # type: ignore[misc]
             give_gradients(late, index, finite=not reason)
             give_gradients(known, index, finite=True)
             ours.state_dict()  # the state of a checkpoint reads whether the last step was skipped

@@ -29,7 +29,7 @@ def give_gradients(weights: Weights, *names: str) -> None:
 class OneJob:
     seed: int = 3
     name: str = "run"
-    path: Path = Path("runs/run")
+    folder_path: Path = Path("runs/run")
 
 
 def _stochastic(weights: Weights) -> StochasticAdamW:

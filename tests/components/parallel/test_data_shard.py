@@ -76,7 +76,7 @@ def _inspect_shards() -> list[dict[str, Any]]:
             layer = module.get_submodule("model.layers.1")
             freed = is_dtensor(layer.get_parameter("self_attn.q_proj.weight"))
             stages.cast_weights()
-            named = dict(stages.local[0].named_parameters())
+            named = dict(stages.local[0].named_masters_or_parameters())
             records.append(
                 {
                     "freed": freed,
@@ -256,7 +256,7 @@ def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
         adapters = [lora("q_proj"), FullTuning(targets=["up_proj", "layers.0.input_layernorm"])]
         mixed: dict[str, Any] = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
         [stage] = _stages(mesh, device, True, adapters=adapters, **mixed).local
-        return {name: (part.dtype, part.requires_grad) for name, part in stage.named_parameters()}
+        return {name: (part.dtype, part.requires_grad) for name, part in stage.named_masters_or_parameters()}
 
 
 def test_frozen_weights_are_kept_in_the_compute_dtype() -> None:

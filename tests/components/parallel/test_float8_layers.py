@@ -11,9 +11,9 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.parallel.float8_layers import (
     check_gpu_supports_float8,
+    enable_float8_layers,
     find_float8_candidates,
     find_float8_layers,
-    set_float8_format,
 )
 from drawloom.graph import UserError
 from support.qwen3 import SIZES, SPARSE_SIZES
@@ -26,7 +26,7 @@ def float8(**settings: Any) -> DtypePolicy:
 
 
 def whole(kind: Any, sizes: dict[str, Any]) -> Any:
-    return kind(kernels=None, **sizes).create_full_model_on_meta()
+    return kind(kernels=None, **sizes).build_whole_model_on_meta()
 
 
 def test_projections_use_float8_and_nothing_else_does() -> None:
@@ -55,7 +55,7 @@ def test_widths_that_do_not_divide_are_an_error_with_a_remedy() -> None:
     with pytest.raises(
         UserError, match=r"down_proj is 32 x 40 on each rank.*linear_in_compute = \[\"\*\.down_proj\"\]"
     ):
-        set_float8_format(
+        enable_float8_layers(
             whole(Qwen3Dense, DENSE | {"intermediate_size": 40}), float8(linear_in_compute=("*.gate_proj", "*.up_proj"))
         )
 

@@ -15,7 +15,7 @@ from drawloom.components.parallel.frozen_formats import (
     find_quantizable_weights,
     replace_by_quantized_storage,
 )
-from drawloom.components.ports.model import quantized_parameter_formats
+from drawloom.components.ports.model import list_quantized_parameter_formats
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import UserError
 from drawloom.kernels.weight_formats import FORMATS, NF4
@@ -29,7 +29,7 @@ def nf4(**settings: Any) -> DtypePolicy:
 
 
 def frozen(kind: Any, sizes: dict[str, Any]) -> Any:
-    return kind(kernels=None, **sizes).create_full_model_on_meta().bfloat16().requires_grad_(False)
+    return kind(kernels=None, **sizes).build_whole_model_on_meta().bfloat16().requires_grad_(False)
 
 
 def test_projections_and_experts_are_stored_and_nothing_else_is() -> None:
@@ -41,8 +41,8 @@ def test_projections_and_experts_are_stored_and_nothing_else_is() -> None:
     replace_by_quantized_storage(module, nf4(frozen_in_compute=("*.layers.1.*",), uncast=("*.k_proj.weight",)), {})
     names = {f"{name}.weight" for name, _ in module.named_modules() if name.endswith("_proj")}
     excluded = {name for name in names if ".layers.1." in name or ".k_proj." in name}
-    assert quantized_parameter_formats(module) == dict.fromkeys(names - excluded - {trained}, NF4)
-    for name in quantized_parameter_formats(module):
+    assert list_quantized_parameter_formats(module) == dict.fromkeys(names - excluded - {trained}, NF4)
+    for name in list_quantized_parameter_formats(module):
         assert module.get_parameter(name).shape == NF4.storage_shape(shapes[name])
     sparse = find_quantizable_weights(frozen(Qwen3Moe, SPARSE_SIZES))
     assert any(name.endswith("experts.down_proj") for name in sparse)

@@ -56,7 +56,7 @@ def test_gradients_of_microbatches_are_summed_in_float32() -> None:
     parts = [torch.autograd.grad(module(x).square().sum(), [*module.parameters()]) for x in batches]
     for x in batches:
         module(x).square().sum().backward()
-    store.hand_over_gradients()
+    store.move_gradients_to_masters()
     for index, (name, master) in enumerate(store.masters.items()):
         assert master.grad is not None and master.grad.dtype == torch.float32
         exact = torch.stack([part[index] for part in parts]).double().sum(0)
@@ -74,11 +74,11 @@ def test_handed_over_gradients_add_up_and_are_not_copied() -> None:
     store = ParameterStore.from_modules([module], MIXED)
     module(inputs(1)[0]).sum().backward()
     where = {name: copy.grad.data_ptr() for name, copy in module.named_parameters() if copy.grad is not None}
-    store.hand_over_gradients()
+    store.move_gradients_to_masters()
     assert {name: get_or_create_gradient(master).data_ptr() for name, master in store.masters.items()} == where
     once = {name: get_or_create_gradient(master).clone() for name, master in store.masters.items()}
     module(inputs(1)[0]).sum().backward()
-    store.hand_over_gradients()
+    store.move_gradients_to_masters()
     for name, master in store.masters.items():
         torch.testing.assert_close(get_or_create_gradient(master), 2 * once[name], rtol=0, atol=0)
 
@@ -96,7 +96,7 @@ def test_weights_are_cast_in_place_and_follow_their_masters() -> None:
         versions = [parameter._version for parameter in module.parameters()]
         store.cast_masters_to_copies(only_if_changed=True)
         assert [parameter._version for parameter in module.parameters()] == versions, "cast without a change"
-        store.hand_over_gradients()
+        store.move_gradients_to_masters()
         optimizer.step()
         optimizer.zero_grad()
         store.cast_masters_to_copies(only_if_changed=True)
@@ -138,7 +138,7 @@ def test_tied_weights_stay_one() -> None:
     assert first.weight is second.weight and first.weight.dtype == torch.bfloat16
     x = torch.ones(1, 4, dtype=torch.bfloat16)
     (first(x) + second(x)).sum().backward()
-    store.hand_over_gradients()
+    store.move_gradients_to_masters()
     torch.testing.assert_close(get_or_create_gradient(store.masters["weight"]), torch.full((4, 4), 2.0))
 
 
@@ -157,7 +157,7 @@ def test_50_steps_stay_close_to_autocast() -> None:
         store.cast_masters_to_copies()
         loss = F.mse_loss(ours(data.bfloat16()).float(), goal)
         torch.autograd.backward(loss)
-        store.hand_over_gradients()
+        store.move_gradients_to_masters()
         with torch.autocast("cpu", torch.bfloat16):
             reference = F.mse_loss(theirs(data).float(), goal)
         torch.autograd.backward(reference)

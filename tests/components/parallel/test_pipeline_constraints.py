@@ -13,7 +13,7 @@ from support.schedules import schedule
 def problems(*words: str) -> list[Problem]:
     """Return the problems reported by `check` in the first run with these values."""
     project = Project.of("drawloom")
-    return project.graph(project.load("first_run", words=words)).errors
+    return project.graph(project.load("first_run", overrides=words)).errors
 
 
 def test_each_stage_wants_a_layer() -> None:

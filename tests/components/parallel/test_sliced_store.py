@@ -21,7 +21,7 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
     """All parts but the last have the same size; layers compute with whole parameters in the compute dtype."""
     module = _module()
     ranks = PlannedMesh.from_settings({"data_shard": 2}, 2).group("data_shard")
-    store = SlicedStore.slice_parameters(
+    store = SlicedStore.from_sliced_modules(
         [module], lambda _: [module["block"]], ranks, DtypePolicy(compute="bfloat16"), gathers_per_block=True
     )
     shapes = {name: tuple(part.shape) for name, part in store.masters.items()}

@@ -1,4 +1,4 @@
-"""Quantized frozen weights in host memory against the same weights on the device, bit for bit."""
+"""Frozen weights in host memory against the same weights on the device, bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from torch import Tensor
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.parallel import streamed_weights
 from drawloom.components.planning.plan import plan
+from drawloom.components.stages import initial_values
 from drawloom.components.stages.materialized import MaterializedStages
+from drawloom.graph import UserError
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
 from support.pipelines import batches
@@ -42,28 +44,62 @@ def gradients(folder: Path, *words: str) -> tuple[dict[str, Tensor], int]:
 
 def use_transfers(monkeypatch: pytest.MonkeyPatch, transfers: Any) -> None:
     """Let stages open these transfers."""
-    move = MaterializedStages._move_frozen_weights
+    open_stream = MaterializedStages._open_streamed_weights
 
-    def move_by_transfers(stages: MaterializedStages, modules: Any) -> None:
+    def open_with_transfers(stages: MaterializedStages) -> Any:
         stages.open_transfers = lambda device: transfers
-        move(stages, modules)
+        return open_stream(stages)
 
-    monkeypatch.setattr(MaterializedStages, "_move_frozen_weights", move_by_transfers)
+    monkeypatch.setattr(MaterializedStages, "_open_streamed_weights", open_with_transfers)
 
 
-@pytest.mark.parametrize(("recompute", "passes", "window"), [("none", 2, 1), ("blocks", 3, 20_000), ("none", 2, 2**28)])
+COMPUTE = "precision.frozen=compute"
+EXPERTS = (
+    *("model.use=model.qwen3.moe", "model.num_experts=4", "model.num_experts_per_tok=2"),
+    *("model.moe_intermediate_size=64",),
+)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "passes", "window", "words"),
+    [
+        ("none", 2, 1, ()),
+        ("blocks", 3, 20_000, ()),
+        ("none", 2, 2**28, ()),
+        ("none", 2, 20_000, (COMPUTE, "model.use=model.llama", "model.attention_bias=true")),
+        ("selective", 2, 20_000, (COMPUTE, *EXPERTS)),
+        ("blocks", 3, 1, (COMPUTE, "precision.compute=float32")),
+    ],
+)
 def test_streamed_weights_leave_no_trace(
-    recompute: str, passes: int, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recompute: str,
+    passes: int,
+    window: int,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gradients have the bits of resident weights, whatever the window is; no pass copies a weight twice."""
+    """
+    Gradients have the bits of resident weights, quantized or in the compute dtype, whatever the window is; no pass
+    copies a weight twice.
+    """
     monkeypatch.setattr(streamed_weights, "WINDOW_BYTES", window)
     use_transfers(monkeypatch, transfers := DelayedTransfers(window % 7))
-    resident, _ = gradients(tmp_path, f"stages.recompute={recompute}")
-    streamed, on_host = gradients(tmp_path, f"stages.recompute={recompute}", STREAMED)
+    resident, _ = gradients(tmp_path, *words, f"stages.recompute={recompute}")
+    streamed, on_host = gradients(tmp_path, *words, f"stages.recompute={recompute}", STREAMED)
     assert streamed.keys() == resident.keys() and all(torch.equal(streamed[name], resident[name]) for name in resident)
     # The first block's input needs no gradient, so that the backward pass leaves out some weights.
     most = STEPS * MICROBATCHES * passes * on_host
     assert transfers.stored == 0 and 0.9 * most < transfers.fetched < most
+
+
+def test_streamed_weights_are_never_whole_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device too small for the frozen weights refuses resident ones, and holds the rest of a streamed model."""
+    monkeypatch.setattr(initial_values, "get_device_memory", lambda device: 150_000)
+    with pytest.raises(UserError, match="the parameters of this rank take"):
+        gradients(tmp_path, COMPUTE)
+    _, on_host = gradients(tmp_path, COMPUTE, STREAMED)
+    assert on_host > 150_000
 
 
 class NoWaits(DelayedTransfers):
@@ -79,12 +115,13 @@ def test_a_product_that_does_not_wait_is_noticed(tmp_path: Path, monkeypatch: py
     assert any(not torch.equal(hasty[name], resident[name]) for name in resident)
 
 
-def test_a_plan_counts_streamed_weights_on_the_host_and_on_the_link() -> None:
+@pytest.mark.parametrize("words", [(), (COMPUTE,)], ids=["nf4", "compute"])
+def test_a_plan_counts_streamed_weights_on_the_host_and_on_the_link(words: tuple[str, ...]) -> None:
     """Their bytes move to the host, but for those on their way, and a slow link determines a step's time."""
     device = find_device_model("cpu")
-    recipe = Recipe.load("first_run", *WORDS)
+    recipe = Recipe.load("first_run", *WORDS, *words)
     resident, streamed = (plan(recipe.with_values({"stages": {"stream_frozen": on}}), device) for on in (False, True))
-    slow = plan(Recipe.load("first_run", *WORDS, STREAMED), attrs.evolve(device, host_link=1e3))
+    slow = plan(Recipe.load("first_run", *WORDS, *words, STREAMED), attrs.evolve(device, host_link=1e3))
     on_host = streamed.memory[0].host
     persistent, fewer = (planned.memory[0].persistent for planned in (resident, streamed))
     assert on_host == resident.memory[0].host + persistent["parameters"] - fewer["parameters"] > 0
@@ -96,12 +133,14 @@ def test_a_plan_counts_streamed_weights_on_the_host_and_on_the_link() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("precision.frozen=compute",), "only quantized frozen weights are streamed"),
+        (("stages.adapters=[]", COMPUTE), "no weight is frozen"),
+        ((COMPUTE, "precision.linear=float8"), "round weights on the device"),
+        (("stages.compile=true",), "does not trace copies"),
         (("stages.capture=true",), "fixed places on the device"),
         (("mesh.data_shard=2",), "gathered from other ranks"),
     ],
 )
 def test_check_refuses_weights_that_can_not_be_streamed(words: tuple[str, ...], message: str) -> None:
-    """Weights in the compute dtype, in CUDA graphs and in shards are problems."""
+    """Trained weights, and weights in float8, compiled blocks, CUDA graphs and shards are problems."""
     with pytest.raises(RecipeError, match=message):
         Recipe.load("first_run", *WORDS, STREAMED, *words).check()

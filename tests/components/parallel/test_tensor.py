@@ -38,7 +38,7 @@ def _exchange_rows() -> list[dict[str, Any]]:
         for given, exchange in (
             (torch.arange(3.0)[None, :, None] * factor, ranks.reduce_scatter_tokens),
             (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens(x, (1, 3)) * factor),
-            (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens_for_all(x, (1, 3))),
+            (torch.arange(2.0)[:, None] * factor, lambda x: ranks.gather_tokens_without_grad_sum(x, (1, 3))),
             (torch.arange(2.0) * factor, lambda x: ranks.copy_to_ranks(x) * factor),
             (torch.arange(2.0) * factor, ranks.all_reduce),
             (torch.arange(2.0)[None] * factor, lambda x: ranks.gather_last_dimension(x, 4)),
@@ -78,7 +78,7 @@ def test_exchanges_have_correct_results_and_gradients() -> None:
 def test_one_rank_exchanges_nothing() -> None:
     """Alone, each exchange gives its argument, not a copy."""
     x = torch.ones(2, 3)
-    same = (ALONE.gather_tokens(x, (2,)), ALONE.gather_tokens_for_all(x, (2,)), ALONE.reduce_scatter_tokens(x))
+    same = (ALONE.gather_tokens(x, (2,)), ALONE.gather_tokens_without_grad_sum(x, (2,)), ALONE.reduce_scatter_tokens(x))
     assert all(
         output is x
         for output in (*same, ALONE.copy_to_ranks(x), ALONE.all_reduce(x), ALONE.gather_last_dimension(x, 3))

@@ -39,7 +39,7 @@ def test_averages_equal_those_of_torch(late: bool) -> None:
             move(weights, number)
             theirs.update_parameters(module)
         step = Step(number, 5, (LateState if late else StepState)({}))
-        step.skip_if(torch.tensor(is_skipped), lambda: "inf")
+        step.skip_update_if(torch.tensor(is_skipped), lambda: "inf")
         ours.run_phase(step)
         assert_equal(values(ours), {name: parameter.detach() for name, parameter in theirs.module.named_parameters()})
 

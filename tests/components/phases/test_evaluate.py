@@ -24,7 +24,7 @@ class Model:
     def batches(self) -> Any:
         return iter(())
 
-    def train(self, state: StepState) -> None:
+    def run_forward_and_backward(self, state: StepState) -> None:
         raise AssertionError("evaluation must not train")
 
     def evaluate(self, state: StepState) -> None:

@@ -17,7 +17,7 @@ class Parts:
         row = torch.zeros(2, 3, dtype=torch.int64)
         return [TokenBatch(row, row, row, row, row.float(), padding=2), TokenBatch(row, row, row, row, row.float())]
 
-    def train(self, state: StepState) -> None:
+    def run_forward_and_backward(self, state: StepState) -> None:
         for number in range(state.microbatches):
             view = state.microbatch(number)
             view["losses"] = view["batches"].token_count

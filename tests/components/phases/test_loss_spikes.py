@@ -20,14 +20,14 @@ CALM = [2.0, 2.1, 1.9, 2.0]
 class Data:
     """An endless order with 10 rows per step."""
 
-    position: int = 40
+    next_row_position: int = 40
 
     def next_step(self) -> list[Any]:
-        self.position += 10
+        self.next_row_position += 10
         return []
 
     def skip_to_position(self, position: int) -> None:
-        self.position = position
+        self.next_row_position = position
 
 
 def make_phase(data: Data | None = None, **settings: Any) -> LossSpikes:
@@ -79,12 +79,12 @@ def test_a_spike_goes_back_and_past_the_rows_of_its_step() -> None:
     data.next_step()
     step = after(phase, 9.0, first=6)
     assert step.goes_back and "the run goes back, time 1 of 1" in step.skip_reason
-    data.position = 40
+    data.next_row_position = 40
     phase.load_state_dict(saved)
     phase.after_restore(1)
-    assert data.position == 50 and phase.state_dict() == {"losses": CALM, "times": 1}
+    assert data.next_row_position == 50 and phase.state_dict() == {"losses": CALM, "times": 1}
     phase.after_restore(1)
-    assert not after(phase, 2.0, 2.1, first=5).goes_back and data.position == 50
+    assert not after(phase, 2.0, 2.1, first=5).goes_back and data.next_row_position == 50
     with pytest.raises(UserError, match=r"step 7: the loss .* after the run went back 1 times"):
         after(phase, 9.0, first=7)
 

@@ -91,7 +91,7 @@ def rollout(mesh: Any, batches: list[Any], rewards: dict[str, Any], group_size: 
         data=fake(TrainingData, next_step=lambda: batches),
         rollouts=echo,
         tokenizer=Bytes(),
-        batching=fake(Batching, first_position=lambda step: 10, microbatch_positions=lambda step: positions),
+        batching=fake(Batching, first_row_position=lambda step: 10, microbatch_row_positions=lambda step: positions),
         mesh=mesh,
         events=fake(Events, emit=lambda event: None),
         rewards=Ordered([*rewards.values()], [*rewards]),
@@ -170,7 +170,7 @@ def test_the_policy_learns_completions_and_nothing_else(one_rank: Any) -> None:
     assert first.targets[1].tolist() == [IGNORE_INDEX, ord("a"), END, *[IGNORE_INDEX] * 3]
     assert first.logps.equal(-first.weights)
     assert first.advantages.tolist() == [[0, -0.5, 0, 0, 0, 0], [0, 0.5, 0.5, 0, 0, 0], [0.0] * 6, [0.0] * 6]
-    assert first.token_count == sum(2 + count for count in (1, 2, 3, 1)) and first.has_whole_rows()
+    assert first.token_count == sum(2 + count for count in (1, 2, 3, 1)) and first.has_one_document_per_row()
     assert second.weights.sum(1).tolist() == [2, 0, 1, 2]  # the second row was cut
 
 
@@ -261,7 +261,7 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
     """The executor trains on the state from earlier phases."""
     seen: list[Any] = []
     step = Step(1, 1)
-    PolicyGradient(executor=fake(Executor, train=seen.append)).run_phase(step)
+    PolicyGradient(executor=fake(Executor, run_forward_and_backward=seen.append)).run_phase(step)
     assert seen == [step.state]
 
 

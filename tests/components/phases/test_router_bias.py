@@ -85,7 +85,7 @@ def test_biases_move_by_the_sign_of_the_missing_load(one_rank: Any) -> None:
 def test_tokens_of_other_ranks_count(mesh_of: Any) -> None:
     """All local tokens go to expert 0; with another rank's tokens expert 1 has most."""
     [router] = all_routers = routers(True)
-    phase = open_phase(all_routers, mesh_of(replicas=Other(torch.tensor([[0, 9, 0, 0]]))), update_rate=1.0)
+    phase = open_phase(all_routers, mesh_of(replica_group=Other(torch.tensor([[0, 9, 0, 0]]))), update_rate=1.0)
     send(all_routers, 4, 0, 0, 0)
     phase.run_phase(Step(1, 1))
     assert bias_of(router) == [-1.0, -1.0, 1.0, 1.0]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
-from drawloom.components.ports.pipeline import make_state_of_batches, sum_losses
+from drawloom.components.ports.pipeline import create_step_state, sum_losses_and_weights
 from drawloom.components.ports.program import Action, Op, Program
 from drawloom.components.ports.stages import Stage
 from drawloom.kernels.recompute import is_recomputing
@@ -70,7 +70,7 @@ class Local:
     def cast_weights(self, only_if_changed: bool = False) -> None:
         pass
 
-    def hand_over_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         pass
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
@@ -121,7 +121,7 @@ def open_executor(modules: Sequence[Scale], mesh: Any, split: bool = False) -> P
 def test_gradients_and_losses_equal_the_whole_model(weights: tuple[float, ...], split: bool, one_rank: Any) -> None:
     """For any number of stages on a rank, losses and gradients are sums over the microbatches of the chained model."""
     modules = [Scale(weight) for weight in weights]
-    total, weight = sum_losses(train(open_executor(modules, one_rank, split), batches(3))).tolist()
+    total, weight = sum_losses_and_weights(train(open_executor(modules, one_rank, split), batches(3))).tolist()
     squares = sum(float(batch.tokens.square().sum()) for batch in batches(3))
     whole = torch.tensor(weights).prod().item()
     assert total == pytest.approx(squares * whole**2)
@@ -145,19 +145,24 @@ def test_a_repetition_computes_the_same_and_is_marked(one_rank: Any) -> None:
     module.register_forward_pre_hook(lambda _module, _inputs: marks.append(is_recomputing()))
     executor = open_executor([module], one_rank)
     trained, first = train(executor, batches(2)), module.weight.grad
-    module.weight.grad, state = None, make_state_of_batches(batches(2))
-    executor.repeat_passes(state)
+    module.weight.grad, state = None, create_step_state(batches(2))
+    executor.rerun_passes_as_recomputation(state)
     assert first is not None and module.weight.grad is not None and torch.equal(module.weight.grad, first)
-    assert torch.equal(sum_losses(state), sum_losses(trained)) and marks == [False, False, True, True]
+    assert torch.equal(sum_losses_and_weights(state), sum_losses_and_weights(trained)) and marks == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_evaluation_leaves_no_gradient_and_adds_up_in_float64(one_rank: Any) -> None:
     """Evaluation gives the losses of training, and no gradient."""
     modules = [Scale(2.0), Scale(1.5)]
     executor = open_executor(modules, one_rank)
-    evaluated = sum_losses(evaluate(executor, batches(3)))
+    evaluated = sum_losses_and_weights(evaluate(executor, batches(3)))
     assert all(module.weight.grad is None for module in modules)
-    trained = sum_losses(train(executor, batches(3)))
+    trained = sum_losses_and_weights(train(executor, batches(3)))
     assert evaluated.dtype == torch.float64 and torch.equal(evaluated, trained)
 
 
@@ -179,7 +184,7 @@ def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None
     modules[1].fail_on = -1
     for module in modules:
         module.weight.grad = None
-    assert sum_losses(train(executor, batches(1)))[1] == 2
+    assert sum_losses_and_weights(train(executor, batches(1)))[1] == 2
 
 
 CASES: dict[int, list[pipelines.Case]] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
+from drawloom.components.planning.attention import AttentionFractions, MicrobatchRows, estimate_attention_fractions
 from drawloom.components.ports.flops import ForwardFlops, count_attended_pairs
 
 LENGTH = 256
@@ -24,30 +24,30 @@ def cut_rows(mean: int) -> Tensor:
 def test_estimated_pairs_match_really_cut_rows(mean: int) -> None:
     """They match with a window and without, and for microbatches with two one-document rows."""
     ids = cut_rows(mean)
-    rows = Rows(2, LENGTH, mean)
+    rows = MicrobatchRows(2, LENGTH, mean)
     for window in (None, 16):
         assert rows.count_expected_pairs(window) == pytest.approx(
             count_attended_pairs(ids, window) / len(ids), rel=0.03
         )
     whole = (ids == ids[:, :1]).all(1)[: len(ids) // 2 * 2].view(-1, 2).all(1)
-    assert rows.single_document_probability == pytest.approx(float(whole.double().mean()), abs=0.03)
+    assert rows.one_document_per_row_probability == pytest.approx(float(whole.double().mean()), abs=0.03)
 
 
 def test_rows_of_one_document_have_all_pairs() -> None:
     """The fraction is exact, within a window, too; windows longer than a row don't matter."""
-    rows = Rows(3, 7)
+    rows = MicrobatchRows(3, 7)
     assert (
         rows.count_expected_pairs(),
         rows.count_expected_pairs(9),
         rows.count_expected_pairs(2),
-        rows.single_document_probability,
+        rows.one_document_per_row_probability,
     ) == (28, 28, 13, 1)
-    assert Rows(3, 7, document=1).count_expected_pairs() == 7
+    assert MicrobatchRows(3, 7, document=1).count_expected_pairs() == 7
 
 
 def test_layers_with_windows_have_the_kernel_for_packed_rows() -> None:
     """Their pairs count as packed, also in whole rows; other layers' pairs count as packed only in packed rows."""
-    rows = Rows(1, 8)
+    rows = MicrobatchRows(1, 8)
     assert estimate_attention_fractions(None, rows, 1.0) == AttentionFractions(36 / 64, 0.0)
     assert estimate_attention_fractions(None, rows, 0.25) == AttentionFractions(36 / 64, 0.75)
     both = estimate_attention_fractions(ForwardFlops({}, {None: 3.0, 2: 1.0}), rows, 1.0)

@@ -8,9 +8,9 @@ import torch
 
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.calibrate import (
-    Sizes,
-    calibration_path,
+    CalibrationSizes,
     choose_local_device,
+    get_calibration_path,
     load_local_device_model,
     measure_and_save_calibration,
 )
@@ -25,12 +25,12 @@ def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_local_device() == CPU
     assert load_local_device_model() == find_device_model("cpu")
-    path = measure_and_save_calibration(CPU, Sizes(256, 2**20, 64), seconds=0.05)
-    assert path == calibration_path(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
+    path = measure_and_save_calibration(CPU, CalibrationSizes(256, 2**20, 64), seconds=0.05)
+    assert path == get_calibration_path(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
     device = load_local_device_model()
     assert device.name == "cpu"
     assert not device.is_gpu
-    assert 1e8 < device.compute_matmul_rate(torch.float32) < 1e13
+    assert 1e8 < device.compute_achieved_matmul_flop_rate(torch.float32) < 1e13
     assert 1e8 < device.bandwidth * device.reached.memory < 1e12
     assert 1e8 < device.host_link < 1e12 and device.host_link != find_device_model("cpu").host_link
     assert 0 < device.reached.attention < 10

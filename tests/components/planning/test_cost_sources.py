@@ -8,7 +8,7 @@ from drawloom import Recipe
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable
-from drawloom.components.planning.cost_sources import PlacedSchedule, Planned, Traced, Units
+from drawloom.components.planning.cost_sources import FixedPartitionSchedule, PlannedCosts, TracedCosts, UnitCosts
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.traces import TracedStep
 from drawloom.components.ports.stages import Recompute
@@ -19,7 +19,7 @@ from support.schedules import schedule
 
 def test_a_plan_costs_as_much_in_other_stages() -> None:
     """One stage on a rank or two: the forward passes of all stages take as long, and more live at once in GPipe."""
-    planned = Planned(RECIPE.with_values({"model": {"num_hidden_layers": 4}}), find_device_model("cpu"))
+    planned = PlannedCosts(RECIPE.with_values({"model": {"num_hidden_layers": 4}}), find_device_model("cpu"))
     one, two = (planned.stage_costs(2, stages) for stages in (1, 2))
     assert isinstance(one, CostTable)
     assert isinstance(two, CostTable)
@@ -37,7 +37,7 @@ def test_a_trace_gives_costs_for_any_stages() -> None:
     """A trace gives its own stages' costs, and shares of them."""
     program = parse_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
-    traced = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3])))
+    traced = TracedCosts(TracedStep(program, times, times + np.array([1, 2, 2, 3])))
     costs = traced.stage_costs(2, 1)
     assert isinstance(costs, CostTable)
     assert costs.lengths[:, 0].tolist() == [1, 2]
@@ -46,7 +46,7 @@ def test_a_trace_gives_costs_for_any_stages() -> None:
 
 def test_stages_share_the_units_of_a_rank() -> None:
     """The costs of a rank's units are divided among its stages."""
-    assert Units(Costs(comm=1)).stage_costs(4, 2) == Costs(0.5, 0.5, 0.5, comm=1)
+    assert UnitCosts(Costs(comm=1)).stage_costs(4, 2) == Costs(0.5, 0.5, 0.5, comm=1)
 
 
 def test_slices_of_a_plan_make_the_stages_of_another() -> None:
@@ -55,7 +55,7 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
     vocabulary makes the last slice, with the head, the costliest; the host is not the limit.
     """
     words = ("model.num_hidden_layers=6", "model.vocab_size=30000", "model.hidden_size=768", "vars.length=2048")
-    planned = Planned(
+    planned = PlannedCosts(
         Recipe.load("first_run", *words, "batch.micro_size=4"), find_device_model("h100").without_host_time()
     )
     settings = planned.auto_schedule_settings(2)
@@ -76,7 +76,7 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     choose.
     """
     recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
-    planned = Planned(recipe, find_device_model("h100").without_host_time())
+    planned = PlannedCosts(recipe, find_device_model("h100").without_host_time())
     settings = planned.auto_schedule_settings(2)
     forward, activations = np.array(settings["slices"])[:, 0], np.array(settings["activations"])
     cases: list[tuple[tuple[Recompute, ...], list[list[int]]]] = [
@@ -85,8 +85,8 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
         ((2, 3), [[0, 2], [3]]),
     ]
     for policies, cuts in cases:
-        cut = planned.plan(2, 1, PlacedSchedule((0, 1), (3, 3), policies))
-        plain = planned.plan(2, 1, PlacedSchedule((0, 1), (3, 3)))
+        cut = planned.plan(2, 1, FixedPartitionSchedule((0, 1), (3, 3), policies))
+        plain = planned.plan(2, 1, FixedPartitionSchedule((0, 1), (3, 3)))
         for stage, (policy, again) in enumerate(zip(policies, cuts, strict=True)):
             parts = settings["recompute"]["selective" if policy == "selective" else "blocks"]
             more = sum(forward[layer] * parts["again"][layer] for layer in again)
@@ -98,7 +98,7 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
             assert cut.costs[stage].passes["I"].total_kept_bytes == pytest.approx(
                 plain.costs[stage].passes["I"].total_kept_bytes, rel=0.05
             )
-    other = Planned(recipe.with_values({"stages": {"recompute": "selective"}}), find_device_model("h100"))
+    other = PlannedCosts(recipe.with_values({"stages": {"recompute": "selective"}}), find_device_model("h100"))
     assert "recompute" not in other.auto_schedule_settings(2)
 
 
@@ -109,7 +109,11 @@ def short_of_memory(part: float, shards: int, *words: str) -> tuple[Recipe, Devi
     device = find_device_model("h100").without_host_time()
     most = max(plan(recipe, device, 2 * shards).peak_memory_bytes)
     small = attrs.evolve(device, memory=int(part * most))
-    schedule = {"use": "pipeline.schedules.auto", "microbatches": 8, **Planned(recipe, small).auto_schedule_settings(2)}
+    schedule = {
+        "use": "pipeline.schedules.auto",
+        "microbatches": 8,
+        **PlannedCosts(recipe, small).auto_schedule_settings(2),
+    }
     return recipe, small, plan(recipe.with_values({"schedule": schedule}), small, 2 * shards)
 
 
@@ -132,7 +136,7 @@ def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
 
 def test_units_count_recomputed_work() -> None:
     """A stage that recomputes all or one of its two blocks has a longer backward by their share in the forward."""
-    costs = Units(Costs(comm=1)).stage_costs(2, 1, None, ("blocks", 2))
+    costs = UnitCosts(Costs(comm=1)).stage_costs(2, 1, None, ("blocks", 2))
     assert [[costs.get_duration(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]
     assert costs.comm == 1
 
@@ -141,5 +145,5 @@ def test_slices_of_a_trace_are_shares_of_its_stages() -> None:
     """A rank has two slices, with their ops' times."""
     program = parse_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
-    settings = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3]))).auto_schedule_settings(2)
+    settings = TracedCosts(TracedStep(program, times, times + np.array([1, 2, 2, 3]))).auto_schedule_settings(2)
     assert settings["slices"] == [[0.5, 1.0, 0.5, 0.5]] * 2 + [[1.0, 1.5, 0.75, 0.75]] * 2

@@ -29,13 +29,22 @@ SLOTS = "optimizer.slot_bytes=4096"
 PIPELINE = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.gpipe")
 
 
-def plan_small(*words: str, limit: float | None = None, host_limit: float | None = None, **figures: Any) -> Plan:
-    """Plan the small recipe on a CPU with other figures, with a policy if there is a limit."""
+def plan_small(
+    *words: str,
+    limit: float | None = None,
+    host_limit: float | None = None,
+    quantize: bool = False,
+    device: str = "cpu",
+    **figures: Any,
+) -> Plan:
+    """Plan the small recipe on a device with other figures, with a policy if there is a limit."""
     recipe = Recipe.load("first_run", *SMALL, *words)
     if limit is not None:
-        limits = {"limit": limit} | ({} if host_limit is None else {"host_limit": host_limit})
+        limits: dict[str, Any] = {"limit": limit, "quantize": quantize} | (
+            {} if host_limit is None else {"host_limit": host_limit}
+        )
         recipe = recipe.with_values(CHOSEN).with_values({"memory": limits})
-    return plan(recipe, attrs.evolve(find_device_model("cpu"), **figures))
+    return plan(recipe, attrs.evolve(find_device_model(device), **figures))
 
 
 def settings_of(planned: Plan) -> list[str]:
@@ -89,6 +98,23 @@ def test_pipelines_offload_over_a_fast_link_and_recompute_beside_a_slow_one() ->
     assert fast.fits and slow.fits and fast.choice.offloaded and not slow.choice.offloaded
     assert fast.time.seconds == pytest.approx(fast.kept_seconds)
     assert {*slow.choice.recompute} != {"none"}
+
+
+def test_activations_are_quantized_only_if_the_recipe_allows_it() -> None:
+    """
+    Where it takes less time than recomputing blocks, 8 bits are chosen with `quantize`, and the plan says that
+    gradients are rounded; without, all choices are exact.
+    """
+    wide = ("model.hidden_size=4096", "model.intermediate_size=16384", "model.head_dim=128", "vars.length=2048")
+    limit = max(plan_small(*wide, "stages.recompute=quantized", device="h100").peak_memory_bytes)
+    exact, lossy = (
+        plan_small(*wide, limit=limit, host_limit=10.0, quantize=may, device="h100") for may in (False, True)
+    )
+    assert exact.choice is not None and lossy.choice is not None and exact.fits and lossy.fits
+    assert lossy.choice.recompute == ("quantized",) and "quantized" not in exact.choice.recompute
+    assert lossy.time.seconds < exact.time.seconds
+    assert "8 bits round gradients" in describe_memory_choice(lossy)
+    assert "round gradients" not in describe_memory_choice(exact)
 
 
 def test_a_run_uses_its_choice_and_refuses_what_never_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

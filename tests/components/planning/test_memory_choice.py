@@ -9,10 +9,10 @@ import pytest
 
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.planning.memory_choice import RankBytes, StagePolicies, StatePlacement
+from drawloom.components.planning.memory_choice import MemoryChoiceSearch, RankBytes, StatePlacement
 from drawloom.components.planning.recorder import PassCost
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.planning.timeline import peak_host_bytes_of, peak_of
+from drawloom.components.planning.timeline import compute_peak_host_bytes, compute_peak_memory
 from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import OPS, Program
 from drawloom.components.ports.stages import Recompute
@@ -42,15 +42,15 @@ def link_table(link: float, costs: dict[int, StageCosts]) -> CostTable:
 
 def count_bytes(rank: int, program: Program, costs: dict[int, StageCosts]) -> RankBytes:
     """Return the bytes of a rank with its state on the device."""
-    device = 200 + peak_of(program, rank, costs, {0: 0, 1: 0}).bytes
-    return RankBytes(device, peak_host_bytes_of(program, rank, costs))
+    device = 200 + compute_peak_memory(program, rank, costs, {0: 0, 1: 0}).bytes
+    return RankBytes(device, compute_peak_host_bytes(program, rank, costs))
 
 
 def search(
     link: float, limit: int, host_limit: int = 0, may_offload: bool = True, placements: int = 1
-) -> StagePolicies:
+) -> MemoryChoiceSearch:
     """Return the search for two stages on two ranks, with a link of this bandwidth."""
-    return StagePolicies(
+    return MemoryChoiceSearch(
         program=PROGRAM,
         costs={policy: {stage: stage_costs(policy, stage) for stage in range(2)} for policy in KEPT},
         build_table=partial(link_table, link),
@@ -74,7 +74,7 @@ def pass_costs(
     return seconds, [count_bytes(rank, program, costs) for rank in range(2)]
 
 
-def evaluate(link: float, policies: StagePolicies, choice: MemoryChoice) -> tuple[float, bool]:
+def evaluate(link: float, policies: MemoryChoiceSearch, choice: MemoryChoice) -> tuple[float, bool]:
     """Return the sum of the ranks' seconds alone, and whether every rank fits."""
     seconds, needed = pass_costs(link, choice.recompute, choice.offloaded)
     placed = [item for part in choice.host_states for item in PLACEMENTS if item.host_fraction == part]

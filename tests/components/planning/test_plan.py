@@ -19,7 +19,7 @@ from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.recorder import Recorder
 from drawloom.components.planning.text import as_data
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.memory import memory_by_kind
+from drawloom.components.ports.memory import sum_memory_by_kind
 from drawloom.graph import UserError
 from support.processes import run_ranks
 from support.stores import store_of
@@ -59,6 +59,8 @@ RECIPES = {
         (*DENSE, "precision.parameter=bfloat16", "optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3"),
     ),
     "selective": ("first_run", (*DENSE, "stages.recompute=selective")),
+    "quantized": ("first_run", (*DENSE, "stages.recompute=quantized")),
+    "quantized experts": ("moe", (*EXPERTS, *MIXED, "stages.recompute=quantized")),
     "blocks": ("moe", (*EXPERTS, "stages.recompute=blocks")),
     "adapters": ("first_run", (*DENSE, *ADAPTERS)),
     "mixed adapters": ("first_run", (*DENSE, *ADAPTERS, *MIXED)),
@@ -77,7 +79,7 @@ def plan_recipe(name: str, *words: str, ranks: int | None = None, recipe: str = 
 
 def by_kind(*users: Any) -> dict[str, int]:
     """Return a run's bytes by memory kind."""
-    return {str(kind): size for kind, size in memory_by_kind(users).items()}
+    return {str(kind): size for kind, size in sum_memory_by_kind(users).items()}
 
 
 def batch() -> TokenBatch:

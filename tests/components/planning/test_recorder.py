@@ -34,7 +34,7 @@ def test_memory_is_counted_until_it_is_freed() -> None:
     with recorder() as recording:
         recording.begin_pass()
         x = torch.empty(256, 256, device="meta")
-        with recording.label_storages("kept"):
+        with recording.label_new_storages("kept"):
             y = x @ weight.detach().t()
         del x
         view = y.view(-1)

@@ -8,7 +8,7 @@ from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning import stage_costs
 from drawloom.components.planning.plan import plan
-from drawloom.components.planning.stage_costs import StageCosts, StageMeter
+from drawloom.components.planning.stage_costs import StageCostRecorder, StageCosts
 from support.family_words import FAMILY_WORDS
 
 SMALL = ("model.hidden_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=16")
@@ -16,6 +16,7 @@ SPLIT = ("mesh.pipeline=2", "batch.micro_size=1", "schedule.use=pipeline.schedul
 CASES = {
     "kept": ("first_run", "none", 4, ()),
     "selective": ("first_run", "selective", 4, ()),
+    "quantized": ("first_run", "quantized", 4, ()),
     "all": ("first_run", "blocks", 4, ()),
     "one of two, the last kept": ("first_run", "2", 4, ()),
     "one of two, the last recomputed": ("first_run", "2", 5, ()),
@@ -35,14 +36,14 @@ def test_a_stage_costs_as_much_as_a_recording_of_all_its_blocks(case: str, monke
     most 2 % higher: it depends on the recomputed blocks.
     """
     recipe, policy, layers, words = CASES[case]
-    compose, asked = StageMeter.costs, []
+    compose, asked = StageCostRecorder.record_costs, []
 
-    def costs(self: StageMeter, stage: Any, split: bool) -> StageCosts:
+    def record_costs(self: StageCostRecorder, stage: Any, split: bool) -> StageCosts:
         composed = compose(self, stage, split)
         asked.append((self, stage, split, composed))
         return composed
 
-    monkeypatch.setattr(StageMeter, "costs", costs)
+    monkeypatch.setattr(StageCostRecorder, "record_costs", record_costs)
     more = (f"model.num_hidden_layers={layers}", f"stages.recompute={policy}", "vars.length=64", "device.kind=cpu")
     plan(Recipe.load(recipe, *SMALL, *more, *words), find_device_model("h100"))
     assert asked

@@ -23,7 +23,10 @@ NOTHING = ReplicaTimes({}, {}, 0.0, 0.0, 0.0)
 def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
     """The second rank is busy for 14 s; it waits for the first forward and the last backward."""
     planned_time = estimate_step_time(
-        PROGRAM, build_cost_table(COSTS, [NOTHING] * 2, message=0.5, host_link=1.0), COSTS, [NOTHING] * 2
+        PROGRAM,
+        build_cost_table(COSTS, [NOTHING] * 2, message_seconds=0.5, host_link_bandwidth=1.0),
+        COSTS,
+        [NOTHING] * 2,
     )
     assert (planned_time.compute, planned_time.sending) == (14.0, 0.0)
     assert planned_time.bubble == pytest.approx(1 + 0.5 + 0.5 + 2)
@@ -39,7 +42,9 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
 
     def time_with_update(forward: float, backward: float) -> StepTime:
         costs = {0: StageCosts({"F": PassCost(1.0, host=forward), "B": PassCost(4.0, host=backward)}, 0)}
-        return estimate_step_time(program, build_cost_table(costs, update, message=0.0, host_link=1.0), costs, update)
+        return estimate_step_time(
+            program, build_cost_table(costs, update, message_seconds=0.0, host_link_bandwidth=1.0), costs, update
+        )
 
     assert (time_with_update(3.0, 1.0).compute, time_with_update(3.0, 1.0).seconds) == (10.0, 11.5)
     assert (time_with_update(3.0, 2.5).compute, time_with_update(3.0, 2.5).seconds) == (11.0, 11.5)
@@ -50,7 +55,7 @@ def test_passes_hide_exchanges_up_to_their_own_length() -> None:
     """A pass that gathers parameters takes at least as long; gradient sums run beside the last backward pass."""
     exchanges = [ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, 0.25), ReplicaTimes({1: 2.5}, {1: 2.0}, 2.0, 3.0, 0.5)]
     planned_time = estimate_step_time(
-        PROGRAM, build_cost_table(COSTS, exchanges, message=0.0, host_link=1.0), COSTS, exchanges
+        PROGRAM, build_cost_table(COSTS, exchanges, message_seconds=0.0, host_link_bandwidth=1.0), COSTS, exchanges
     )
     assert planned_time.compute == 2 * 3.0 + 2 * 4.5
     assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, 1.0, 0.5)
@@ -59,7 +64,7 @@ def test_passes_hide_exchanges_up_to_their_own_length() -> None:
 
 def test_forward_passes_of_a_reference_come_before() -> None:
     """Through both ranks, with messages; they are a part of the step."""
-    table = build_cost_table(COSTS, [NOTHING] * 2, message=0.5, host_link=1.0)
+    table = build_cost_table(COSTS, [NOTHING] * 2, message_seconds=0.5, host_link_bandwidth=1.0)
     alone, both = (estimate_step_time(PROGRAM, table, COSTS, [NOTHING] * 2, reference) for reference in (False, True))
     forward = table.lengths[:, 0]
     assert both.reference == pytest.approx(forward[0] + 0.5 + 2 * forward[1])

@@ -4,7 +4,7 @@ import attrs
 
 from drawloom.components.planning.recorder import PassCost
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.planning.timeline import peak_of
+from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.ports.program import Action, Program
 
 
@@ -18,15 +18,15 @@ WHOLE = {0: StageCosts({"F": PassCost(peak_delta=12, kept_bytes={"x": 10}), "B":
 
 def test_a_peak_covers_all_microbatches_in_flight() -> None:
     """Gradients, present from the first backward pass on, count too."""
-    peak = peak_of(program("F0", "F1", "B0", "F2", "B1", "B2"), 0, WHOLE, {0: 100})
+    peak = compute_peak_memory(program("F0", "F1", "B0", "F2", "B1", "B2"), 0, WHOLE, {0: 100})
     assert (peak.bytes, peak.action) == (100 + 20 + 3, "0B1")
     assert peak.kinds == {"x": 20, "temporary": 3, "gradients": 100}
 
 
 def test_gradients_take_the_place_of_activations_in_the_first_backward_pass() -> None:
     """With one microbatch the peak is the greater of both, and not their sum."""
-    assert peak_of(program("F0", "B0"), 0, WHOLE, {0: 8}).bytes == 13
-    assert peak_of(program("F0", "B0"), 0, WHOLE, {0: 80}).bytes == 80
+    assert compute_peak_memory(program("F0", "B0"), 0, WHOLE, {0: 8}).bytes == 13
+    assert compute_peak_memory(program("F0", "B0"), 0, WHOLE, {0: 80}).bytes == 80
 
 
 def test_activations_wait_for_their_weight_gradients() -> None:
@@ -37,7 +37,7 @@ def test_activations_wait_for_their_weight_gradients() -> None:
         "W": PassCost(peak_delta=2),
     }
     costs = {0: StageCosts(split, 0)}
-    peak = peak_of(program("F0", "I0", "F1", "I1", "W0", "W1"), 0, costs, {0: 0})
+    peak = compute_peak_memory(program("F0", "I0", "F1", "I1", "W0", "W1"), 0, costs, {0: 0})
     assert (peak.bytes, peak.action) == (4 + 10 + 1, "0I1")
 
 
@@ -45,7 +45,8 @@ def test_offloaded_activations_count_near_their_passes_only() -> None:
     """They are counted from F to the next action and from the action before B, not while they wait."""
     line = program("F0", "F1", "F2", "F3", "F4", "B0", "B1", "B2", "B3", "B4")
     resident, offloaded = (
-        peak_of(attrs.evolve(line, offloaded=stages), 0, WHOLE, {0: 0}) for stages in (frozenset[int](), frozenset({0}))
+        compute_peak_memory(attrs.evolve(line, offloaded=stages), 0, WHOLE, {0: 0})
+        for stages in (frozenset[int](), frozenset({0}))
     )
     assert (resident.bytes, resident.action) == (50 + 3, "0B0")
     # During B0, microbatch 0 is back, 1 returns, and 4 leaves; 2 and 3 are away.

@@ -42,7 +42,7 @@ def test_the_last_step_is_read_without_waits(tmp_path: Path) -> None:
     traced = read_traced_step(tmp_path, PROGRAM)
     assert (traced.start * 1e6).round(3).tolist() == [0, 35, 24, 28, 33]
     assert (traced.end * 1e6).round(3).tolist() == [20, 45, 28, 33, 40]
-    table = traced.table()
+    table = traced.compute_cost_table()
     assert (table.lengths[1] * 1e6).round(3).tolist() == [4, 12, 5, 7]
     assert (table.lengths[0] * 1e6).round(3).tolist() == [20, 10, 5, 5]
     assert table.comm * 1e6 == pytest.approx(2)

@@ -23,9 +23,9 @@ def test_whole_rows_are_of_one_document(ids: list[list[int]], whole: bool) -> No
     """A batch has whole rows if no row has two numbers of documents; where the host can't look, it has none."""
     documents = torch.tensor(ids)
     batch = TokenBatch(documents, documents, documents, documents, documents.float())
-    assert batch.has_whole_rows() is whole
+    assert batch.has_one_document_per_row() is whole
     there = documents.to("meta")
-    assert not TokenBatch(there, there, there, there, there).has_whole_rows()
+    assert not TokenBatch(there, there, there, there, there).has_one_document_per_row()
 
 
 def test_a_batch_without_weights_has_neither_targets_nor_tokens() -> None:

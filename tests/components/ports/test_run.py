@@ -30,8 +30,8 @@ def test_late_numbers_are_waited_for_once_by_a_reader(reading: Callable[[Step], 
         step = Step(1, 2, LateState({"loss": torch.tensor(2.5), "tokens": torch.tensor(70.0), "lr": 0.1}))
         if earlier:
             step.skip(earlier)
-        step.skip_if(torch.tensor(True), lambda: "the norm of the gradients is inf")
-        step.state.copy_to_host()
+        step.skip_update_if(torch.tensor(True), lambda: "the norm of the gradients is inf")
+        step.state.start_copying_to_host()
         assert not step.state.is_on_host
         for _ in range(2):
             reading(step)
@@ -43,11 +43,11 @@ def test_late_numbers_are_waited_for_once_by_a_reader(reading: Callable[[Step], 
 def test_conditions_of_several_phases_skip_a_step() -> None:
     """A step is skipped if any condition is true; a reason with a false condition is ignored."""
     step = Step(1, 2)
-    step.skip_if(torch.tensor(False), lambda: "")
+    step.skip_update_if(torch.tensor(False), lambda: "")
     assert (float(step.state["skip"]), step.skip_reason) == (0.0, "")
     step.skip("a phase says so")
     assert (float(step.state["skip"]), step.skip_reason) == (1.0, "a phase says so")
-    step.skip_if(torch.tensor(False), lambda: "")
+    step.skip_update_if(torch.tensor(False), lambda: "")
     assert step.state["skip"] == 1
 
 
@@ -56,10 +56,10 @@ def test_an_update_is_applied_unless_the_host_knows_of_a_skip(is_skipped: bool |
     """On a CPU a skipped step does not call the update; on a device the update gets the flag without a wait."""
     step, flags = Step(1, 2), list[object]()
     if is_skipped is not None:
-        step.skip_if(torch.tensor(is_skipped), lambda: "")
+        step.skip_update_if(torch.tensor(is_skipped), lambda: "")
         on_device = Step(1, 2, LateState({"skip": step.state["skip"]}))
-        on_device.apply_update(lambda flag: flags.append(float(flag is not None and flag)))
+        on_device.apply_update_unless_skipped(lambda flag: flags.append(float(flag is not None and flag)))
         assert flags == [float(is_skipped)] and not late(on_device).arrivals
         flags.clear()
-    step.apply_update(flags.append)
+    step.apply_update_unless_skipped(flags.append)
     assert flags == calls

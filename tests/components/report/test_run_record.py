@@ -8,8 +8,8 @@ from drawloom.components.report.run_record import (
     Drawings,
     check_is_run,
     find_differing_settings,
+    make_unique_run_names,
     read_run_record,
-    unique_run_names,
 )
 from drawloom.graph import UserError
 
@@ -27,7 +27,7 @@ def test_recipes_are_compared_key_by_key() -> None:
 def test_two_runs_of_one_name_are_called_by_their_paths(tmp_path: Path) -> None:
     """Folders of the same name are called by their paths, others by their names."""
     folders = [tmp_path / "a/mine", tmp_path / "b/mine", tmp_path / "other"]
-    assert unique_run_names(folders) == [str(folders[0]), str(folders[1]), "other"]
+    assert make_unique_run_names(folders) == [str(folders[0]), str(folders[1]), "other"]
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.report.run_record import Drawings, RunRecord, read_run_record
-from drawloom.components.report.seed_groups import group_runs_by_settings, last_common_step
+from drawloom.components.report.seed_groups import find_last_common_step, group_runs_by_settings
 from support.run_folders import write_run
 
 
@@ -34,7 +34,7 @@ def test_spreads_are_means_with_sample_deviations(tmp_path: Path) -> None:
     [group] = group_runs_by_settings(
         read_runs(tmp_path, *((f"s{seed}", 1e-3, seed, row) for seed, row in enumerate(losses)))
     )
-    assert last_common_step([group], "validation_loss") == 2
+    assert find_last_common_step([group], "validation_loss") == 2
     spread = group.spread_at_step("validation_loss", 2)
     assert spread is not None and spread.mean == 3.0
     assert spread.deviation == pytest.approx(statistics.stdev([1.0, 2.0, 6.0]))

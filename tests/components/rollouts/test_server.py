@@ -227,4 +227,4 @@ def test_a_missing_server_or_model_ends_in_one_message(sampler: Any, server: Ser
     ):
         sample(sampler, prompts, temperature=0.5)
     with server.lock, pytest.raises(UserError, match=r"/v1/models: no answer within 0\.1 s; raise timeout, or read"):
-        CompletionServer(server.url, 0.1).find_model(None)
+        CompletionServer(server.url, 0.1).find_served_model_name(None)

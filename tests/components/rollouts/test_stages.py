@@ -1,6 +1,8 @@
 """Completions sampled from a run's stages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -10,10 +12,12 @@ from torch import Tensor
 
 from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.rollouts import Completions, Prompts
-from drawloom.components.rollouts.stages import StageRollouts, draw_id_by_row, uniform_by_counter
+from drawloom.components.rollouts.stages import StageRollouts, draw_ids_logps_and_entropies, draw_uniform_by_counter
+from drawloom.components.run.trainer import Trainer
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.observers_of_runs import TINY
+from support.recorders import use_recorder
 
 PROMPTS = ["31044>", "9>", "5512345>", "0>"]
 NEW = 6
@@ -22,7 +26,14 @@ NEW = 6
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Yield a run's open nodes with a small random model, whose distributions are far from uniform."""
-    folder = tmp_path_factory.mktemp("run")
+    with open_run(tmp_path_factory.mktemp("run")) as objects:
+        yield objects
+
+
+def open_run(
+    folder: Path, nodes: Sequence[str] = ("rollouts", "executor", "tokenizer"), **changes: Any
+) -> AbstractContextManager[Any]:
+    """Open nodes of a recipe with a small model."""
     values: dict[str, Any] = {
         "vars": {"base": "unused"},
         "run": {"name": "tiny", "folder": str(folder)},
@@ -30,8 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "model": {"use": "model.qwen3.dense", **TINY, "initializer_range": 0.3},
         "rollouts": {"max_tokens": NEW},
     }
-    with Recipe.load("grpo").with_values(values).open(["rollouts", "executor", "tokenizer"]) as objects:
-        yield objects
+    return Recipe.load("grpo").with_values(values | changes).open(nodes)
 
 
 def prompts_of(texts: list[str], keys: list[int]) -> Prompts:
@@ -76,6 +86,55 @@ def test_completions_have_log_probabilities_from_a_whole_pass(run: Any, temperat
     assert int(cached.is_target.sum()) == int(cached.sampled_counts.sum())
 
 
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+def test_recorded_passes_draw_the_same_completions(tmp_path: Path, stages_per_rank: int) -> None:
+    """
+    Passes over one token are recorded for each batch and stage, and change no bit of batch-invariant kernels.
+
+    The graph is freed with the cache, and a sliding window sees the same tokens.
+    """
+    schedule = {"use": "pipeline.schedules.interleaved_1f1b", "stages_per_rank": stages_per_rank}
+    changes: dict[str, Any] = {
+        "schedule": schedule if stages_per_rank > 1 else {},
+        "kernels": {"batch_invariant": True},
+        "model": {"use": "model.gemma3", **TINY, "initializer_range": 0.3, "sliding_window": 4},
+    }
+    prompts, sampled = prompts_of(PROMPTS * 8, [*range(32)]), []
+    for capture in (False, True):
+        with (
+            use_recorder(may_read=False) as recorder,
+            open_run(tmp_path, stages={"capture": capture}, **changes) as run,
+        ):
+            sampled.append([sample(run, prompts, exact=True)[0] for _ in range(2)])
+            assert recorder.recorded == (2 * stages_per_rank if capture else 0)
+            if capture:
+                graphs = run["executor"]._cuda_graphs._graphs.values()
+                assert [len(stage._token_passes) for stage in graphs] == [0] * stages_per_rank
+    for plain, recorded in zip(*sampled, strict=True):
+        for name in ("tokens", "ends", "logps", "entropies"):
+            assert getattr(plain, name).equal(getattr(recorded, name)), name
+
+
+def test_recorded_steps_learn_the_same(tmp_path: Path) -> None:
+    """Steps of GRPO, whose passes for sampling and training are recorded, have the bits of steps that run."""
+    weights, batch = [], {"global_size": 4, "micro_size": 2}
+    changes: dict[str, Any] = {"kernels": {"batch_invariant": True}, "batch": batch, "rollout": {"group_size": 4}}
+    changes |= {"rewards": {"regex": {"use": "rewards.regex", "pattern": "[a-m]"}}, "evaluate": {"every": "never"}}
+    changes |= {"checkpoint": {"best": "loss", "best_is": "lowest", "every": "never"}, "lr": {"warmup_steps": 0}}
+    changes |= {"trainer": {"steps": 4, "on_finish": []}}
+    for capture in (False, True):
+        folder = tmp_path / str(capture)
+        with (
+            use_recorder(may_read=False) as recorder,
+            open_run(folder, (), stages={"capture": capture}, **changes) as run,
+        ):
+            for step in run.get(Trainer).run_and_yield_steps():
+                # one in each step for sampling, and two in the second for a microbatch's passes
+                assert recorder.recorded == (step.index + 2 * (step.index > 1) if capture else 0)
+            weights.append([parameter.detach().clone() for _, parameter in run["stages"].named_parameters()])
+    assert all(one.equal(other) for one, other in zip(*weights, strict=True))
+
+
 def test_exact_log_probabilities_have_the_bits_of_the_training_pass(run: Any) -> None:
     """The loss's operation and shapes give every sampled token the same bits, which a cache does not."""
     (exact,) = sample(run, prompts_of(PROMPTS * 4, [*range(16)]), exact=True)
@@ -115,7 +174,7 @@ def test_draws_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0], dtype=torch.float64)
     numbers = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     numbers[0], numbers[-1] = 0.0, 1 - 2.0**-53
-    ids, logps, entropies = draw_id_by_row(probabilities.log().expand(1000, -1), numbers)
+    ids, logps, entropies = draw_ids_logps_and_entropies(probabilities.log().expand(1000, -1), numbers)
     assert torch.bincount(ids, minlength=6).tolist() == [0, 500, 0, 300, 200, 0]
     torch.testing.assert_close(logps.double(), probabilities.log()[ids], rtol=1e-6, atol=1e-6)
     entropy = -(probabilities[probabilities > 0].log() * probabilities[probabilities > 0]).sum()
@@ -124,7 +183,7 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_uniform_numbers_are_spread_over_the_interval() -> None:
     """Neighbouring counters give uncorrelated numbers in [0, 1) with a uniform mean and variance."""
-    numbers = uniform_by_counter(7, torch.arange(100_000))
+    numbers = draw_uniform_by_counter(7, torch.arange(100_000))
     assert 0 <= float(numbers.min()) < 1e-4 and 1 - 1e-4 < float(numbers.max()) < 1
     assert abs(float(numbers.mean()) - 0.5) < 0.005 and abs(float(numbers.var()) - 1 / 12) < 0.002
     assert abs(float(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1])) < 0.02

@@ -30,9 +30,9 @@ def ranks(mesh_of: MeshOf, global_size: int, micro_size: int, replicate: int, sh
 def test_replicas_fit_if_all_get_whole_microbatches(mesh_of: MeshOf) -> None:
     """24 rows in microbatches of 2 fit every divisor of 12, whatever the mesh is; a ramp must fit, too."""
     batch = ranks(mesh_of, 24, 2, 1, 2)[0]
-    assert [count for count in range(1, 13) if batch.fits_replicas(count)] == [1, 2, 3, 4, 6, 12]
+    assert [count for count in range(1, 13) if batch.can_divide_among_replicas(count)] == [1, 2, 3, 4, 6, 12]
     batch.ramp = [RampStage(size=8, until_step=2)]
-    assert [count for count in range(1, 13) if batch.fits_replicas(count)] == [1, 2, 4]
+    assert [count for count in range(1, 13) if batch.can_divide_among_replicas(count)] == [1, 2, 4]
 
 
 @given(sizes, sizes, sizes, sizes, st.integers(1, 5))
@@ -42,7 +42,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
     """Concatenated by rank, the microbatches are the step's positions, each once, in equal sizes."""
     global_size = micro_size * microbatches * replicate * shard
     all = ranks(mesh_of, global_size, micro_size, replicate, shard)
-    taken = [batch.microbatch_positions(step) for batch in all]
+    taken = [batch.microbatch_row_positions(step) for batch in all]
     assert [batch.dp_rank for batch in all] == list(range(replicate * shard))
     assert all[0].dp_size == len(all)
     assert {len(micro) for places in taken for micro in places} == {micro_size}
@@ -66,9 +66,9 @@ def test_a_run_begins_with_steps_of_other_sizes(mesh_of: MeshOf) -> None:
             mesh = mesh_of({"data_shard": ranks}, {"data_shard": rank})
             batch = GlobalBatch(mesh=mesh, rows=rows, global_size=8, micro_size=1, ramp=RAMP, deal=deal)
             batch.open()
-            assert [batch.first_position(step) for step in range(1, 8)] == [sum(SIZES[:step]) for step in range(7)]
+            assert [batch.first_row_position(step) for step in range(1, 8)] == [sum(SIZES[:step]) for step in range(7)]
             for step, places in enumerate(taken, start=1):
-                mine = [position for micro in batch.microbatch_positions(step) for position in micro]
+                mine = [position for micro in batch.microbatch_row_positions(step) for position in micro]
                 apart = {later - earlier for earlier, later in pairwise(mine)}
                 assert apart <= {ranks if deal == "in_turn" else 1}
                 places += mine
@@ -84,7 +84,7 @@ def test_pipeline_context_and_tensor_ranks_see_the_same_rows(mesh_of: MeshOf) ->
         GlobalBatch(mesh=mesh_of(layout, {"data_replicate": 1, name: 1}), global_size=8, micro_size=2)
         for name in ("pipeline", "context", "tensor")
     ]
-    assert [batch.microbatch_positions(1) for batch in batches] == [[[4, 5], [6, 7]]] * 3
+    assert [batch.microbatch_row_positions(1) for batch in batches] == [[[4, 5], [6, 7]]] * 3
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 6))

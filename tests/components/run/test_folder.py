@@ -96,7 +96,7 @@ def test_a_failed_restore_leaves_the_recipe_of_the_folder(tmp_path: Path, job: A
     """The recipe is written after the restore, not when the folder opens."""
     (tmp_path / "recipe.lock.toml").write_text("another")
     recipe = ResolvedRecipe("text", "hash", True, _changes)
-    folder = LockedFolder(job=attrs.evolve(job, path=tmp_path), mesh=one_rank, recipe=recipe)
+    folder = LockedFolder(job=attrs.evolve(job, folder_path=tmp_path), mesh=one_rank, recipe=recipe)
     folder.open()
     assert (tmp_path / "recipe.lock.toml").read_text() == "another"
     folder.after_restore(0)
@@ -107,7 +107,7 @@ def test_a_failed_restore_leaves_the_recipe_of_the_folder(tmp_path: Path, job: A
 def test_close_releases_the_lock(tmp_path: Path, job: Any, one_rank: Any) -> None:
     """A second node opens the folder only after the first is closed."""
     mine, theirs = (
-        LockedFolder(job=attrs.evolve(job, path=tmp_path), mesh=one_rank, recipe=ResolvedRecipe("text", "hash"))
+        LockedFolder(job=attrs.evolve(job, folder_path=tmp_path), mesh=one_rank, recipe=ResolvedRecipe("text", "hash"))
         for _ in range(2)
     )
     mine.open()

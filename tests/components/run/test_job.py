@@ -10,8 +10,8 @@ from drawloom.graph import UserError
 
 def test_the_folder_is_derived_from_the_name_by_default() -> None:
     """It is runs/ and the name, or the setting; nothing is made on disk."""
-    assert NamedRun(name="first").path == Path("runs/first")
-    assert NamedRun(name="first", folder=Path("/elsewhere")).path == Path("/elsewhere")
+    assert NamedRun(name="first").folder_path == Path("runs/first")
+    assert NamedRun(name="first", folder=Path("/elsewhere")).folder_path == Path("/elsewhere")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a\\b", "a\nb", "a\0b"])

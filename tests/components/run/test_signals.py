@@ -122,7 +122,7 @@ def test_signals_of_a_cluster_count_once_however_late_they_repeat(signals: Signa
 
 def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing has to be saved: the main thread ends in order, and no step is announced; a later signal exits."""
-    with pytest.raises(StoppedError) as stopped, signals.stop_on_signal():
+    with pytest.raises(StoppedError) as stopped, signals.raise_stopped_error_on_signal():
         _send(signal.SIGTERM)
     assert stopped.value.signal == signal.SIGTERM
     _send_until_exit(signals, signal.SIGINT)
@@ -132,14 +132,14 @@ def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.
 def test_a_signal_of_the_last_step_raises_after_training(signals: Signals) -> None:
     """A signal too late for the last step's agreement is not lost."""
     _send(signal.SIGINT)
-    with pytest.raises(StoppedError) as stopped, signals.stop_on_signal():
+    with pytest.raises(StoppedError) as stopped, signals.raise_stopped_error_on_signal():
         raise AssertionError("a final task has begun")
     assert stopped.value.signal == signal.SIGINT
 
 
 def test_a_signal_after_the_final_tasks_raises_nothing(signals: Signals) -> None:
     """Only closing the nodes remains; the run's caller gets no exception for a signal."""
-    with signals.stop_on_signal():
+    with signals.raise_stopped_error_on_signal():
         pass
     _send(signal.SIGINT)
     assert signals.agree_on_signal() == signal.SIGINT

@@ -35,8 +35,8 @@ class Record:
     def restore(self) -> int:
         return self.restored
 
-    def after_restore(self, done: int) -> None:
-        self.calls.append(f"after restore of {done}")
+    def after_restore(self, restored_step: int) -> None:
+        self.calls.append(f"after restore of {restored_step}")
 
     def save(self, step: Step) -> None:
         self.calls.append(f"save {step.index}")
@@ -47,7 +47,7 @@ class Record:
     def wait_until_staged(self) -> None:
         self.calls.append("wait")
 
-    def keep_in_memory(self, step: Step) -> None:
+    def keep_in_memory_and_reopen_for_joiners(self, step: Step) -> None:
         self.remembered = step.index
 
     def is_finished(self, step: int) -> bool:
@@ -63,7 +63,7 @@ class Record:
     def agree_on_reason(self, reason: str) -> str:
         return reason
 
-    def stop_on_signal(self) -> AbstractContextManager[None]:
+    def raise_stopped_error_on_signal(self) -> AbstractContextManager[None]:
         self.before_final_tasks = list(self.calls)
         return nullcontext()
 
@@ -189,7 +189,7 @@ class Skipping(Record):
         super().run_phase(step)
         if self.late:
             step.state = LateState()
-        step.skip_if(torch.tensor(step.index in self.which), lambda: "the loss is nan")
+        step.skip_update_if(torch.tensor(step.index in self.which), lambda: "the loss is nan")
 
 
 late_or_not = pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
@@ -255,7 +255,7 @@ class Updates(Record):
     failing: int = 0
 
     def run_phase(self, step: Step) -> None:
-        step.apply_update(lambda _skip: self.calls.append(f"update {step.index}"))
+        step.apply_update_unless_skipped(lambda _skip: self.calls.append(f"update {step.index}"))
         if step.index == self.failing:
             raise UserError("the disk is broken")
 

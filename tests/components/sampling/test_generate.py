@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import TokenContext
-from drawloom.components.sampling.generate import Sampler, draw_id, stream_text
+from drawloom.components.sampling.generate import Sampler, draw_id, stream_decoded_text
 from drawloom.graph import UserError
 from support.chat import open_tokenizer, tokenizer_folder
 from support.qwen3 import dense, logits_of, sparse, whole
@@ -117,9 +117,9 @@ def test_streamed_pieces_add_up_to_the_text(tmp_path: Path) -> None:
     chat = open_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
     for tokenizer in (Bytes(), chat):
         for text in texts:
-            assert "".join(stream_text(tokenizer, tokenizer.encode(text).tolist())) == text
-    assert list(stream_text(Bytes(), [*"é".encode(), 97, 0xF0, 0x9F])) == ["é", "a", "\ufffd"]
+            assert "".join(stream_decoded_text(tokenizer, tokenizer.encode(text).tolist())) == text
+    assert list(stream_decoded_text(Bytes(), [*"é".encode(), 97, 0xF0, 0x9F])) == ["é", "a", "\ufffd"]
     numbers = torch.randint(0, chat.vocab_size, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    assert "".join(stream_text(chat, numbers)) == chat.decode(numbers)
+    assert "".join(stream_decoded_text(chat, numbers)) == chat.decode(numbers)
     unread = iter([97, 98])
-    assert next(stream_text(Bytes(), unread)) == "a" and [*unread] == [98]
+    assert next(stream_decoded_text(Bytes(), unread)) == "a" and [*unread] == [98]

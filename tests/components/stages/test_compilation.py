@@ -24,7 +24,7 @@ def built(compiled: bool) -> Any:
     model = dense(num_hidden_layers=3, kernels=kernels)
     module = model.build(LayerRange(0, 3, embedding=True, head=True))
     for name, parameter in module.named_parameters():
-        model.initialise(name, parameter, 1)
+        model.initialize_parameter(name, parameter, 1)
     if compiled:
         compile_blocks(model.blocks(module))
     make_recomputable(model.blocks(module))

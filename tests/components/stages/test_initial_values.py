@@ -30,7 +30,7 @@ def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, 
         name: parameter_split.tensor_slice
         for name, parameter_split in split_over_ranks(module, TensorRanks(Rank(rank, ranks))).items()
     }
-    InitialValues(model, seed, torch.device("cpu"), None, places).fill_modules([module])
+    InitialValues(model, seed, torch.device("cpu"), None, places).allocate_and_fill_modules([module])
     return dict(module.named_parameters()), places
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.stages.initial_values import fill_buffers
+from drawloom.components.stages.initial_values import allocate_and_fill_buffers
 from drawloom.graph import UserError
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def on_meta(build: Callable[[], nn.Module]) -> Any:
 def test_every_buffer_has_the_values_of_its_module() -> None:
     """Every buffer, persistent or not, has the values of a module built on another device than meta."""
     module = on_meta(lambda: nn.ModuleDict({"angles": Angles(), "norm": nn.BatchNorm1d(3)}))
-    fill_buffers(module, CPU, seed=1)
+    allocate_and_fill_buffers(module, CPU, seed=1)
     expected = nn.ModuleDict({"angles": Angles(), "norm": nn.BatchNorm1d(3)})
     buffers = dict(module.named_buffers())
     assert len(buffers) == 5
@@ -81,7 +81,7 @@ def test_every_buffer_has_the_values_of_its_module() -> None:
 def test_only_owners_of_buffers_leave_the_meta_device() -> None:
     """A module without buffers stays on the meta device, as its parameters will be loaded."""
     module = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    fill_buffers(module, CPU, seed=1)
+    allocate_and_fill_buffers(module, CPU, seed=1)
     assert [parameter.device.type for parameter in module.parameters()] == ["meta", "meta", "cpu", "cpu"]
 
 
@@ -89,13 +89,13 @@ def test_random_buffers_depend_on_seed_and_name() -> None:
     """Replicas have equal numbers, other modules have others, and the process's generators keep their state."""
     one, other = (on_meta(lambda: nn.ModuleDict({"a": Drawn(), "b": Drawn()})) for _ in range(2))
     torch.manual_seed(3)
-    fill_buffers(one, CPU, seed=1)
+    allocate_and_fill_buffers(one, CPU, seed=1)
     drawn = torch.rand(2)
     torch.manual_seed(3)
     assert torch.equal(torch.rand(2), drawn)
-    fill_buffers(other, CPU, seed=1)
+    allocate_and_fill_buffers(other, CPU, seed=1)
     assert torch.equal(one["a"].noise, other["a"].noise) and not torch.equal(one["a"].noise, one["b"].noise)
-    fill_buffers(other, CPU, seed=2)
+    allocate_and_fill_buffers(other, CPU, seed=2)
     assert not torch.equal(one["a"].noise, other["a"].noise)
 
 
@@ -112,4 +112,4 @@ def test_random_buffers_depend_on_seed_and_name() -> None:
 def test_a_buffer_that_is_not_filled_is_an_error(build: Callable[[], nn.Module], words: str) -> None:
     """The error names the module and the buffer, also if `reset_parameters` is inherited."""
     with pytest.raises(UserError, match=words):
-        fill_buffers(on_meta(lambda: nn.ModuleDict({"part": build()})), CPU, seed=1)
+        allocate_and_fill_buffers(on_meta(lambda: nn.ModuleDict({"part": build()})), CPU, seed=1)

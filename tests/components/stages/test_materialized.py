@@ -42,7 +42,9 @@ class Blueprint:
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         return [part for part in module.modules() if isinstance(part, nn.Linear)]
 
-    def initialise(self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None) -> None:
+    def initialize_parameter(
+        self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
+    ) -> None:
         parameter.fill_(len(name) + seed)
 
     def hugging_face_config(self) -> dict[str, Any]:
@@ -337,7 +339,7 @@ def test_weights_equal_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tm
     save_file(theirs, tmp_path / "model.safetensors")
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
     stages = open_stages(mesh, job, Blueprint(), transforms=[Freeze()], weights=tmp_path)
-    parameters = dict(stages.local[0].named_parameters())
+    parameters = dict(stages.local[0].named_masters_or_parameters())
     assert list(parameters) == [f"{layer}.weight" for layer in ((0, 1), (2, 3))[rank]]
     assert all(torch.equal(tensor, theirs[f"theirs.{name[0]}"].bfloat16()) for name, tensor in parameters.items())
     assert [name for name, _ in stages.named_parameters()] == ["0.weight"][rank:]

@@ -297,8 +297,8 @@ def test_a_device_is_waited_for_once_and_only_when_a_number_is_read() -> None:
     state = LateState({"loss": torch.tensor(2.0, dtype=torch.float64), "skip": torch.tensor(1.0), "lr": 0.5})
     state["totals"] = {"sum": torch.arange(3.0, dtype=torch.float64)}
     state.microbatch(0)["own"] = torch.tensor(7.0)
-    state.copy_to_host()
-    state.copy_to_host()
+    state.start_copying_to_host()
+    state.start_copying_to_host()
     assert [arrival.waits for arrival in state.arrivals] == [0] and not state.is_on_host
     assert state.number("lr") == 0.5 and not state.is_on_host
     assert state.number("loss") == 2.0 and state.is_on_host

@@ -13,7 +13,7 @@ import pytest
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import create_temp_folder, replace_file
 from drawloom.components.storage.regular_file import CHUNK
-from drawloom.components.storage.sha256_stream import BLOCK, Content
+from drawloom.components.storage.sha256_stream import BLOCK, FileDigest
 from drawloom.graph import UserError
 
 
@@ -23,7 +23,7 @@ def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -
     data = bytes(range(256)) * (size // 256 + 1)
     data = data[:size]
     blocks = [data[start : start + BLOCK] for start in range(0, size, BLOCK)] or [b""]
-    expected = Content(size, [hashlib.sha256(block).hexdigest() for block in blocks])
+    expected = FileDigest(size, [hashlib.sha256(block).hexdigest() for block in blocks])
     assert durable_files.create_file_with_content(tmp_path / "file", data) == expected
     assert (tmp_path / "file").read_bytes() == data
 
@@ -68,8 +68,8 @@ def test_removing_nothing_is_fine(tmp_path: Path) -> None:
     """A folder goes with its contents; a missing one is gone already."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c").write_text("")
-    durable_files.remove_folder(tmp_path / "a")
-    durable_files.remove_folder(tmp_path / "a")
+    durable_files.remove_file_or_folder(tmp_path / "a")
+    durable_files.remove_file_or_folder(tmp_path / "a")
     assert durable_files.list_folder(tmp_path) == []
     assert durable_files.list_folder(tmp_path / "a") == []
 
@@ -78,7 +78,7 @@ def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
     """Nothing waits for a pipe's writer if the pipe has a leftover's name, for a folder or a file."""
     for name in ("pipe", ".export.partial-1", ".file.tmp"):
         os.mkfifo(tmp_path / name)
-    durable_files.remove_folder(tmp_path / "pipe")
+    durable_files.remove_file_or_folder(tmp_path / "pipe")
     create_temp_folder(tmp_path / "export").discard()
     durable_files.replace_file(tmp_path / "file", b"content")
     assert durable_files.list_folder(tmp_path) == ["file"]

@@ -16,7 +16,7 @@ from drawloom.components.storage.regular_file import (
     open_untrusted_file,
     read_file,
 )
-from drawloom.components.storage.sha256_stream import BLOCK, Content
+from drawloom.components.storage.sha256_stream import BLOCK, FileDigest
 from drawloom.graph import UserError
 
 
@@ -114,7 +114,7 @@ def test_the_hash_covers_the_whole_file(tmp_path: Path, size: int) -> None:
     data = (bytes(range(251)) * (size // 251 + 1))[:size]
     (tmp_path / "file").write_bytes(data)
     blocks = [data[start : start + BLOCK] for start in range(0, size, BLOCK)] or [b""]
-    assert hash_file(tmp_path / "file") == Content(size, [hashlib.sha256(block).hexdigest() for block in blocks])
+    assert hash_file(tmp_path / "file") == FileDigest(size, [hashlib.sha256(block).hexdigest() for block in blocks])
     assert read_file(tmp_path / "file", size) == data
 
 

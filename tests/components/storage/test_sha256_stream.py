@@ -6,7 +6,7 @@ import threading
 import hypothesis
 from hypothesis import strategies as st
 
-from drawloom.components.storage.sha256_stream import BLOCK, LARGE, Content, Sha256Stream, count_blocks, hash_block
+from drawloom.components.storage.sha256_stream import BLOCK, LARGE, FileDigest, Sha256Stream, count_blocks, hash_block
 
 SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE, BLOCK - 1, BLOCK, 2 * BLOCK]), max_size=6)
 
@@ -21,16 +21,16 @@ def test_the_hashes_are_of_all_pieces_in_order(sizes: list[int]) -> None:
         stream.update(memoryview(piece))
     blocks = [whole[start : start + BLOCK] for start in range(0, len(whole), BLOCK)] or [b""]
     content = stream.finish()
-    assert content == stream.finish() == Content(len(whole), [hashlib.sha256(block).hexdigest() for block in blocks])
+    assert content == stream.finish() == FileDigest(len(whole), [hashlib.sha256(block).hexdigest() for block in blocks])
     assert len(content.blocks) == count_blocks(len(whole))
 
 
 def test_the_digest_of_a_file_depends_on_each_block() -> None:
     """Two contents have one digest only if all of their blocks are alike, in their order."""
     one, other = hash_block(b"one"), hash_block(b"other")
-    contents = [Content(5, blocks) for blocks in ([one], [other], [one, other], [other, one])]
+    contents = [FileDigest(5, blocks) for blocks in ([one], [other], [one, other], [other, one])]
     assert len({content.digest for content in contents}) == 4
-    assert contents[0].digest == Content(5, (one,)).digest
+    assert contents[0].digest == FileDigest(5, (one,)).digest
 
 
 def test_finish_leaves_no_thread_behind() -> None:

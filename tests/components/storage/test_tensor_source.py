@@ -5,14 +5,14 @@ import torch
 
 from drawloom.components.storage.safetensors.header import DTYPES
 from drawloom.components.storage.tensor_source import (
-    InMemory,
+    InMemoryTensors,
     TensorSpec,
     allocate_tensor_and_byte_view,
     view_as_tensor,
     view_bytes,
 )
 
-SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor([1, 2])})
+SOURCE = InMemoryTensors({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor([1, 2])})
 
 
 def test_in_memory_gives_detached_tensors() -> None:

@@ -17,7 +17,7 @@ import pytest
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.tracking import Histogram
 from drawloom.components.trackers.aim import AimTracker, import_aim
-from drawloom.components.trackers.remembered_run import recall_run_id
+from drawloom.components.trackers.remembered_run import read_stored_run_id
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import SingleRankMesh
@@ -380,14 +380,14 @@ def test_runs_share_a_repository(make: Any, tmp_path: Path) -> None:
         tracker.track(1, {"loss": float(number)})
         tracker.close()
         assert not (folder / ".aim").exists()
-    series = [_series(tmp_path, recall_run_id(folder, "aim")) for folder in folders]
+    series = [_series(tmp_path, read_stored_run_id(folder, "aim")) for folder in folders]
     assert series == [{"loss": {1: 2.0}}, {"loss": {1: 1.0}}]
     assert len(_runs(tmp_path)) == 2
 
 
 def track_on_server(folder: Path, address: str, done: int) -> tuple[list[float], Any]:
     """Track like a run killed after step 4, or resumed after step 2; return the server's values."""
-    job = fake(RunInfo, name="test", seed=0, path=folder)
+    job = fake(RunInfo, name="test", seed=0, folder_path=folder)
     tracker = AimTracker(folder=Folder(folder), mesh=SingleRankMesh(), job=job, repository=address, timeout=60.0)
     tracker.open()
     tracker.store_properties(PROPERTIES)
@@ -396,7 +396,7 @@ def track_on_server(folder: Path, address: str, done: int) -> tuple[list[float],
         tracker.track(step, {"loss": float(step - 10 * done)})
     tracker.close()
     options = {"capture_terminal_logs": False, "system_tracking_interval": None}
-    run = import_aim().Run(recall_run_id(folder, "aim"), repo=address, **options)
+    run = import_aim().Run(read_stored_run_id(folder, "aim"), repo=address, **options)
     [series] = run.metrics()
     tracked = sorted(series.values.values_list()), run["hparams"]
     run.close()

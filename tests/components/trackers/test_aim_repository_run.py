@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from drawloom.components.trackers.aim_repository import AimLocation, AimRun
-from drawloom.components.trackers.remembered_run import recall_run_id
+from drawloom.components.trackers.remembered_run import read_stored_run_id
 
 
 @attrs.define
@@ -95,7 +95,7 @@ def test_a_run_on_a_server_is_made_by_aim_and_remembered(tmp_path: Path) -> None
         run.open_or_create_repository()
         run.track("", 1, {"loss": 1.0}, {"phase": "train"})
         assert aim.asked == ["repository", f"run {opened}", "loss 1.0 at 1"]
-        assert recall_run_id(tmp_path, "aim") == "made by aim"
+        assert read_stored_run_id(tmp_path, "aim") == "made by aim"
 
 
 def test_rewinding_a_new_run_only_opens_it(folder: Path) -> None:

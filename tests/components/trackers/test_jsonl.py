@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.ports.run import KnownSteps
-from drawloom.components.storage.step_log import StepLog, encode_row, read_steps
+from drawloom.components.storage.step_log import StepLog, encode_row, read_step_log
 from drawloom.components.trackers.jsonl import JsonlTracker
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
@@ -119,7 +119,7 @@ def test_the_checkpoint_wins_over_damaged_lines(
     path.write_bytes(b"".join(lines))
     node.rewind(5)
     node.close()
-    rows = [line.row for line in read_steps(path)[0]]
+    rows = [line.row for line in read_step_log(path)[0]]
     assert [row["loss"] for row in rows] == [1.5, 2.0, 3.0, 5.0]
     assert [row.get("tokens") for row in rows] == [7, 7, None, 7]
     [record] = caplog.records
@@ -246,7 +246,7 @@ def test_buffered_lines_are_limited(tracker: JsonlTracker, monkeypatch: pytest.M
     """Beyond some megabytes lines are dropped."""
     monkeypatch.setattr("drawloom.components.storage.step_log.BUFFER_SIZE", 100)
     with monkeypatch.context() as patched:
-        patched.setattr(StepLog, "_write_buffer", lambda _: None)
+        patched.setattr(StepLog, "_try_to_write_buffer", lambda _: None)
         for step in range(1000):
             tracker.track(step, {"loss": 1.0})
         assert tracker._log is not None and len(tracker._log._buffer) < 200

@@ -22,7 +22,7 @@ def track_and_resume(folder: Path) -> tuple[list[dict[str, Any]], Any]:
     from drawloom.components.ports.run import RunInfo
 
     for done, losses in ((0, [1.0, 2.0]), (1, [-2.0])):
-        job = fake(RunInfo, name="one", seed=0, path=folder)
+        job = fake(RunInfo, name="one", seed=0, folder_path=folder)
         tracker = TrackioTracker(mesh=SingleRankMesh(), job=job, timeout=60)
         tracker.open()
         tracker.store_properties({"run": {"name": "test"}})

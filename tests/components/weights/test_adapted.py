@@ -8,10 +8,10 @@ from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import (
     adapter_parameter_names,
     build_meta_model_with_adapters,
-    fill_adapters,
-    inject_adapters,
+    freeze_and_inject_adapters,
+    gather_and_measure_rounding_loss,
+    initialize_adapters,
     make_merge_mapper,
-    measure_merge_loss,
 )
 from support.adapted import fill_from_seed, lora
 from support.qwen3 import dense, whole
@@ -20,7 +20,9 @@ from support.qwen3 import dense, whole
 def test_without_adapters_nothing_is_frozen() -> None:
     """A model is trained whole if no adapter is named."""
     module = whole(dense())
-    assert inject_adapters([], module) == set() and all(parameter.requires_grad for parameter in module.parameters())
+    assert freeze_and_inject_adapters([], module) == set() and all(
+        parameter.requires_grad for parameter in module.parameters()
+    )
     assert adapter_parameter_names(module) == set()
 
 
@@ -29,7 +31,7 @@ def test_initial_values_follow_from_seed_and_name() -> None:
 
     def factor(seed: int, *targets: str) -> torch.Tensor:
         module = build_meta_model_with_adapters(dense(), [lora(*targets)]).to_empty(device="cpu")
-        fill_adapters(module, torch.device("cpu"), fill_from_seed(seed))
+        initialize_adapters(module, torch.device("cpu"), fill_from_seed(seed))
         return dict(module.named_parameters())["model.layers.1.self_attn.q_proj.lora_A"].detach()
 
     assert torch.equal(factor(1, "q_proj"), factor(1, "*_proj"))
@@ -49,5 +51,7 @@ def test_the_error_of_merging_is_the_rounded_off_change() -> None:
     mapper = Mapper((TensorGroup(("w", "d"), ("w",), lambda tensors: [tensors[0] + tensors[1]]),))
     for change, lost in ((2.0**-9, 1.0), (2.0**-7, 0.0)):
         parameters = {"w": ModelParameter(torch.ones(3)), "d": ModelParameter(torch.full((3,), change))}
-        assert measure_merge_loss(mapper, parameters, torch.bfloat16).relative_rounding_loss == pytest.approx(lost)
-        assert measure_merge_loss(mapper, parameters, None).relative_rounding_loss == 0.0
+        assert gather_and_measure_rounding_loss(
+            mapper, parameters, torch.bfloat16
+        ).relative_rounding_loss == pytest.approx(lost)
+        assert gather_and_measure_rounding_loss(mapper, parameters, None).relative_rounding_loss == 0.0

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.model import LinearLayer
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.storage.tensor_source import InMemory
-from drawloom.components.weights.dequantized import Dequantized
+from drawloom.components.storage.tensor_source import InMemoryTensors
+from drawloom.components.weights.dequantized import DequantizedSource
 from drawloom.components.weights.load import fill_module, fill_module_from_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, rename, transpose, unstack
@@ -101,7 +101,7 @@ def test_nf4_of_bitsandbytes_is_read_and_kept(nested: bool, tmp_path: Path) -> N
 )
 def test_other_formats_of_bitsandbytes_are_refused(changes: dict[str, Any], text: str) -> None:
     """FP4, other block sizes, and blocks across rows are errors naming the tensor."""
-    source = Dequantized(InMemory(nf4_tensors("a.weight", 96, 128, nested=False, **changes)))
+    source = DequantizedSource(InMemoryTensors(nf4_tensors("a.weight", 96, 128, nested=False, **changes)))
     with pytest.raises(UserError, match=text):
         source.specs()
 
@@ -111,7 +111,7 @@ def test_another_table_of_values_is_refused() -> None:
     tensors = nf4_tensors("a.weight", 8, 128, nested=False)
     tensors["a.weight.quant_map"] = tensors["a.weight.quant_map"].flip(0)
     with pytest.raises(UserError, match=r"a\.weight\.quant_map is not the NF4 table"):
-        Dequantized(InMemory(tensors)).tensor("a.weight")
+        DequantizedSource(InMemoryTensors(tensors)).tensor("a.weight")
 
 
 def float8_tensors(name: str, rows: int, columns: int, seed: int) -> dict[str, Tensor]:
@@ -143,11 +143,14 @@ def test_float8_tiles_are_read_and_kept_by_experts_and_slices() -> None:
         [torch.cat([float8_values(names[expert, half], tensors) for half in ("gate", "up")]) for expert in range(2)]
     )
     module = Frozen((2, 400, 256), FLOAT8)
-    fill_module(InMemory(tensors), module, mapper)
+    fill_module(InMemoryTensors(tensors), module, mapper)
     assert torch.equal(FLOAT8.dequantize(module.weight.detach()), expected)
     part = Frozen((1, 400, 256), FLOAT8)
     fill_module(
-        InMemory(tensors), part, mapper, slices={"a.weight": TensorSlice((2, 400, 132), (1, 0, 0), (1, 400, 132))}
+        InMemoryTensors(tensors),
+        part,
+        mapper,
+        slices={"a.weight": TensorSlice((2, 400, 132), (1, 0, 0), (1, 400, 132))},
     )
     assert torch.equal(part.weight, module.weight[1:])
 
@@ -156,7 +159,7 @@ def test_other_scales_of_float8_are_refused() -> None:
     """A weight in float8 with one scale is an error with both shapes."""
     tensors = {"a.weight": torch.zeros(4, 128).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1)}
     with pytest.raises(UserError, match=r"a\.weight is \(4, 128\) with scales \(1,\), and only scales of tiles"):
-        Dequantized(InMemory(tensors)).specs()
+        DequantizedSource(InMemoryTensors(tensors)).specs()
 
 
 def test_mxfp4_is_kept_through_a_transpose() -> None:
@@ -168,7 +171,7 @@ def test_mxfp4_is_kept_through_a_transpose() -> None:
     )
     tensors = {"a.weight_blocks": blocks, "a.weight_scales": scales}
     module = Frozen((experts, outputs, inputs), MXFP4)
-    fill_module(InMemory(tensors), module, transpose("a.weight", 1, 2))
+    fill_module(InMemoryTensors(tensors), module, transpose("a.weight", 1, 2))
     codes, kept_scales = MXFP4.unpack_storage(module.weight.detach())
     assert torch.equal(codes, blocks)
     assert torch.equal(kept_scales, torch.exp2(scales.float() - 127).bfloat16())
@@ -180,5 +183,5 @@ def test_conversions_inside_of_rows_quantize_again(name: str) -> None:
     tensors = float8_tensors("a.weight", 256, 128, 0)
     values = float8_values("a.weight", tensors)
     module = Frozen((128, 256), FORMATS[name])
-    fill_module(InMemory(tensors), module, transpose("a.weight", 0, 1))
+    fill_module(InMemoryTensors(tensors), module, transpose("a.weight", 0, 1))
     assert torch.equal(module.weight.view(torch.int16), FORMATS[name].quantize(values.t()).view(torch.int16))

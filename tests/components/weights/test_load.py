@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.load import fill_module, fill_module_from_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, rename, stack, transpose, unstack
@@ -72,7 +72,9 @@ def test_meta_parameters_do_not_keep_the_whole_tensor() -> None:
     """A parameter made from a tensor's part has memory for its own size, laid out row by row."""
     module = module_of(a=meta(2, 3), b=meta(2, 3), c=meta(4, 5))
     mapper = parallel(chunk("ab", ["a", "b"]), transpose("c", 0, 1))
-    fill_module(InMemory({"ab": torch.arange(12.0).view(4, 3), "c": torch.arange(20.0).view(5, 4)}), module, mapper)
+    fill_module(
+        InMemoryTensors({"ab": torch.arange(12.0).view(4, 3), "c": torch.arange(20.0).view(5, 4)}), module, mapper
+    )
     for parameter in module.parameters():
         assert parameter.is_contiguous()
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
@@ -84,7 +86,7 @@ def test_loading_copies_the_source() -> None:
     """Training changes the module, but no source tensor."""
     tensors = {"a": torch.ones(2, 2)}
     module = module_of(a=meta(2, 2))
-    fill_module(InMemory(tensors), module, identity("a"))
+    fill_module(InMemoryTensors(tensors), module, identity("a"))
     with torch.no_grad():
         module.a.add_(1)
     assert torch.equal(tensors["a"], torch.ones(2, 2))
@@ -96,7 +98,7 @@ def test_a_part_of_a_model_is_filled(tmp_path: Path) -> None:
     fill_module_from_folder(folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3)), module, MAPPER)
     assert torch.equal(module.b, torch.ones(3))
     module = module_of(b=torch.zeros(3))
-    fill_module(InMemory({"ab": torch.arange(6.0).view(2, 3)}), module, unstack("ab", ["a", "b"]))
+    fill_module(InMemoryTensors({"ab": torch.arange(6.0).view(2, 3)}), module, unstack("ab", ["a", "b"]))
     assert torch.equal(module.b, torch.tensor([3.0, 4.0, 5.0]))
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drawloom.components.storage.tensor_source import InMemory, TensorSpec
+from drawloom.components.storage.tensor_source import InMemoryTensors, TensorSpec
 from drawloom.components.weights.load import compute_group_output_specs, convert_tensors, stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, stack, transpose, unstack
@@ -21,7 +21,7 @@ from drawloom.components.weights.mapper_ops import chunk, identity, stack, trans
 class Watched:
     """A source that records the tensors it reads."""
 
-    source: InMemory
+    source: InMemoryTensors
     log: list[str]
 
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -36,7 +36,7 @@ def test_groups_come_one_by_one() -> None:
     """A group is read when its first tensor is asked for, in the order of the mapper, and never before."""
     log: list[str] = []
     mapper = parallel(stack(["c", "a"], "ca"), unstack("d", ["e", "f"]), identity("b"))
-    source = Watched(InMemory({name: torch.ones(2) for name in "abcd"}), log)
+    source = Watched(InMemoryTensors({name: torch.ones(2) for name in "abcd"}), log)
     for name, _ in stream_converted_tensors(source, mapper):
         log.append(f"gave {name}")
     assert log == ["read c", "read a", "gave ca", "read d", "gave e", "gave f", "read b", "gave b"]

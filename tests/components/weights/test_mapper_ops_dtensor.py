@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from drawloom.components.ports.slices import is_dtensor
-from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.load import compute_group_output_specs, convert_tensors, fill_module_from_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import distribute, distribute_like, gather_dtensor, identity, stack
@@ -36,7 +36,7 @@ def _stack_tensors(mesh: Any) -> dict[str, Any]:
     spread = parallel(distribute("a", mesh, [Shard(1)]), distribute("b", mesh, [Shard(1)]))
     tensors = convert_tensors(spread, {"a": WHOLE, "b": WHOLE + 1})
     mapper = sequential(parallel(gather_dtensor("a"), gather_dtensor("b")), stack(["b", "a"], "ba"))
-    kind = compute_group_output_specs(mapper.groups[0], InMemory(tensors).specs())["ba"]
+    kind = compute_group_output_specs(mapper.groups[0], InMemoryTensors(tensors).specs())["ba"]
     return {"kind": (kind.shape, str(kind.dtype)), "made": convert_tensors(mapper, tensors)["ba"].tolist()}
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.storage.tensor_source import InMemory, TensorSpec
+from drawloom.components.storage.tensor_source import InMemoryTensors, TensorSpec
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.components.weights.save import plan_files, split_by_size, write_files, write_safetensors
@@ -65,13 +65,13 @@ def test_duplicate_names_are_refused_before_any_write() -> None:
 def test_names_that_could_not_be_read_are_refused(tmp_path: Path) -> None:
     """Nothing is written if a name would be refused when it is read again."""
     with pytest.raises(UserError, match=r"'\.\./a' is not a valid name of a tensor"):
-        write_safetensors(tmp_path, InMemory({"../a": torch.ones(1)}), identity("../a"))
+        write_safetensors(tmp_path, InMemoryTensors({"../a": torch.ones(1)}), identity("../a"))
     assert os.listdir(tmp_path) == []
 
 
 def test_tensors_that_do_not_fit_a_mapper_are_reported_before_any_write(tmp_path: Path) -> None:
     """A tensor the mapper can't convert is reported before a file is begun."""
-    source = InMemory({"a": torch.ones(1), "b": torch.ones(2)})
+    source = InMemoryTensors({"a": torch.ones(1), "b": torch.ones(2)})
     with pytest.raises(UserError, match="ab can't be made of a, b"):
         write_safetensors(tmp_path, source, stack(["a", "b"], "ab"))
     assert os.listdir(tmp_path) == []
@@ -91,7 +91,7 @@ def test_written_tensors_are_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]
     """Any tensors, in any number of files, come back the same, read by us and by the library."""
     tensors = {f"t{n}": torch.randint(0, 2, (size,)).to(dtype) for n, (size, dtype) in enumerate(sizes)}
     with TemporaryDirectory() as folder:
-        write_safetensors(Path(folder), InMemory(tensors), identity(*tensors), limit)
+        write_safetensors(Path(folder), InMemoryTensors(tensors), identity(*tensors), limit)
         source = open_safetensors_folder(Path(folder))
         theirs = {
             name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
@@ -123,7 +123,7 @@ def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
 def test_one_file_has_no_index(tmp_path: Path) -> None:
     """A single file is `model.safetensors`, marked with torch's format."""
     tensors = {"b": torch.arange(6.0).view(2, 3).T, "a": torch.ones(2, dtype=torch.bfloat16)}
-    write_safetensors(tmp_path, InMemory(tensors), identity("b", "a"), 100)
+    write_safetensors(tmp_path, InMemoryTensors(tensors), identity("b", "a"), 100)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     saved = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == tensors.keys()
@@ -135,7 +135,7 @@ def test_one_file_has_no_index(tmp_path: Path) -> None:
 def test_several_files_have_an_index(tmp_path: Path) -> None:
     """File names have number and count, and the index has all tensors' files and the total bytes."""
     tensors = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
-    write_safetensors(tmp_path, InMemory(tensors), identity("a", "b", "c"), 32)
+    write_safetensors(tmp_path, InMemoryTensors(tensors), identity("a", "b", "c"), 32)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     assert index == {"metadata": {"total_size": 48}, "weight_map": {"a": first, "b": first, "c": second}}

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.components.storage.state_tree import Packed
+from drawloom.components.storage.state_tree import PackedState
 from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.components.workspace import shared_folder
 from drawloom.components.workspace.shared_folder import publish_record, read_record, remove_record
 from drawloom.graph import UserError
 
 
-def parcel(number: float = 1.0) -> Packed:
+def parcel(number: float = 1.0) -> PackedState:
     """Return a configuration and two tensors."""
-    return Packed({"number": number}, {"a": torch.full((3,), number), "b": torch.ones(2, dtype=torch.bfloat16)})
+    return PackedState({"number": number}, {"a": torch.full((3,), number), "b": torch.ones(2, dtype=torch.bfloat16)})
 
 
 def files(folder: Path) -> list[str]:
@@ -177,7 +177,7 @@ def test_a_published_record_is_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_failed_publish_leaves_no_files(tmp_path: Path) -> None:
     """A tensor in a dtype unknown to the file format is refused before anything is published."""
     with pytest.raises(ValueError, match="complex128"):
-        publish_record(tmp_path, 0, Packed({}, {"a": torch.ones(1, dtype=torch.complex128)}))
+        publish_record(tmp_path, 0, PackedState({}, {"a": torch.ones(1, dtype=torch.complex128)}))
     with pytest.raises(ValueError, match="not a valid name of a tensor"):
-        publish_record(tmp_path, 0, Packed({}, {"../a": torch.ones(1)}))
+        publish_record(tmp_path, 0, PackedState({}, {"../a": torch.ones(1)}))
     assert files(tmp_path) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import escape_control_characters, print_text
+from drawloom.graph.cli.terminal import escape_control_characters, print_escaped_text
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,24 +39,24 @@ def test_a_full_disk_under_standard_output_is_a_user_error(monkeypatch: pytest.M
     """`drawloom check > /dev/full` ends with a user error."""
     monkeypatch.setattr(sys, "stdout", FailingStream(OSError(28, "No space left on device")))
     with pytest.raises(UserError, match="standard output can't be written: No space left on device"):
-        print_text("text")
+        print_escaped_text("text")
 
 
 def test_a_closed_pipe_is_not_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """`drawloom draw | head -1` raises BrokenPipeError, which is not a failure."""
     monkeypatch.setattr(sys, "stdout", FailingStream(BrokenPipeError(32, "Broken pipe")))
     with pytest.raises(BrokenPipeError):
-        print_text("text")
+        print_escaped_text("text")
 
 
 def test_a_failing_standard_error_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that standard error can't take is dropped, so that the exit code stays."""
     monkeypatch.setattr(sys, "stderr", FailingStream(OSError(28, "No space left on device")))
-    print_text("text", "stderr")
+    print_escaped_text("text", "stderr")
 
 
 def test_nothing_is_printed_without_the_filter() -> None:
-    """Only `print_text` calls print, so that all text is escaped."""
+    """Only `print_escaped_text` calls print, so that all text is escaped."""
     files = [path for name in ("graph", "components") for path in (ROOT / name).rglob("*.py")]
     printing = [path for path in files if re.search(r"(?<![\w.])print\(", path.read_text("utf-8"))]
     assert printing == [ROOT / "graph/cli/terminal.py"]

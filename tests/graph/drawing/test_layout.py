@@ -5,7 +5,12 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.drawing.layout import compute_depths, count_crossings, layer_boxes, place_without_overlap
+from drawloom.graph.drawing.layout import (
+    arrange_boxes_in_columns,
+    compute_depths,
+    count_crossings,
+    place_without_overlap,
+)
 
 NAMES = [f"n{number}" for number in range(9)]
 PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max_size=20)
@@ -14,13 +19,13 @@ PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max
 @given(PAIRS)
 def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[str, str]]) -> None:
     """A path has its boxes at both ends and one stop per column between; a stop is in one column."""
-    layering = layer_boxes(NAMES, arrows)
-    for (source, target), way in layering.ways.items():
-        assert way[0].box == source and way[-1].box == target and not way[0].is_bend and not way[-1].is_bend
-        assert [stop.column for stop in way] == list(range(way[0].column, way[-1].column + 1))
-    stops = [stop for column in layering.columns for stop in column]
-    assert len(stops) == len(set(stops))
-    assert sorted(stop.box for stop in stops if not stop.is_bend) == NAMES
+    layering = arrange_boxes_in_columns(NAMES, arrows)
+    for (source, target), route in layering.routes.items():
+        assert route[0].box == source and route[-1].box == target and not route[0].is_bend and not route[-1].is_bend
+        assert [point.column for point in route] == list(range(route[0].column, route[-1].column + 1))
+    points = [point for column in layering.columns for point in column]
+    assert len(points) == len(set(points))
+    assert sorted(point.box for point in points if not point.is_bend) == NAMES
 
 
 @given(PAIRS)
@@ -35,28 +40,28 @@ def test_the_column_of_a_box_is_its_longest_path(arrows: list[tuple[str, str]]) 
 @given(PAIRS)
 def test_crossings_are_counted_as_pairs_in_opposite_order(arrows: list[tuple[str, str]]) -> None:
     """Two pieces in a gap cross if their ends are in the opposite order of their starts."""
-    layering = layer_boxes(NAMES, arrows)
-    index = {stop: number for column in layering.columns for number, stop in enumerate(column)}
+    layering = arrange_boxes_in_columns(NAMES, arrows)
+    index = {point: number for column in layering.columns for number, point in enumerate(column)}
     by_hand = sum(
         one[0].column == other[0].column and (index[one[0]] - index[other[0]]) * (index[one[1]] - index[other[1]]) < 0
-        for one, other in combinations(layering.pieces, 2)
+        for one, other in combinations(layering.segments, 2)
     )
-    assert count_crossings(layering.columns, layering.pieces) == by_hand
+    assert count_crossings(layering.columns, layering.segments) == by_hand
 
 
 def test_arrows_that_need_not_cross_do_not() -> None:
     """Three pairs in the wrong order are reordered without crossings."""
     names = ["root", "a", "b", "c", "z", "y", "x"]
     arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("b", "y"), ("a", "x")]
-    layering = layer_boxes(names, arrows)
-    assert count_crossings(layering.columns, layering.pieces) == 0
+    layering = arrange_boxes_in_columns(names, arrows)
+    assert count_crossings(layering.columns, layering.segments) == 0
 
 
 def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
     """A sequence's members keep their order from top to bottom."""
     arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("z", "y"), ("b", "y"), ("a", "x")]
-    layering = layer_boxes(["root", "c", "b", "a", "x", "y", "z"], arrows, [("b", "c", "a")])
-    column = [stop.box for stop in layering.columns[1] if not stop.is_bend]
+    layering = arrange_boxes_in_columns(["root", "c", "b", "a", "x", "y", "z"], arrows, [("b", "c", "a")])
+    column = [point.box for point in layering.columns[1] if not point.is_bend]
     assert column == ["b", "c", "a"]
 
 

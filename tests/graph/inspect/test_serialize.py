@@ -126,7 +126,7 @@ def test_defaults_and_found_edges_are_written_out(shop: Shop, project: Project) 
 
 def test_each_line_has_its_provenance(project: Project) -> None:
     """A line's provenance is a position, a variable with its position, the command line, a type or a default."""
-    graph = project.graph(project.load("small", words=["store.size=12"]))
+    graph = project.graph(project.load("small", overrides=["store.size=12"]))
     lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
     assert lines == {
         'use = "stores.memory"': "small.toml:7:1",

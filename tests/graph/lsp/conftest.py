@@ -41,7 +41,7 @@ def point(workspace: Workspace, write: Write) -> Point:
         before, after = text.split("|")
         for typed in (before.rpartition("\n")[0] + "\n" + after.partition("\n")[2], before + after):
             path = write("mine.toml", typed)
-            workspace.check(path)
+            workspace.analyse_and_list_problems(path)
         cursor = Cursor.at(before + after, len(before))
         assert cursor is not None
         return Meaning.of(workspace, workspace.find_analysis(path), cursor)

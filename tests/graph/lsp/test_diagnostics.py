@@ -38,7 +38,7 @@ def test_marks_are_the_problems_of_check(name: str, monkeypatch: pytest.MonkeyPa
         for mark in marks:
             assert 0 <= mark.start <= mark.end <= len(text)
             position = mark.problem.position
-            if mark.elsewhere is None and position:
+            if mark.position_in_other_file is None and position:
                 assert mark.start == find_offset(text, position) or mark.end == find_offset(text, position)
     assert len(compared) > 20
 
@@ -66,9 +66,11 @@ def test_a_problem_of_a_base_is_marked_at_extends(workspace: Workspace, write: W
     text = '# A recipe\nextends = "base.toml" # and more\n'
     (mark,) = diagnose(workspace, write("mine.toml", text))
     assert text[mark.start : mark.end] == 'extends = "base.toml" # and more'
-    assert mark.elsewhere == Position("base.toml", 3, 8) and mark.message.startswith("base.toml:3:8: [store] size: ")
+    assert mark.position_in_other_file == Position("base.toml", 3, 8) and mark.message.startswith(
+        "base.toml:3:8: [store] size: "
+    )
     (own,) = diagnose(workspace, base)
-    assert own.elsewhere is None and own.message.startswith("[store] size: ")
+    assert own.position_in_other_file is None and own.message.startswith("[store] size: ")
 
 
 def test_a_position_beyond_the_text_becomes_its_end(workspace: Workspace) -> None:

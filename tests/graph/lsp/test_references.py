@@ -91,7 +91,7 @@ def test_only_nodes_and_variables_can_be_renamed(point: Point, text: str, symbol
 def test_a_rename_keeps_recipes_valid(shelf: Workspace) -> None:
     """After a rename, the recipes have as many problems as before, and the new node."""
     paths = [shelf.folders[0] / f"{name}.toml" for name in ("base", "top", "last")]
-    before = [[str(problem) for problem in shelf.check(path)] for path in paths]
+    before = [[str(problem) for problem in shelf.analyse_and_list_problems(path)] for path in paths]
     renames = find_rename_ranges(shelf, paths[1], ("page2",), "kiosk")
     for path, ranges in renames.items():
         text = shelf.text(path)
@@ -100,7 +100,7 @@ def test_a_rename_keeps_recipes_valid(shelf: Workspace) -> None:
         shelf.texts[path] = text
     assert shelf.text(paths[0]) == BASE.replace("[page2]", "[kiosk]").replace("@page2", "@kiosk")
     assert [*find_symbol_ranges(shelf.text(paths[1]), ("page2",))] == []
-    after = [[str(problem) for problem in shelf.check(path)] for path in paths]
+    after = [[str(problem) for problem in shelf.analyse_and_list_problems(path)] for path in paths]
     assert [len(problems) for problems in after] == [len(problems) for problems in before]
     assert "kiosk" in shelf.analyses[paths[2]].graph.nodes
 
@@ -137,7 +137,7 @@ def test_a_variable_is_renamed_in_definition_and_uses(workspace: Workspace, writ
     """A variable is renamed in its definition and in all uses."""
     text = '[vars]\nn = 1\nm = 2\n[s]\nuse = "stores.memory"\nsize = "$vars.n"\nname = "n"\n'
     path = write("mine.toml", text)
-    workspace.check(path)
+    workspace.analyse_and_list_problems(path)
     cursor = Cursor.at(text, text.index("n ="))
     assert cursor and find_symbol(Meaning.of(workspace, workspace.find_analysis(path), cursor), cursor.start) == (
         "vars",

@@ -13,20 +13,20 @@ def test_unsaved_text_is_checked_over_an_unsaved_base(workspace: Workspace, writ
     """Unsaved texts of a recipe and its bases take precedence over files on disk."""
     Path("base.toml").write_text('extends = "small"\n[store]\nsize = 1\n', "utf-8")
     mine = write("mine.toml", 'extends = "base.toml"\n[trainer]\nworkers = 3\n')
-    assert [problem.text for problem in workspace.check(mine)] == ["3 workers can't share 1 values"]
+    assert [problem.text for problem in workspace.analyse_and_list_problems(mine)] == ["3 workers can't share 1 values"]
     write("base.toml", 'extends = "small"\n[store]\nsize = 2\n')
-    assert [problem.text for problem in workspace.check(mine)] == ["3 workers can't share 2 values"]
+    assert [problem.text for problem in workspace.analyse_and_list_problems(mine)] == ["3 workers can't share 2 values"]
     write("base.toml", 'extends = "small"\n[store]\nsize = 3\n')
-    assert workspace.check(mine) == []
+    assert workspace.analyse_and_list_problems(mine) == []
 
 
 def test_half_typed_text_keeps_the_last_analysis(workspace: Workspace, write: Write) -> None:
     """A syntax error is the only problem, and the last analysis is kept."""
     mine = write("mine.toml", 'extends = "small"\n[page]\ntitle = "A"\n')
-    workspace.check(mine)
+    workspace.analyse_and_list_problems(mine)
     known = workspace.analyses[mine]
     write("mine.toml", 'extends = "small"\n[page]\ntitle = "A"\ncou')
-    assert [problem.code for problem in workspace.check(mine)] == ["DL103"]
+    assert [problem.code for problem in workspace.analyse_and_list_problems(mine)] == ["DL103"]
     assert workspace.analyses[mine] is known and known.graph.nodes["page"].settings["title"] == "A"
 
 
@@ -37,10 +37,10 @@ def test_dependents_are_the_documents_that_extend_a_document(workspace: Workspac
     top = write("top.toml", 'extends = "middle.toml"\n')
     other = write("other.toml", 'extends = "small"\n')
     for path in (base, middle, top, other):
-        workspace.check(path)
+        workspace.analyse_and_list_problems(path)
     broken = write("broken.toml", "extends = \n")
-    workspace.check(broken)
-    assert workspace.list_dependents(base) == [middle, top, broken]
+    workspace.analyse_and_list_problems(broken)
+    assert workspace.list_open_dependents(base) == [middle, top, broken]
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,10 @@ def test_an_overlay_has_no_problems_that_its_base_may_solve(workspace: Workspace
     """An overlay's missing node, `use` or variable is not a problem, and a wrong value is."""
     text = 'unset = ["spare"]\n[page]\ntitle = "$vars.name"\nstore = "@store"\n'
     text += '[other]\nuse = "stores.memory"\nsize = "x"\n'
-    assert [problem.code for problem in workspace.check(write("overlay.toml", text))] == ["DL303"]
+    assert [problem.code for problem in workspace.analyse_and_list_problems(write("overlay.toml", text))] == ["DL303"]
     assert "DL113" in [
-        problem.code for problem in workspace.check(write("mine.toml", f'extends = "small"\n[pag]\n{text}'))
+        problem.code
+        for problem in workspace.analyse_and_list_problems(write("mine.toml", f'extends = "small"\n[pag]\n{text}'))
     ]
 
 
@@ -84,5 +85,5 @@ def test_a_workspace_lists_recipes_written_by_users(workspace: Workspace, write:
     Path("pyproject.toml").write_text("[project]\n", "utf-8")
     unsaved = write("unsaved.toml", recipe)
     here = workspace.folders[0]
-    assert [*workspace.recipes()] == [here / "a.toml", here / "sub" / "b.toml", unsaved]
+    assert [*workspace.find_recipes()] == [here / "a.toml", here / "sub" / "b.toml", unsaved]
     assert workspace.contains(unsaved) and not workspace.contains(here.parent / "elsewhere.toml")

@@ -1,8 +1,10 @@
 """Containers of built and opened objects."""
 
+import gc
 import operator
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from drawloom.graph.problems import ReopenError, UserError
 from drawloom.graph.project import Project
-from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, StageTimer, format_timings
+from drawloom.graph.runtime.container import LifecycleTimer, NamedExitStack, NodeTiming, format_timings
 from drawloom.graph.wiring.graph import Graph
 from support.shop.components.stores.disk import Disk
 
@@ -216,6 +218,23 @@ def test_nodes_hand_values_over_to_their_successors(
     monkeypatch.setattr(Disk, "open", lambda _: happened.append("open"))
     with successor:
         assert happened[6:] == ["gets a value", "open", "open"] and successor.handed_over == {}
+
+
+def test_reopened_nodes_are_freed_without_a_collection(shop: Shop, project: Project) -> None:
+    """Fields of type Every make no cycle any more, so nodes hidden from the collector (`gc.freeze`) are freed, too."""
+    container = project.container(shop())
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with suppress(ReopenError), container:
+            container["trainer"].counted["trainer"] = container["trainer"]
+            trainer = weakref.ref(container["trainer"])
+            raise ReopenError("again")
+        del container
+        assert trainer() is None
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def test_without_a_failure_no_handler_is_called(reset_stores: None, shop: Shop, project: Project) -> None:
@@ -439,6 +458,6 @@ def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
 def test_a_stage_that_fails_is_timed() -> None:
     """A failed stage has a timing."""
     timings: list[NodeTiming] = []
-    with pytest.raises(ValueError, match="no"), StageTimer(timings, "x", "open"):
+    with pytest.raises(ValueError, match="no"), LifecycleTimer(timings, "x", "open"):
         raise ValueError("no")
     assert [(timing.node, timing.stage) for timing in timings] == [("x", "open")] and timings[0].seconds >= 0

@@ -29,10 +29,10 @@ def needy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "check_before_open", lambda self: raise_lack("there is no network"), raising=False)
 
 
-def problems(recipe: Recipe, *, elsewhere: bool = False) -> list[str]:
+def problems(recipe: Recipe, *, skip_machine_checks: bool = False) -> list[str]:
     """List all problems of a recipe."""
     try:
-        return [str(problem) for problem in recipe.check(elsewhere=elsewhere)]
+        return [str(problem) for problem in recipe.check(skip_machine_checks=skip_machine_checks)]
     except RecipeError as error:
         return [str(problem) for problem in error.problems]
 
@@ -47,7 +47,7 @@ def test_check_reports_missing_devices_along_with_recipe_errors(project: Project
         f"{path}:3:8: [store] name: there is no disk (DL403)",
         "[trainer] there is no network (DL403)",
     ]
-    assert problems(recipe, elsewhere=True) == []
+    assert problems(recipe, skip_machine_checks=True) == []
     faulty = Recipe.load(path, "page.title=3", project=project)
     assert [text[-7:] for text in problems(faulty)] == ["(DL403)", "(DL303)"]
     assert "disk" in problems(faulty)[0] and not any("network" in text for text in problems(faulty))

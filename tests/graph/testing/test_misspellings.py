@@ -6,7 +6,7 @@ import pytest
 from drawloom.graph import component, setting
 from drawloom.graph.lifecycle import Constrained
 from drawloom.graph.testing import BrokenContractError, check_port
-from drawloom.graph.testing.misspellings import find_misspelt_members
+from drawloom.graph.testing.misspellings import describe_misspelt_members
 from support.shop.components.stores.memory import Memory
 from support.shop.ports import Store
 
@@ -39,6 +39,6 @@ def test_settings_and_declared_members_are_not_misspelt() -> None:
         def get(self, key: str) -> None:
             raise NotImplementedError
 
-    assert find_misspelt_members(Shelf, Constrained) == [
+    assert describe_misspelt_members(Shelf, Constrained) == [
         "Shelf has notess, which no port declares; did you mean notes?"
     ]

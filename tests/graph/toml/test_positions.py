@@ -385,8 +385,8 @@ def test_a_value_range_ends_with_the_value(value: str, around: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "\n", "# only a comment", "[a]", "a=1", "a=[]", "a={}", "a.b='x' #", "[[a]]\n[[a]]"]
 )
-def test_a_text_may_end_anywhere(text: str) -> None:
-    """A text needs neither a newline after the last statement nor a statement."""
+def test_the_last_line_needs_no_newline(text: str) -> None:
+    """Complete texts without a final newline, or without any statement, have positions."""
     source_map = SourceMap(text)
     for path, _ in list_paths(tomli.loads(text)):
         assert cut(text, source_map.value_range(path)) in text

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from drawloom.kernels.attention import EAGER, attention_eager, create_causal_document_mask, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
@@ -23,7 +24,11 @@ LENGTH = 150
 
 @pytest.mark.parametrize("name", CASES)
 def test_triton_equals_plain_attention(name: str) -> None:
-    """Results and gradients are plain attention's: packed documents, whole rows, and the last tokens after a cache."""
+    """
+    Results and gradients are plain attention's: packed documents, whole rows, and the last tokens after a cache.
+
+    Keys behind a count on the device are not read.
+    """
     layout, heads, kv_heads, width, v_width, window, options, has_sinks = CASES[name]
     shapes = ((heads, width), (kv_heads, width), (kv_heads, v_width))
     q, k, v = (draw_tensor(layout, 2, LENGTH, *shape) for shape in shapes)
@@ -40,6 +45,9 @@ def test_triton_equals_plain_attention(name: str) -> None:
         mask = create_causal_mask(queries, LENGTH, window, DEVICE)
         plain = attention_eager(q[:, -queries:], k, v, mask, options, sinks)
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    long_k, long_v = (F.pad(x, (0, 0, 0, 0, 0, 70), value=float("nan")) for x in (k, v))
+    counted = BlockMask(None, window, key_count=torch.tensor(LENGTH, device=DEVICE))
+    assert attend_in_blocks_triton(q[:, -1:], long_k, long_v, counted, options, sinks).equal(ours)
 
 
 def test_half_precision_rounds_once() -> None:

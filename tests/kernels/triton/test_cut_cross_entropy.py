@@ -9,7 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import LogitCut, Needs, cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
+from drawloom.kernels.cut_cross_entropy import (
+    LogitCut,
+    NeededGradients,
+    cut_cross_entropy_eager,
+    sort_vocabulary_by_mean_logit,
+)
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
@@ -160,9 +165,9 @@ def test_a_target_outside_of_the_vocabulary_gives_nan() -> None:
     assert losses.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("trained", [Needs(True, False), Needs(False, True)])
+@pytest.mark.parametrize("trained", [NeededGradients(True, False), NeededGradients(False, True)])
 @pytest.mark.parametrize("filter_eps", [0.0, 1e-3])
-def test_a_frozen_input_leaves_the_other_gradient_unchanged(trained: Needs, filter_eps: float) -> None:
+def test_a_frozen_input_leaves_the_other_gradient_unchanged(trained: NeededGradients, filter_eps: float) -> None:
     """With one input frozen, the other's gradient is the same."""
     hidden, weight = draw_tensor("contiguous", 5, 16), draw_tensor("contiguous", 20, 16)
     targets, cut = random_targets((5,), 20), LogitCut(filter_eps=filter_eps, tile=(16, 16))

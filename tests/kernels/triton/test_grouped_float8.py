@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
 from drawloom.kernels.float8 import ScaledRows
-from drawloom.kernels.grouped_float8 import EAGER, allocate_rounded_experts
+from drawloom.kernels.grouped_float8 import EAGER, allocate_quantized_experts
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.triton.grouped_float8 import TRITON
 from support.kernels import DEVICE
@@ -68,8 +68,8 @@ def test_casts_of_weights_equal_eager_casts(shape: tuple[int, int, int]) -> None
     for actual, expected in zip(TRITON.quantize_experts(weight), (data, scale), strict=True):
         assert_same(actual, expected)
     assert_same(TRITON.quantize_transposed_experts(weight, scale), data.transpose(1, 2))
-    rows = allocate_rounded_experts(weight)
-    TRITON.round_experts_into(weight, rows)
+    rows = allocate_quantized_experts(weight)
+    TRITON.quantize_experts_into(weight, rows)
     for actual, expected in zip(rows, (data, scale, data.transpose(1, 2)), strict=True):
         assert_same(actual, expected)
     weight[0, 0, 0] = torch.nan
@@ -120,11 +120,12 @@ def test_products_equal_eager_ones() -> None:
     data, scale = EAGER.quantize_experts(spread(EXPERTS, 304, 272))
     for fast in (True, False):
         actual, expected = (
-            kernels.multiply_rows(*left, data, scale, ends, fast)[:used].float() for kernels in (TRITON, EAGER)
+            kernels.multiply_rows_by_expert(*left, data, scale, ends, fast)[:used].float()
+            for kernels in (TRITON, EAGER)
         )
         torch.testing.assert_close(actual, expected, rtol=8e-3, atol=8e-3 * float(expected.abs().max()))
     factors = EAGER.prepare_outer_product_factors(left, rows_by_expert(144, seed=2), None, 1, ends)
-    actual, expected = (kernels.multiply_groups(*factors, ends).float() for kernels in (TRITON, EAGER))
+    actual, expected = (kernels.sum_outer_products(*factors, ends).float() for kernels in (TRITON, EAGER))
     torch.testing.assert_close(actual, expected, rtol=8e-3, atol=8e-3 * float(expected.abs().max()))
     assert not actual[1].any()
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.moe import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
-from drawloom.kernels.moe_peers import EAGER, Peers
+from drawloom.kernels.moe_peers import EAGER, PeerTensors
 from drawloom.kernels.triton.moe_peers import TRITON
 from support.kernels import DEVICE, assert_close, dtypes, few
 from support.seeding import seeds
@@ -16,7 +16,7 @@ from support.seeding import seeds
 cases = (st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 40))
 
 
-def peers(whole: Tensor, ranks: int) -> Peers:
+def peers(whole: Tensor, ranks: int) -> PeerTensors:
     """Split a tensor into parts, as if each part were in the memory of another rank."""
     parts = whole.chunk(ranks)
     return parts, torch.tensor([part.data_ptr() for part in parts], device=whole.device)

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drawloom.components.data.chat.encode import encode_completion, encode_rendered
+from drawloom.components.data.chat.encode import encode_prompt_and_completion, encode_rendered_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import render_turns
+from drawloom.components.data.chat.turns import render_and_locate_turns
 from support.chat import CHATML, open_tokenizer, say, tokenizer_folder
 
 
@@ -23,7 +23,9 @@ def encode_chat(tokenizer: Any, messages: Any, template: str = CHATML, tools: An
     process.open()
     try:
         weights = [float(message["role"] == "assistant") for message in messages]
-        return encode_rendered(tokenizer, render_turns(process, messages, weights, tools), messages, tools)
+        return encode_rendered_conversation(
+            tokenizer, render_and_locate_turns(process, messages, weights, tools), messages, tools
+        )
     finally:
         process.close()
 
@@ -83,5 +85,5 @@ def test_a_token_over_the_seam_is_counted(tokenizer: Any) -> None:
 
 def test_a_completion_is_trained_with_its_end(tokenizer: Any) -> None:
     """The prompt is not, and the end of text is one token."""
-    row = encode_completion(tokenizer, "hello ", "there")
+    row = encode_prompt_and_completion(tokenizer, "hello ", "there")
     assert trained_text(tokenizer, row) == "there</s>" and row.ids[-1] == tokenizer.eos_id

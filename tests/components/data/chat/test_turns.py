@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import AmbiguousTurnError, Rendered, render_turns
+from drawloom.components.data.chat.turns import AmbiguousTurnError, Rendered, render_and_locate_turns
 from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say
 
 
@@ -28,7 +28,7 @@ def render_chat(
     """Render a conversation; train the assistant's turns, or the turns with a weight."""
     given = [float(message["role"] == "assistant") for message in messages] if weights is None else weights
     with process(text) as template:
-        return render_turns(template, messages, given, tools)
+        return render_and_locate_turns(template, messages, given, tools)
 
 
 def trained_texts(rendering: Rendered) -> list[str]:

@@ -26,5 +26,7 @@ def test_each_rank_reads_its_own_chunk(mesh_of: Any) -> None:
     for rank in range(2):
         mesh = mesh_of({"data_shard": 2}, {"data_shard": rank})
         batch = GlobalBatch(mesh=mesh, global_size=8, micro_size=2, deal="in_turn")
-        places = [position for step in (1, 2, 3) for micro in batch.microbatch_positions(step) for position in micro]
+        places = [
+            position for step in (1, 2, 3) for micro in batch.microbatch_row_positions(step) for position in micro
+        ]
         assert order.rows_at(source, 0, np.array(places)).tolist() == [*range(20 * rank, 20 * rank + 12)]

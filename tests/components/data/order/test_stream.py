@@ -48,13 +48,13 @@ def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count
     source, row = segment.locate_sources_and_rows(first, first + count)
     assert list(zip(source.tolist(), row.tolist(), strict=True)) == wanted[first:]
     counted = Counter(source for source, _ in wanted[:first])
-    assert segment.count_rows_up_to(first) == {str(number): counted[number] for number in range(len(shares))}
+    assert segment.count_segment_rows_before(first) == {str(number): counted[number] for number in range(len(shares))}
 
 
 @given(shares, st.integers(0, 10**12))
 def test_a_share_holds_at_every_position(shares: list[int], position: int) -> None:
     """In a run of any length a source's share is exact to half a row per source, and the counts add up."""
-    counts = Segment(0, {str(number): share for number, share in enumerate(shares)}).count_rows_up_to(position)
+    counts = Segment(0, {str(number): share for number, share in enumerate(shares)}).count_segment_rows_before(position)
     assert sum(counts.values()) == position
     for share, count in zip(shares, counts.values(), strict=True):
         assert abs(count - position * Fraction(share, sum(shares))) <= len(shares) / 2 + 0.01
@@ -69,8 +69,8 @@ def test_the_row_depends_only_on_the_position(seed: int, count: int, places: lis
         order = Shuffled(job=job) if shuffle else Sequential()
         return RowStream({"": RowSource("", 0, count, count, 1.0)}, order, [Segment(0, {"": UNIT})])
 
-    whole = stream().rows(range(201))
-    assert stream().rows(places) == [whole[position] for position in places]
+    whole = stream().rows_at(range(201))
+    assert stream().rows_at(places) == [whole[position] for position in places]
     for start in range(0, 201 - count, count):
         epoch = whole[start : start + count]
         assert sorted(epoch) == list(range(count))
@@ -96,7 +96,7 @@ def test_other_shares_continue_each_source() -> None:
     """After a change in shares, and with a new source, each source continues with its next row."""
     segments = [Segment(0, {"a": 1, "b": 1}), Segment(9, {"a": 1, "b": 2, "c": 1}), Segment(21, {"c": 1, "a": 1})]
     stream = RowStream(sources_of(50, 60, 70), Sequential(), segments)
-    rows = stream.rows(range(31))
+    rows = stream.rows_at(range(31))
     for name, first, last in (("a", 0, 50), ("b", 50, 110), ("c", 110, 180)):
         own = [row - first for row in rows if first <= row < last]
         assert own == list(range(len(own)))
@@ -109,6 +109,6 @@ def test_other_shares_continue_each_source() -> None:
 def test_rows_of_a_source_that_is_gone_are_refused() -> None:
     """Rows of the remaining source, before and after, are available; a removed source's row is refused."""
     stream = RowStream(sources_of(50), Sequential(), [Segment(0, {"a": 1, "gone": 1}), Segment(4, {"a": 1})])
-    assert stream.rows([0, 2, 4, 5, 6]) == [0, 1, 2, 3, 4]
+    assert stream.rows_at([0, 2, 4, 5, 6]) == [0, 1, 2, 3, 4]
     with pytest.raises(UserError, match="position 1 is from a source no longer in the mixture"):
-        stream.rows([1])
+        stream.rows_at([1])

@@ -10,24 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.data.packing import groups
-from drawloom.components.data.packing.best_fit import pack_best_fit
+from drawloom.components.data.packing.best_fit import pack_by_best_fit
 from drawloom.components.data.packing.first_fit import pack_by_first_fit
 from drawloom.components.data.packing.groups import (
-    Group,
     Groups,
+    PackFunction,
     RowAssignment,
     build_rows_from_documents,
     group_items_by_row,
     split_into_blocks,
 )
-from drawloom.components.data.packing.padded import assign_own_rows
+from drawloom.components.data.packing.padded import assign_one_row_per_document
 
-GROUPINGS = [pack_best_fit, pack_by_first_fit, assign_own_rows]
+GROUPINGS = [pack_by_best_fit, pack_by_first_fit, assign_one_row_per_document]
 
 
 @pytest.mark.parametrize("group", GROUPINGS)
 @given(sizes=st.lists(st.integers(2, 40), max_size=60), length=st.integers(2, 16), seed=st.integers(0, 99))
-def test_each_token_is_in_one_row(group: Group, sizes: list[int], length: int, seed: int) -> None:
+def test_each_token_is_in_one_row(group: PackFunction, sizes: list[int], length: int, seed: int) -> None:
     """No row is overfull or empty, and all chosen documents' tokens are in one row, but single tokens at a cut."""
     chosen = np.random.default_rng(seed).permutation(len(sizes))[: len(sizes) * 3 // 4]
     index = build_rows_from_documents(np.array(sizes, np.int64), [chosen], length, group)
@@ -48,7 +48,7 @@ def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = np.random.default_rng(0).integers(2, 90, 200)
 
     def documents() -> Counter[int]:
-        index = build_rows_from_documents(sizes, split_into_blocks(np.arange(200)), 32, pack_best_fit)
+        index = build_rows_from_documents(sizes, split_into_blocks(np.arange(200)), 32, pack_by_best_fit)
         return Counter(piece.document for row in range(index.rows) for piece in index.pieces(row))
 
     whole = documents()
@@ -58,7 +58,7 @@ def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_index_is_sent_to_workers() -> None:
     """A pickled index has the same rows; a row beyond the last is an error."""
-    index = build_rows_from_documents(np.array([3, 9, 2]), [np.arange(3)], 4, pack_best_fit)
+    index = build_rows_from_documents(np.array([3, 9, 2]), [np.arange(3)], 4, pack_by_best_fit)
     copy: Groups = pickle.loads(ForkingPickler.dumps(index))
     assert [copy.pieces(row) for row in range(copy.rows)] == [index.pieces(row) for row in range(index.rows)]
     for row in (-1, index.rows):
@@ -67,7 +67,7 @@ def test_an_index_is_sent_to_workers() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPINGS)
-def test_short_documents_fit_into_long_rows(group: Group) -> None:
+def test_short_documents_fit_into_long_rows(group: PackFunction) -> None:
     """Lengths of one byte are packed into rows whose length takes more."""
     index = build_rows_from_documents(np.array([3, 9, 2]), [np.arange(3)], 100_000, group)
     assert sorted(piece for row in range(index.rows) for piece in index.pieces(row)) == [
@@ -79,7 +79,7 @@ def test_short_documents_fit_into_long_rows(group: Group) -> None:
 
 @pytest.mark.parametrize("group", GROUPINGS)
 @pytest.mark.parametrize("most", [2**7, 2**15])
-def test_powers_of_two_lose_no_token(group: Group, most: int) -> None:
+def test_powers_of_two_lose_no_token(group: PackFunction, most: int) -> None:
     """No token is lost if the row length or a document just exceeds a signed integer of one or two bytes."""
     for sizes, length in (([3, 9, 2], most), ([most, 9, 5], most // 4)):
         index = build_rows_from_documents(np.array(sizes, np.int64), [np.arange(3)], length, group)

@@ -30,7 +30,7 @@ class Documents:
         return TokenArrays.concatenate(ids, np.uint16)
 
 
-JOB = fake(RunInfo, name="test", seed=1, path=Path("runs/test"))
+JOB = fake(RunInfo, name="test", seed=1, folder_path=Path("runs/test"))
 
 
 def contexts(lengths: tuple[int, ...], length: int, stride: int) -> dict[int, int]:

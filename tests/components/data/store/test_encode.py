@@ -14,7 +14,7 @@ from drawloom.components.data.store.encode import (
     group_into_batches,
     make_unopened_copy,
     split_text_for_encoding,
-    write_shard,
+    tokenize_part_into_shard,
 )
 from drawloom.graph import UserError
 from support.stores import Texts, store_of
@@ -70,7 +70,7 @@ def test_a_long_document_is_one_document(tmp_path: Path, monkeypatch: pytest.Mon
 def test_documents_that_cannot_be_tokenized_are_named(tmp_path: Path) -> None:
     """A tokenizer's error gets the documents' source and offset."""
     with pytest.raises(UserError, match=r"memory:0 to memory:1: can't be tokenized: .*surrogate"):
-        write_shard(tmp_path, 0, Texts(("fine", "\ud800")), Bytes(), lambda read, tokens: None)
+        tokenize_part_into_shard(tmp_path, 0, Texts(("fine", "\ud800")), Bytes(), lambda read, tokens: None)
 
 
 def test_another_process_opens_its_own_tokenizer(tokenizer: HuggingFaceTokenizer) -> None:

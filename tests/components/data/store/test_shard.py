@@ -19,7 +19,7 @@ def write(folder: Path, weighted: bool = False) -> TokenShard:
         for ids, source, offset in DOCUMENTS:
             weights = np.linspace(0, 1, len(ids), dtype=np.float32) if weighted else None
             shard.append_document(np.array(ids, np.int64), source, offset, weights)
-    return TokenShard.open_complete(ShardFiles(folder, 3), DTYPE, weighted)
+    return TokenShard.open_from_json(ShardFiles(folder, 3), DTYPE, weighted)
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
@@ -28,10 +28,12 @@ def test_documents_come_back(tmp_path: Path) -> None:
     assert shard.ids.tolist() == [1, 2, 65_535, 9] and shard.document_ends.tolist() == [3, 3, 4]
     assert shard.weights.tolist() == [0.0, 0.5, 1.0, 0.0]
     assert [shard.describe_origin(number) for number in range(3)] == ["a.txt:0", "a.txt:7", f"b.txt:{2**40}"]
-    assert len(set(shard.document_column("keys").tolist())) == 3
+    assert len(set(shard.read_document_column("keys").tolist())) == 3
     other = tmp_path / "other"
     other.mkdir()
-    assert write(other, weighted=True).document_column("keys").tolist() == shard.document_column("keys").tolist()
+    assert (
+        write(other, weighted=True).read_document_column("keys").tolist() == shard.read_document_column("keys").tolist()
+    )
     shard.check_file_contents()
 
 
@@ -78,7 +80,7 @@ def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
     """A part may have no document."""
     with ShardWriter(tmp_path, 0, DTYPE, False):
         pass
-    shard = TokenShard.open_complete(ShardFiles(tmp_path, 0), DTYPE, False)
+    shard = TokenShard.open_from_json(ShardFiles(tmp_path, 0), DTYPE, False)
     shard.check_file_contents()
     assert shard.ids.tolist() == shard.document_ends.tolist() == []
 

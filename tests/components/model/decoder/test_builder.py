@@ -41,7 +41,7 @@ def test_residual_outputs_start_smaller_than_other_matrices() -> None:
     experts = {"moe_intermediate_size": 128, "num_experts": 3, "first_k_dense_replace": 1}
     model = small(Dots1, **SPARSE_SIZES | wide | experts)
     for name, parameter in whole(model).named_parameters():
-        model.initialise(name, parameter, seed=3)
+        model.initialize_parameter(name, parameter, seed=3)
         is_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
         if parameter.ndim > 1:
             assert abs(parameter.std() / (0.005 if is_residual else 0.02) - 1) < 0.05, name
@@ -64,12 +64,12 @@ def test_a_slice_starts_as_in_the_whole_parameter(make: Callable[..., DecoderBui
     model = make()
     whole = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in whole.named_parameters():
-        model.initialise(name, parameter, seed=5)
+        model.initialize_parameter(name, parameter, seed=5)
         for dim, size in enumerate(parameter.shape):
             begin = size // 2
             part = torch.empty_like(parameter.narrow(dim, begin, size - begin))
             offsets = tuple(begin if axis == dim else 0 for axis in range(parameter.ndim))
-            model.initialise(
+            model.initialize_parameter(
                 name, part, seed=5, tensor_slice=TensorSlice(tuple(parameter.shape), offsets, tuple(part.shape))
             )
             assert torch.equal(part, parameter.narrow(dim, begin, size - begin)), name
@@ -104,7 +104,7 @@ def test_initial_values_do_not_depend_on_spans(make: Callable[..., DecoderBuilde
     actual: dict[str, torch.Tensor] = {}
     for module in map(model.build, spans):
         for name, parameter in module.named_parameters():
-            model.initialise(name, parameter, seed=5)
+            model.initialize_parameter(name, parameter, seed=5)
             assert torch.equal(actual.setdefault(name, parameter), parameter), name
     assert len(actual) == 4 * 11 + 2
 

@@ -187,7 +187,7 @@ def test_observers_see_each_microbatch_once() -> None:
     assert not scores.requires_grad
     _, best = call_with_recomputation(made, hidden, weights)
     saved: Any = get_recompute_wrapper(best.grad_fn._raw_saved_other)
-    saved.value()  # as where the gradients of weights are computed, outside of torch's backward pass
+    saved.get_or_recompute()  # as where the gradients of weights are computed, outside of torch's backward pass
     best.sum().backward()
     assert len(seen) == 2
     made.remove_routing_observer(observer)

@@ -211,10 +211,10 @@ def test_a_run_resumes_with_another_longest_text() -> None:
         settings: dict[str, Any]
 
     rope = RopeScaling(rope_type="dynamic", factor=2.0)
-    assert Qwen3Dense.resume_impact(View(NONE), "max_position_embeddings") is None
+    assert Qwen3Dense.resume_impact(View(NONE), "max_position_embeddings", None) is None
     dynamic = View(NONE | {"rope_scaling": rope})
-    assert Qwen3Dense.resume_impact(dynamic, "max_position_embeddings") == "changes_training"
-    assert Qwen3Dense.resume_impact(dynamic, "tie_word_embeddings") is None
+    assert Qwen3Dense.resume_impact(dynamic, "max_position_embeddings", None) == "changes_training"
+    assert Qwen3Dense.resume_impact(dynamic, "tie_word_embeddings", None) is None
 
 
 def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.pipeline.circular.buffers import Move, list_early_moves, list_late_moves
+from drawloom.components.pipeline.circular.buffers import Move, list_moves_after_compute, list_moves_during_compute
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 TABLES = [
@@ -38,8 +38,8 @@ def test_every_stage_finds_its_input(table: Timetable) -> None:
             assert value == (item.microbatch, item.repeat * table.stages + stage)
             outputs[stage] = (item.microbatch, value[1] + 1)
         for moves, values in (
-            (list_early_moves(table, iteration), before),
-            (list_late_moves(table, iteration), outputs),
+            (list_moves_during_compute(table, iteration), before),
+            (list_moves_after_compute(table, iteration), outputs),
         ):
             for move in moves:
                 assert move.buffer == "state_io" or move.microbatch == values[move.source][0]
@@ -58,7 +58,7 @@ def test_every_stage_finds_its_input(table: Timetable) -> None:
 def test_moves_go_to_neighbours_alone(table: Timetable) -> None:
     """Moves go to a neighbouring stage, in a ring, and at most one into each buffer between any two stages."""
     for iteration in range(table.iteration_count):
-        moves = list_early_moves(table, iteration) + list_late_moves(table, iteration)
+        moves = list_moves_during_compute(table, iteration) + list_moves_after_compute(table, iteration)
         assert all((move.target - move.source) % table.stages in (0, 1, table.stages - 1) for move in moves)
         kinds = [(move.source, move.target, move.buffer) for move in moves]
         assert len(set(kinds)) == len(kinds)
@@ -67,8 +67,8 @@ def test_moves_go_to_neighbours_alone(table: Timetable) -> None:
 def test_moves_of_a_known_iteration() -> None:
     """3 stages, 6 microbatches, 2 repeats: inputs move up, and the first output reenters through circ_storage."""
     table = Timetable(3, 6, 2)
-    assert list_early_moves(table, 0) == [Move(1, 0, "state_io", 2, 0), Move(2, 1, "state_io", 4, 0)]
-    assert list_early_moves(table, 3) == [Move(1, 0, "state_io", 5, 1), Move(2, 0, "circ_storage", 0)]
-    assert list_late_moves(table, 0) == [Move(0, 1, "shift", 0)]
-    assert list_late_moves(table, 4) == [Move(0, 1, "shift", 4), Move(1, 2, "shift", 3)]
-    assert list_late_moves(Timetable(3, 6, 2, latency=2), 4) == []
+    assert list_moves_during_compute(table, 0) == [Move(1, 0, "state_io", 2, 0), Move(2, 1, "state_io", 4, 0)]
+    assert list_moves_during_compute(table, 3) == [Move(1, 0, "state_io", 5, 1), Move(2, 0, "circ_storage", 0)]
+    assert list_moves_after_compute(table, 0) == [Move(0, 1, "shift", 0)]
+    assert list_moves_after_compute(table, 4) == [Move(0, 1, "shift", 4), Move(1, 2, "shift", 3)]
+    assert list_moves_after_compute(Timetable(3, 6, 2, latency=2), 4) == []

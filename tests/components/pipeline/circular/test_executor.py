@@ -12,7 +12,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.circular import executor as circular
 from drawloom.components.pipeline.circular.executor import CircularExecutor
 from drawloom.components.pipeline.circular.stage_passes import StagePasses
-from drawloom.components.ports.pipeline import sum_losses
+from drawloom.components.ports.pipeline import sum_losses_and_weights
 from drawloom.components.ports.program import iterate_actions
 from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph import UserError
@@ -100,7 +100,7 @@ def losses(executor: CircularExecutor, _rank: int) -> tuple[Any, Any, bool]:
     by_microbatch = [state["losses"][name].tolist() for name in ("loss", "weight")]
     grads = [stage.module for stage in executor.stages.local]
     return (
-        sum_losses(state).tolist(),
+        sum_losses_and_weights(state).tolist(),
         by_microbatch,
         any(parameter.grad is not None for module in grads for parameter in module.parameters()),
     )

@@ -54,7 +54,7 @@ def test_shards_are_gathered_first_and_reduced_with_the_last_backward(reduces_pe
     inputs: Any = [Inputs(), Inputs()]
     passes = StagePasses({1: runner}, inputs, torch.zeros((), requires_grad=True))
     given = torch.ones(2, requires_grad=True)
-    outputs = [passes.forward(1, number, given) for number in range(2)]
+    outputs = [passes.run_differentiable_pass(1, number, given) for number in range(2)]
     torch.autograd.backward(torch.stack(outputs).sum())
     assert given.grad is not None and given.grad.tolist() == [6, 6]
     first = [False] if reduces_per_microbatch else []

@@ -1,11 +1,15 @@
 """Breadth first."""
 
-from drawloom.components.pipeline.program.builders import backward_code, build_breadth_first_row, forward_code
+from drawloom.components.pipeline.program.builders import (
+    backward_op_code,
+    build_breadth_first_op_codes,
+    forward_op_code,
+)
 
 
 def test_stages_run_one_after_another_and_back() -> None:
     """All microbatches run through one stage, then through the next; backwards are in reverse order."""
     assert (
-        build_breadth_first_row(2, 2)
-        == [forward_code(0)] * 2 + [forward_code(1)] * 2 + [backward_code(1)] * 2 + [backward_code(0)] * 2
+        build_breadth_first_op_codes(2, 2)
+        == [forward_op_code(0)] * 2 + [forward_op_code(1)] * 2 + [backward_op_code(1)] * 2 + [backward_op_code(0)] * 2
     )

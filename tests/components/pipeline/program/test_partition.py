@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from drawloom.components.pipeline.program import partition
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
-from drawloom.components.pipeline.program.partition import Fit, ModelSlices, partition_evenly
+from drawloom.components.pipeline.program.partition import ModelSlices, PartitionSearch, partition_evenly
 from drawloom.components.pipeline.program.timing import compute_timing
 from support.schedules import schedule
 
@@ -33,7 +33,7 @@ def test_the_best_of_few_partitions_is_found(costs: list[list[float]], name: str
         sizes = tuple(last - first for first, last in pairwise((0, *cuts, len(costs))))
         if max(compute_peak_activations(program, sizes)) <= limit:
             makespans.append(compute_timing(program, slices.compute_cost_table(sizes)).makespan)
-    best = Fit(program, slices, limit).search_best_partition()
+    best = PartitionSearch(program, slices, limit).search_best_partition()
     assert best.makespan == pytest.approx(min(makespans, default=float("inf")))
     if makespans:
         assert best.makespan == pytest.approx(compute_timing(program, slices.compute_cost_table(best.sizes)).makespan)
@@ -45,7 +45,7 @@ def test_where_partitions_are_many_descent_comes_close(name: str, monkeypatch: p
     """Within 1 % of the best of all, for a model whose first layers are cheap and whose last one has a head."""
     program = schedule(name).program(3, 9)
     slices = slices_of([[0.5, 1, 0.5, 0.5]] * 3 + [[1.0, 2, 1, 1]] * 8 + [[2.5, 5, 2.5, 2.5]])
-    fit = Fit(program, slices, 1e9)
+    fit = PartitionSearch(program, slices, 1e9)
     best = fit.search_best_partition()
     monkeypatch.setattr(partition, "MAX_EXHAUSTIVE", 0)
     descended = fit.search_best_partition()

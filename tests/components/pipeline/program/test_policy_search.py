@@ -1,15 +1,15 @@
 """The search for policies."""
 
 from drawloom.components.pipeline.program.builders import assign_stages_in_vee
-from drawloom.components.pipeline.program.list_scheduling import Task, compute_makespan
+from drawloom.components.pipeline.program.list_scheduling import SchedulingTask, compute_makespan
 from drawloom.components.pipeline.program.policy_search import STARTS, halve_task_size, search_best_policy
 from drawloom.components.pipeline.program.timing import Costs
 
 
-def task(ranks: int, microbatches: int) -> Task:
+def task(ranks: int, microbatches: int) -> SchedulingTask:
     """Return a task with a costly last stage and the memory of 1F1B."""
     costs = Costs(comm=0.25, factors=(*[1.0] * (2 * ranks - 1), 1.6))
-    return Task(assign_stages_in_vee(ranks), microbatches, costs, (1.0,) * (2 * ranks), 2.0 * ranks)
+    return SchedulingTask(assign_stages_in_vee(ranks), microbatches, costs, (1.0,) * (2 * ranks), 2.0 * ranks)
 
 
 def test_the_search_improves_its_starts() -> None:

@@ -3,18 +3,22 @@
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.recomputation import LiveMicrobatches, describe_policies, recomputed_fraction
+from drawloom.components.pipeline.program.recomputation import (
+    LiveMicrobatches,
+    describe_recompute_policies,
+    estimate_recomputed_forward_fraction,
+)
 from drawloom.components.ports.program import Program, iterate_actions
 from support.schedules import schedule
 
 
 def test_policies_are_described_by_runs_of_stages() -> None:
     """Neighbouring stages with the same policy are one run; stages without recomputation are left out."""
-    assert describe_policies(("blocks", "blocks", "none", 2, "selective")) == (
+    assert describe_recompute_policies(("blocks", "blocks", "none", 2, "selective")) == (
         "blocks in stages 0-1, one of 2 blocks in stage 3, selective in stage 4"
     )
-    assert describe_policies(("none", "none")) == describe_policies(()) == ""
-    assert [recomputed_fraction(policy) for policy in ("none", "blocks", 4)] == [0, 1, 0.25]
+    assert describe_recompute_policies(("none", "none")) == describe_recompute_policies(()) == ""
+    assert [estimate_recomputed_forward_fraction(policy) for policy in ("none", "blocks", 4)] == [0, 1, 0.25]
 
 
 def counts(program: Program, rank: int, stages: list[int]) -> list[list[int]]:
@@ -33,7 +37,7 @@ def test_the_peak_of_kept_times_is_the_peak_of_all_times(name: str) -> None:
     """With any bytes per microbatch, the peak over the kept times is the peak over all actions."""
     program, random = schedule(name).program(4, 9), np.random.default_rng(0)
     for rank in range(4):
-        live = LiveMicrobatches.count(program, rank)
+        live = LiveMicrobatches.count_at_possible_peaks(program, rank)
         every = np.array(counts(program, rank, live.stages.tolist()))
         for _ in range(20):
             sizes = random.random(2 * len(live.stages))

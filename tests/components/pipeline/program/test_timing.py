@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from drawloom.components.pipeline.program.notation import parse_program
-from drawloom.components.pipeline.program.timing import Costs, CostTable, DeadlockError, ManyTimings, compute_timing
+from drawloom.components.pipeline.program.timing import BatchedTiming, Costs, CostTable, DeadlockError, compute_timing
 from support.schedules import schedule
 
 
@@ -74,7 +74,7 @@ def test_many_costs_at_once_equal_single_ones(name: str) -> None:
     """The makespans equal a single table's."""
     program, chance = schedule(name).program(4, 6), np.random.default_rng(0)
     lengths = chance.uniform(0.1, 2, (5, program.stages, 4))
-    makespans = ManyTimings(program, 0.3).compute_makespans(lengths)
+    makespans = BatchedTiming(program, 0.3).compute_makespans(lengths)
     assert makespans.tolist() == [
         compute_timing(program, CostTable(comm=0.3, lengths=one_lengths)).makespan for one_lengths in lengths
     ]

@@ -1,66 +1,32 @@
 """Recorded and replayed passes: a stand-in for CUDA graphs repeats the recorded computation."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
-from unittest import mock
 
-import attrs
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
+from drawloom.components.pipeline.runtime.capture import GradientSums
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.pipeline import make_state_of_batches
+from drawloom.components.ports.pipeline import create_step_state
 from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 from drawloom.kernels import recompute_policy
 from drawloom.kernels.recompute import call_with_recomputation
 from support import pipelines
 from support.processes import run_ranks
-
-
-@attrs.define
-class Again:
-    """A function's stand-in graph: computes again, and overwrites the first results."""
-
-    run: Callable[[], Any]
-    outputs: Any
-
-    def replay(self) -> None:
-        """Run the recorded function, as a GPU does only here, and write its results."""
-        for there, here in zip(list_leaves(self.outputs), list_leaves(self.run()), strict=True):
-            if isinstance(there, Tensor):
-                there.data.copy_(here)
-
-
-class Recorder:
-    """Counter of slots and recordings."""
-
-    def __init__(self) -> None:
-        self.slots = self.recorded = self.running = 0
-
-    def new(self) -> Callable[[Callable[[], Any]], Again]:
-        """Return a recorder for a slot."""
-        self.slots += 1
-        return self.record
-
-    def record(self, run: Callable[[], Any]) -> Again:
-        """Return a recorded function."""
-        self.recorded += 1
-        return Again(run, run())
+from support.recorders import Again, Recorder, use_recorder
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Takes the place of CUDA graphs in every executor."""
-    graph_recorder = Recorder()
-    monkeypatch.setattr(Captures, "create_on_gpu", lambda _device, objective: Captures(objective, graph_recorder.new))
-    return graph_recorder
+def recorder() -> Iterator[Recorder]:
+    """Take the place of CUDA graphs in every executor."""
+    with use_recorder() as graph_recorder:
+        yield graph_recorder
 
 
 def steps(cases: list[pipelines.Case], capture: bool, lengths: tuple[int, int] = (6, 0), **how: Any) -> Any:
@@ -106,12 +72,12 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
         return call_with_recomputation(*given, **named)
 
     def after_evaluation(executor: ProgramExecutor, state: StepState) -> None:
-        executor.evaluate(make_state_of_batches(state["batches"]))
+        executor.evaluate(create_step_state(state["batches"]))
         train(executor, state)
 
-    train = ProgramExecutor.train
+    train = ProgramExecutor.run_forward_and_backward
     monkeypatch.setattr(recompute_policy, "call_with_recomputation", count_and_rerun)
-    monkeypatch.setattr(ProgramExecutor, "train", after_evaluation)
+    monkeypatch.setattr(ProgramExecutor, "run_forward_and_backward", after_evaluation)
     program = pipelines.Recomputing(pipelines.schedule("zero_bubble_v"), ("none", "blocks"))
     steps([(program, 3, False, False, "plain")], True)
     assert recorder.recorded > 0 and len(ran) >= 3 * 3 * 2
@@ -119,10 +85,7 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
 
 def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Run the cases in a separate process with stand-ins for CUDA graphs."""
-    graph_recorder = Recorder()
-    with mock.patch.object(
-        Captures, "create_on_gpu", lambda _device, objective: Captures(objective, graph_recorder.new)
-    ):
+    with use_recorder() as graph_recorder:
         steps_of_rank: list[dict[str, Any]] = steps(cases, capture, sizes=sizes)
     assert bool(graph_recorder.recorded) == capture
     return steps_of_rank
@@ -163,7 +126,7 @@ def test_rows_of_one_document_are_captured_as_packed_ones(
 ) -> None:
     """If a packed row happens to be one document, its microbatch is launched as a graph like all others."""
     every = cycle([False, True])
-    monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: next(every))
+    monkeypatch.setattr(TokenBatch, "has_one_document_per_row", lambda _batch: next(every))
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
         steps([CASES[0]], True)
     assert not caplog.records and recorder.recorded == 2
@@ -184,7 +147,7 @@ def test_sums_start_at_zero_or_the_existing_gradient() -> None:
     """All steps use the same tensor; a gradient already there is not lost."""
     weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 5.0)
-    sums = WeightSums()
+    sums = GradientSums()
     sums.adopt_gradients([weight, unused])
     kept, weight.grad = weight.grad, None
     sums.attach_to_parameters()
@@ -200,7 +163,7 @@ def test_after_whole_rows_graphs_are_made_anew_for_packed_ones(
     recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs for one-document rows are recorded again, once, when packed rows come."""
-    monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: recorder.recorded == 0)
+    monkeypatch.setattr(TokenBatch, "has_one_document_per_row", lambda _batch: recorder.recorded == 0)
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
         (replayed,) = steps([CASES[0]], True, step_count=6)
     assert not caplog.records and recorder.recorded == 4

@@ -40,7 +40,7 @@ def gradients(folder: Path, transfers: Any, **settings: Any) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble_v", "one_f_one_b"])
-@pytest.mark.parametrize("recompute", ["none", "selective", 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "quantized", 2])
 def test_offloaded_activations_leave_no_trace(schedule: str, recompute: Any, tmp_path: Path) -> None:
     """Gradients have the bits of a run without offloading, whatever is recomputed, with whole and split backwards."""
     plain = gradients(tmp_path, None, schedule=schedule, recompute=recompute)
@@ -91,7 +91,7 @@ def test_memory_is_freed_and_views_stay_views() -> None:
         halves = inner.chunk(2, 1)
         output = (halves[0].sigmoid() * halves[1].tanh()).sum()
     others = {tensor.data_ptr() for tensor in (x, output)}
-    saved = [wrapper.value() for weak in collecting.kept if (wrapper := weak()) is not None]
+    saved = [wrapper.get_or_recompute() for weak in collecting.kept if (wrapper := weak()) is not None]
     storages: list[Any] = [
         StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         for tensor in saved
@@ -106,9 +106,9 @@ def test_memory_is_freed_and_views_stay_views() -> None:
     assert tensors.byte_count > 0 and all(storage.expired() for storage in storages)
     tensors.reload()
     wrappers = [wrapper for weak in collecting.kept if (wrapper := weak()) is not None]
-    on_device = [wrapper.value().data_ptr() for wrapper in wrappers]
+    on_device = [wrapper.get_or_recompute().data_ptr() for wrapper in wrappers]
     tensors.free_device_memory()  # a program that reloads soon frees late
-    assert [wrapper.value().data_ptr() for wrapper in wrappers] == on_device
+    assert [wrapper.get_or_recompute().data_ptr() for wrapper in wrappers] == on_device
     del wrappers
     tensors.wait_for_reload()
     assert all(map(torch.equal, torch.autograd.grad(output, [x, weight]), expected))

@@ -15,7 +15,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
-from drawloom.components.ports.pipeline import sum_losses
+from drawloom.components.ports.pipeline import sum_losses_and_weights
 from drawloom.components.ports.program import Action, Program
 from drawloom.components.ports.stages import Stage
 from drawloom.components.stages.activation_specs import ActivationSpecs
@@ -88,7 +88,7 @@ class Spread:
     def cast_weights(self, only_if_changed: bool = False) -> None:
         pass
 
-    def hand_over_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         pass
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
@@ -161,7 +161,7 @@ def run_schedule(name: str, fault: str = "") -> dict[str, Any]:
         executor.open()
         state = train(executor, batches())
         grads = {key: grads_of(parameter) for key, parameter in stages.local[0].module.named_parameters()}
-        return {"grads": grads, "loss": float(sum_losses(state)[0])}
+        return {"grads": grads, "loss": float(sum_losses_and_weights(state)[0])}
     finally:
         processes.close()
 
@@ -221,7 +221,7 @@ def hops(owners: tuple[int, ...]) -> float:
         parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
         executor = ProgramExecutor(schedule=schedule, objective=SumOfAll(), device=ComputeDevice(kind="cpu"), **parts)
         executor.open()
-        return float(sum_losses(train(executor, batches()))[0])
+        return float(sum_losses_and_weights(train(executor, batches()))[0])
     finally:
         processes.close()
 

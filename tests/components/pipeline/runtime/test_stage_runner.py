@@ -15,7 +15,7 @@ from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
-from drawloom.components.ports.pipeline import STEP_SPECS, sum_losses
+from drawloom.components.ports.pipeline import STEP_SPECS, sum_losses_and_weights
 from drawloom.components.ports.program import Action, Program, iterate_actions
 from drawloom.components.ports.stages import Stage
 from drawloom.components.state.step_state import StepState
@@ -103,7 +103,7 @@ class SingleRank:
     def cast_weights(self, only_if_changed: bool = False) -> None:
         pass
 
-    def hand_over_gradients(self) -> None:
+    def move_gradients_to_masters(self) -> None:
         pass
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
@@ -243,7 +243,10 @@ def test_losses_are_in_the_order_of_microbatches() -> None:
     """A program may run microbatch 1 before 0; sums are float64, exact where float32 would round."""
     one = torch.tensor(1.0)
     state = state_of_losses((2.0**24, {"hits": 2 * one}), (1.0, {"hits": one}))
-    assert state["losses"]["loss"].tolist() == [2.0**24, 1.0] and sum_losses(state).tolist() == [2.0**24 + 1, 2.0]
+    assert state["losses"]["loss"].tolist() == [2.0**24, 1.0] and sum_losses_and_weights(state).tolist() == [
+        2.0**24 + 1,
+        2.0,
+    ]
     assert state["losses"]["sums"]["hits"].tolist() == [2.0, 1.0]
 
 

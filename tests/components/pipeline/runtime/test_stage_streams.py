@@ -86,7 +86,7 @@ def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) ->
 
     for action in iterate_actions(DualPipeV().program(1, 6).rank_program(0)):
         streams.run_in_stream(carry_out, lambda _action: [handed], action)
-    streams.let_current_stream_wait()
+    streams.make_current_stream_wait()
     assert free and handed.record_stream.call_count == 12  # forward and backward of six microbatches
     assert all(current[0].seen[id(stage_stream)] == len(stage_stream.work) for stage_stream in streams.streams.values())
 

@@ -20,7 +20,7 @@ from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, lis
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.recorder import PassCost
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.planning.timeline import peak_of
+from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.ports.program import Program, iterate_actions
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
@@ -118,7 +118,7 @@ def _recompute_fractions(policy: Recompute, layers: int) -> tuple[float, float]:
     """Return the repeated part of a forward, and the kept part of the activations, for some layers."""
     if policy == "none":
         return 0.0, 1.0
-    if policy == "selective":
+    if policy == "selective" or policy == "quantized":
         return 0.2, 0.6
     part = len(range(0, layers, 1 if policy == "blocks" else policy)) / layers
     return 0.8 * part, 1 - 0.9 * part
@@ -208,7 +208,9 @@ def resident_peak(program: Program) -> int:
         **dict.fromkeys("BW", PassCost(1.0)),
     }
     costs, nothing = {stage: StageCosts(passes, 0) for stage in range(program.stages)}, [0] * program.stages
-    return max(peak_of(program, rank, costs, dict(enumerate(nothing))).bytes for rank in range(program.ranks))
+    return max(
+        compute_peak_memory(program, rank, costs, dict(enumerate(nothing))).bytes for rank in range(program.ranks)
+    )
 
 
 @pytest.mark.parametrize("memory", [2.0, 3.0])
@@ -272,12 +274,12 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
         program = made.program(ranks, microbatches)
         assert find_violations(program) == []
         stages = program.stages // ranks
-        assert max(simulate(program, Costs()).peak_live_weights) <= limit * stages
+        assert max(simulate(program, Costs()).peak_microbatches_in_flight) <= limit * stages
         ours = compute_timing(program, _costs(program, last, latency)).makespan
         for other in (
             schedule.program(ranks, microbatches) for number in (1, 2) for schedule in list_published_schedules(number)
         ):
-            if max(simulate(other, Costs()).peak_live_weights) <= limit * other.stages // ranks:
+            if max(simulate(other, Costs()).peak_microbatches_in_flight) <= limit * other.stages // ranks:
                 assert ours <= compute_timing(other, _costs(other, last, latency)).makespan + 1e-9
 
 
@@ -288,7 +290,7 @@ def test_a_costly_last_stage_and_slow_messages_are_made_up_for() -> None:
     fitting = [
         schedule
         for schedule in others
-        if max(simulate(schedule, Costs()).peak_live_weights) <= 8 * schedule.stages // 8
+        if max(simulate(schedule, Costs()).peak_microbatches_in_flight) <= 8 * schedule.stages // 8
     ]
     best = min(compute_timing(schedule, _costs(schedule, 1.3, 0.25)).makespan for schedule in fitting)
     assert compute_timing(ours, _costs(ours, 1.3, 0.25)).makespan < 0.98 * best

@@ -9,4 +9,4 @@ def test_memory_is_half_of_1f1b() -> None:
     """A rank holds at most p / 2 + 1 microbatches until their weight gradients, for any number of ranks."""
     for ranks in range(1, 17):
         run = simulate(VHalf().program(ranks, 3 * ranks), Costs())
-        assert max(run.peak_live_weights) / 2 <= ranks / 2 + 1
+        assert max(run.peak_microbatches_in_flight) / 2 <= ranks / 2 + 1

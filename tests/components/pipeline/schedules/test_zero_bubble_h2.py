@@ -12,4 +12,4 @@ def test_no_rank_waits_between_its_first_and_its_last_action() -> None:
         for rank in range(ranks):
             bars = list(run.iterate_bars(rank))
             assert bars[-1].end - bars[0].start == 9 * ranks
-        assert run.peak_live_weights == [2 * ranks - 1] * ranks
+        assert run.peak_microbatches_in_flight == [2 * ranks - 1] * ranks

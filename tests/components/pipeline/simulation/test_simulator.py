@@ -30,7 +30,7 @@ def test_peaks_are_counted_in_order() -> None:
     """Peaks count from forwards to input gradients, to weight gradients, and pending weight gradients."""
     run = simulate(PROGRAM, Costs())
     assert run.peak_activations == [3, 1]
-    assert run.peak_live_weights == [3, 2]
+    assert run.peak_microbatches_in_flight == [3, 2]
     assert run.peak_pending_weight_grads == [1, 2]
     assert run.action_counts == {"F": 6, "B": 3, "I": 3, "W": 3}
 

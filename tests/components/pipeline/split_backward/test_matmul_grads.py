@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_and_return_other_leaves, find_node_users
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import Deferral
-from drawloom.kernels.recompute import Kept, unpack
+from drawloom.kernels.recompute import KeptTensor, unpack
 from support.split_passes import (
     assert_same_grads,
     compute_gradients_in_one_pass,
@@ -241,7 +241,7 @@ def test_gradients_of_tensors_computed_from_a_weight_are_complete(
     kept: list[Tensor] = []
 
     def forward(s: Any, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(Kept, unpack) if saved_by_hooks else nullcontext():
+        with torch.autograd.graph.saved_tensors_hooks(KeptTensor, unpack) if saved_by_hooks else nullcontext():
             made = MADE[name](s.w)
             kept[:] = made if retained else []
             for tensor in kept:

@@ -16,8 +16,8 @@ from safetensors.torch import save
 from drawloom.components.storage.safetensors.header import (
     CODES,
     DTYPES,
-    Entry,
     HeaderError,
+    TensorEntry,
     map_safetensors_file,
     read_entries,
 )
@@ -25,7 +25,7 @@ from drawloom.components.storage.safetensors.writer import build_header_and_entr
 from drawloom.components.storage.tensor_source import TensorSpec
 
 
-def entries_of(path: Path, content: bytes) -> dict[str, Entry]:
+def entries_of(path: Path, content: bytes) -> dict[str, TensorEntry]:
     """Return the entries of a file with this content."""
     path.write_bytes(content)
     return read_entries(map_safetensors_file(path))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drawloom.components.storage.safetensors.header import DTYPES
 from drawloom.components.storage.safetensors.writer import create_safetensors_file
-from drawloom.components.storage.tensor_source import InMemory
+from drawloom.components.storage.tensor_source import InMemoryTensors
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 NAMES = st.text("abc.", min_size=1, max_size=3).filter(lambda name: ".." not in name)
@@ -24,7 +24,7 @@ KINDS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from([*DTYPES.values
 
 def write_file(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
     """Write tensors in this order, and return the file's bytes."""
-    with create_safetensors_file(path, InMemory(tensors).specs()) as writer:
+    with create_safetensors_file(path, InMemoryTensors(tensors).specs()) as writer:
         for name in order:
             writer.write(name, tensors[name])
     return path.read_bytes()
@@ -43,7 +43,7 @@ def test_written_bytes_equal_those_of_the_safetensors_library(
 
 def test_tensors_that_were_not_announced_are_refused(tmp_path: Path) -> None:
     """Writing another shape or dtype, and leaving a planned tensor out, raise ValueError."""
-    kinds = InMemory({"a": torch.ones(2), "b": torch.ones(2)}).specs()
+    kinds = InMemoryTensors({"a": torch.ones(2), "b": torch.ones(2)}).specs()
     for tensor in (torch.ones(3), torch.ones(2).half()):
         with (
             pytest.raises(ValueError, match=r"a has .* but was planned with"),

@@ -1,0 +1,223 @@
+"""Maker of torch's process groups and point-to-point communicators for this process."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from drawloom.components.distributed.connections import Connections
+from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel, connect_two_ranks_by_nccl
+from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, mark_blocked_and_convert_errors
+from drawloom.components.distributed.rank_monitor import RankMonitor
+from drawloom.components.ports.distributed import Device, Group, P2PChannel
+from drawloom.graph import UserError
+
+NO_TIMEOUT = timedelta(days=30)  # torch has no unlimited timeout
+# Timeout for ranks that have met to connect by gloo. After a loss, an abandoned thread waits five times as long
+# (measured: 15.0 s for 3 s, torch 2.13).
+CONNECT_LIMIT = timedelta(seconds=30)
+MEETING_TICK = 0.002  # seconds between two looks for other ranks
+NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watchdog kills the process
+
+
+@attrs.define(eq=False)
+class GroupFactory:
+    """
+    Maker of groups for rank `rank`; it makes each once, and owns torch's default group from `join` to `close`.
+
+    `timeout` is in seconds. `store` is shared by the ranks (None until the first generation's monitor runs). With
+    `survives_rank_losses`, all ranks meet in the store before they connect.
+    """
+
+    device: Device
+    rank: int = 0
+    world_size: int = 1
+    timeout: float = 600.0
+    survives_rank_losses: bool = False
+    connections: Connections = attrs.field(factory=Connections)
+    monitor: RankMonitor = attrs.field(factory=RankMonitor)
+    store: Any = None
+    is_joined: bool = attrs.field(init=False, default=False)
+
+    _limit: timedelta = attrs.field(init=False)
+    # torch's process groups by the sets of ranks for which they were made
+    _handles: dict[tuple[tuple[int, ...], ...], Any] = attrs.field(init=False, factory=dict)
+    _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
+    _meetings: Counter[str] = attrs.field(init=False, factory=Counter)
+
+    def __attrs_post_init__(self) -> None:
+        self._limit = self._get_torch_timeout(self.timeout)
+
+    def join(self) -> None:
+        """Make torch's default process group, after the first generation over a store connection of our own."""
+        bound = self.device.device if self.device.backend == "nccl" else None
+        arguments: Mapping[str, Any] = {}
+        hook = sys.excepthook
+        try:
+            with self._wait_for_ranks_and_record_connections("world", range(self.world_size), self._limit) as timeout:
+                if self.store is not None:
+                    store = PrefixStore("world", self.store)
+                    arguments = {"store": store, "rank": self.rank, "world_size": self.world_size}
+                dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **arguments)
+            _set_group_timeout(dist.group.WORLD, self._limit)
+        except RuntimeError as error:  # torch's errors of the network and the store are subclasses
+            dist.distributed_c10d._world.group_count = 0  # torch numbers groups, and their names must agree later
+            self.monitor.is_recovering = True
+            raise UserError(
+                f"rank {self.rank} did not reach all {self.world_size} ranks within {self.timeout:g} s; is "
+                f"MASTER_ADDR the same on all, and reachable? torch says: {str(error).strip().splitlines()[0]}"
+            ) from error
+        finally:
+            sys.excepthook = hook  # torch adds a prefix to it in each process group
+        self.is_joined = True
+
+    @property
+    def tensor_device(self) -> torch.device:
+        """The device whose tensors the backend accepts."""
+        return self.device.device if self.device.backend == "nccl" else torch.device("cpu")
+
+    def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
+        """Make one process group per set of ranks, and return this process's (`Processes.make_group`)."""
+        own = next(ranks for ranks in rank_sets if self.rank in ranks)
+        if len(own) == 1 and all(len(ranks) == 1 for ranks in rank_sets):
+            return SingleProcess()
+        key = tuple(map(tuple, rank_sets))
+        if key not in self._handles:
+            self._handles[key] = self._make_torch_group(name, own, rank_sets)
+        if len(own) == 1:
+            return SingleProcess()
+        return TorchGroup(name, own, self._handles[key], self.tensor_device, self.monitor)
+
+    def open_channel(self, name: str, first: int, second: int) -> P2PChannel:
+        """Return the named channel between this rank and another (`Processes.open_channel`)."""
+        up, down = (
+            self._get_or_connect_communicator(name, first, second),
+            self._get_or_connect_communicator(name, second, first),
+        )
+        return TorchP2PChannel(up, down) if self.rank == first else TorchP2PChannel(down, up)
+
+    def make_control_group(self, name: str) -> Group:
+        """Make a CPU group of all ranks without a timeout (`Processes.make_control_group`)."""
+        if not self.is_joined:
+            return SingleProcess()
+        ranks = list(range(self.world_size))
+        with self._wait_for_ranks_and_record_connections(f"control {name}", ranks, NO_TIMEOUT) as timeout:
+            handle = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        _set_group_timeout(handle, NO_TIMEOUT)
+        return TorchGroup(name, ranks, handle, torch.device("cpu"), self.monitor)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the timeout of existing and future groups and channels."""
+        self._limit = self._get_torch_timeout(seconds)
+        for handle in dict.fromkeys(
+            [dist.group.WORLD, *filter(None, self._handles.values())] if self.is_joined else []
+        ):
+            _set_group_timeout(handle, self._limit)
+        for communicator in self._communicators.values():
+            communicator.backend._set_default_timeout(self._limit)
+
+    def close(self) -> None:
+        """Shut down all communicators, and destroy the groups."""
+        if not self.is_joined:
+            return
+        self.is_joined, self._handles = False, {}
+        communicators, self._communicators = self._communicators, {}
+        # destroy_process_group does not know these backends; gloo's backends close when they are freed
+        for communicator in communicators.values() if self.device.backend == "nccl" else ():
+            communicator.backend.shutdown()
+        dist.destroy_process_group()
+
+    def _get_torch_timeout(self, seconds: float) -> timedelta:
+        """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
+        # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
+        # lets the timeouts listener end the run first, with a diagnosis.
+        limit = timedelta(seconds=seconds)
+        return limit + NCCL_MARGIN if self.device.backend == "nccl" else limit
+
+    @contextmanager
+    def _wait_for_ranks_and_record_connections(
+        self, name: str, ranks: Sequence[int], limit: timedelta
+    ) -> Iterator[timedelta]:
+        """
+        Record the connections made in the body, in which `ranks` make a group, and return the body's timeout.
+
+        If the run survives losses, wait for the ranks beforehand, which may be lost or late. A loss ends this wait, and
+        the body's, with a RuntimeError.
+        """
+        if not self.survives_rank_losses or self.store is None:
+            with self.connections.record_sockets():
+                yield limit
+            return
+        self._meetings[name] += 1
+        key = f"met/{name}/{self._meetings[name]}"
+        self.store.set(f"{key}/{self.rank}", b"1")
+        end = time.monotonic() + self.timeout
+        with self.monitor.mark_blocked("the making", name):
+            while not (self.connections.is_broken or self.store.check([f"{key}/{rank}" for rank in ranks])):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"not all ranks came to make group {name} within {self.timeout:g} s")
+                time.sleep(MEETING_TICK)
+            with self.connections.record_sockets(), self.connections.make_gloo_connecting_interruptible():
+                yield min(limit, CONNECT_LIMIT) if self.device.backend == "gloo" else limit
+
+    def _make_torch_group(self, name: str, own_ranks: Sequence[int], rank_sets: Sequence[Sequence[int]]) -> Any:
+        """Make torch's process group for the set with this rank, and return it; None if the set is this rank alone."""
+        if len(own_ranks) == self.world_size:
+            return dist.group.WORLD
+        if self.device.backend == "nccl":
+            # one split makes the groups of all sets; new_group would split the world's communicator once for each set
+            parts = [list(ranks) for ranks in rank_sets]
+            with self._wait_for_ranks_and_record_connections(name, range(self.world_size), self._limit) as timeout:
+                return dist.split_group(split_ranks=parts, timeout=timeout, group_desc=name)
+        if len(own_ranks) == 1:
+            return None
+        # without local synchronization, every rank would have to make every group
+        with self._wait_for_ranks_and_record_connections(name, own_ranks, self._limit) as timeout:
+            handle = dist.new_group(list(own_ranks), timeout=timeout, use_local_synchronization=True)
+        _set_group_timeout(handle, self._limit)
+        return handle
+
+    def _get_or_connect_communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
+        """Return the one-way communicator with this name between two ranks, connected at the first call."""
+        key = f"{name} {sender}->{receiver}"
+        if key not in self._communicators:
+            self._communicators[key] = self._connect_ranks(key, (sender, receiver))
+        return self._communicators[key]
+
+    def _connect_ranks(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
+        """Connect a one-way communicator by one transfer between its two ranks, and return it."""
+        if self.tensor_device.type != self.device.device.type:
+            text = f"ranks on {self.device.device.type} can't send tensors to one another over"
+            raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
+        with (
+            mark_blocked_and_convert_errors(self.monitor, "a connection", name, ranks),
+            self._wait_for_ranks_and_record_connections(name, ranks, self._limit) as timeout,
+        ):
+            store, rank = PrefixStore(name, self.store), ranks.index(self.rank)
+            if self.device.backend == "gloo":
+                backend = self.connections.connect_in_thread_until_broken(
+                    lambda: dist.ProcessGroupGloo(store, rank, 2, timeout)
+                )
+            else:
+                backend = connect_two_ranks_by_nccl(store, rank, ranks, timeout, self.tensor_device)
+        backend._set_default_timeout(self._limit)
+        communicator = TorchCommunicator(name, ranks, backend, self.tensor_device, self.monitor)
+        # the first transfer connects the two ranks, so it happens here, where all ranks follow one order
+        probe = torch.zeros(1, device=self.tensor_device)
+        (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
+        return communicator
+
+
+def _set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """Set a process group's timeout."""
+    # torch 2.14 has a public function, and warns of the private one.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
