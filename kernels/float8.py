@@ -30,8 +30,9 @@ MIN_SCALE_EXPONENT = 27
 
 
 def lacks_float8(device: torch.device) -> bool:
-    """Return whether a device is a GPU without float8."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY
+    """Return whether a device is a GPU without float8; a plan for another machine's GPU assumes float8."""
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return is_here and torch.cuda.get_device_capability(device) < MIN_CAPABILITY
 
 
 class ScaledRows(NamedTuple):
@@ -70,6 +71,10 @@ class Float8Kernels(Protocol):
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
         """Quantize x (rows, width) by rows, with or without a transposed copy."""
+        ...
+
+    def dequantize_rows(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return data * scale[:, None] in a dtype: data (rows, width), scale (rows,); exact but in float16."""
         ...
 
     def transpose(self, data: Tensor) -> Tensor:
@@ -155,6 +160,9 @@ class EagerFloat8:
         scale = compute_power_of_two_scales(wide.abs().amax(1))
         data = (wide / scale[:, None]).to(E4M3)
         return Float8Rows(data, scale, _transpose_rows(data) if transposed else data.new_empty(0))
+
+    def dequantize_rows(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return data.to(dtype).mul_(scale[:, None])
 
     def transpose(self, data: Tensor) -> Tensor:
         return _transpose_rows(data)

@@ -41,6 +41,7 @@ from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute import (
     call_recomputable,
     call_recomputable_in_autograd_function,
+    keep_arguments_in_8_bits,
     record_recomputable_call,
 )
 
@@ -99,7 +100,8 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
         check_float8_operands(x, weight)
     rows = get_or_quantize_input(kernels, x, _need_gradients([gate, up]))
     gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
-    result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
+    with keep_arguments_in_8_bits(kernels, shape=(x.shape[:-1].numel(), len(gate) + len(up))):
+        result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -428,8 +428,16 @@ def _return_none() -> None:
     return None
 
 
-QuantizeRows = Callable[[Tensor], Sequence[Tensor]]
-"""Function from rows (rows, width) to float8 elements (rows, width) and their power-of-two scales, float32 (rows,)."""
+class RowKernels(Protocol):
+    """Casts of rows to float8 elements with power-of-two scales, float32 (rows,), and back (`kernels/float8.py`)."""
+
+    def quantize_rows(self, x: Tensor, transposed: bool) -> Any:
+        """Return elements (rows, width) and scales (rows,) as `data` and `scale`, for x (rows, width)."""
+        ...
+
+    def dequantize_rows(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return elements times scales, (rows, width)."""
+        ...
 
 
 class Quantized(Selective):
@@ -471,19 +479,23 @@ class Quantized(Selective):
     def _pack(self, tensor: Tensor) -> SavedTensor:
         saved = super()._pack(tensor)
         if self._operation is not None:
-            return self._operation.pack(tensor) or saved if isinstance(saved, KeptTensor) else saved
+            can_be_rounded = isinstance(saved, KeptTensor) and not isinstance(tensor, Parameter)
+            return self._operation.pack(tensor) or saved if can_be_rounded else saved
         return saved if saved.is_exact or self._accepts_rounded else KeptTensor(tensor)
 
 
-def keep_arguments_in_8_bits(quantize: QuantizeRows, *arguments: Tensor) -> AbstractContextManager[None]:
+def keep_arguments_in_8_bits(
+    kernels: RowKernels, *arguments: Tensor, shape: Sequence[int] = ()
+) -> AbstractContextManager[None]:
     """
     Return a context for a norm or gate, and its `record_recomputable_call`: within `Quantized`, its arguments (...,
-    width), and saved results with their shape, are kept in 8 bits.
+    width), and saved results with their shape or with `shape`, are kept in 8 bits.
     """
     selective = None if torch.compiler.is_compiling() else _selective.get()
     if not isinstance(selective, Quantized):
         return nullcontext()
-    return selective.round_arguments(_RoundedArguments(quantize, arguments))
+    shapes = [tuple(shape), *(tuple(argument.shape) for argument in arguments)]
+    return selective.round_arguments(_RoundedArguments(kernels, arguments, shapes))
 
 
 def accept_rounded_inputs() -> AbstractContextManager[None]:
@@ -495,10 +507,10 @@ def accept_rounded_inputs() -> AbstractContextManager[None]:
 class _RoundedArguments:
     """An operation's arguments in 8 bits; a tensor that it saves and records is rounded once."""
 
-    __slots__ = ("_arguments", "_quantize", "_rounded")
+    __slots__ = ("_arguments", "_kernels", "_rounded", "_shapes")
 
-    def __init__(self, quantize: QuantizeRows, arguments: Sequence[Tensor]) -> None:
-        self._quantize, self._arguments = quantize, arguments
+    def __init__(self, kernels: RowKernels, arguments: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
+        self._kernels, self._arguments, self._shapes = kernels, arguments, shapes
         self._rounded: list[tuple[Tensor, _RoundedTensor]] = []
 
     def pack(self, tensor: Tensor) -> SavedTensor | None:
@@ -512,9 +524,9 @@ class _RoundedArguments:
                     else _RecomputedView(rounded, tensor, int(tensor.storage_offset() - whole.storage_offset()))
                 )
         whole = next((argument for argument in self._arguments if _contains(argument, tensor)), tensor)
-        if not whole.is_contiguous() or whole.shape not in [argument.shape for argument in self._arguments]:
+        if not whole.is_contiguous() or tuple(whole.shape) not in self._shapes or whole.dtype.itemsize == 1:
             return None
-        self._rounded.append((whole, _RoundedTensor(whole, self._quantize)))
+        self._rounded.append((whole, _RoundedTensor(whole, self._kernels)))
         return self.pack(tensor)
 
 
@@ -532,12 +544,12 @@ def _contains(whole: Tensor, tensor: Tensor) -> bool:
 class _RoundedTensor(SavedTensor):
     """Wrapper around float8 elements and scales; the tensor lives from its first use until the wrapper is released."""
 
-    __slots__ = ("_data", "_dtype", "_scale", "_shape", "_value")
+    __slots__ = ("_data", "_dtype", "_kernels", "_scale", "_shape", "_value")
 
-    def __init__(self, tensor: Tensor, quantize: QuantizeRows) -> None:
+    def __init__(self, tensor: Tensor, kernels: RowKernels) -> None:
         with torch.no_grad():
-            data, scale = quantize(tensor.detach().reshape(-1, tensor.shape[-1]))
-        self._data, self._scale = KeptTensor(data), KeptTensor(scale)
+            rows = kernels.quantize_rows(tensor.detach().reshape(-1, tensor.shape[-1]), False)
+        self._data, self._scale, self._kernels = KeptTensor(rows.data), KeptTensor(rows.scale), kernels
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._value: Tensor | None = None
 
@@ -549,7 +561,9 @@ class _RoundedTensor(SavedTensor):
         """Return the rounded tensor (..., width), which is exact in bfloat16 and wider dtypes."""
         if self._value is None:
             with torch.no_grad():
-                rows = self._data.get_or_recompute().to(self._dtype).mul_(self._scale.get_or_recompute()[:, None])
+                rows = self._kernels.dequantize_rows(
+                    self._data.get_or_recompute(), self._scale.get_or_recompute(), self._dtype
+                )
             self._value = rows.view(self._shape)
         return self._value
 

@@ -4,6 +4,7 @@ Run Triton's kernels compiled on a GPU, and in Triton's interpreter without one.
 Triton reads TRITON_INTERPRET when it is first imported, and many modules import it, so it is set before any test.
 """
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -85,10 +86,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Exclude the tests and their modules from later garbage collections, and start these."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # after pytest's last collections; some extension modules report what is left
     gc.set_threshold(10_000)  # of 700, every tenth second of a test would pass in them
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Let the interpreter collect all objects at its end, since some extension modules report leaks."""
-    gc.unfreeze()

@@ -64,7 +64,7 @@ class ReplicaShape:
         cls, world_size: int, shape: tuple[int, int, int, int], fits: Callable[[int], bool]
     ) -> "ReplicaShape":
         """
-        Return the shape for `SurvivingProcesses.replica_shape`, with the counts that `fits`, or that use all ranks.
+        Return the shape for `SurvivingProcesses.replica_shape`, with the fitting counts, and the one for all ranks.
         """
         stages, shards, shard_size, expert = shape
         largest = world_size // (stages * shard_size)
@@ -137,7 +137,7 @@ class Generation:
         os.environ["WORLD_SIZE"] = str(len(self.members))
 
     def describe_change_to(self, following: "Generation") -> str:
-        """Return a message with the numbers of staying and joining members."""
+        """Return a message with the numbers of staying and of joining members."""
         new = [member for member in following.members if member not in self.members]
         staying = f"{len(following.members) - len(new)} of {len(self.members)} processes continue"
         joining = f"{len(new)} process{'es join' if len(new) > 1 else ' joins'}"

@@ -41,7 +41,7 @@ from drawloom.kernels.batch_invariant import (
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
-from drawloom.kernels.float8 import EAGER, lacks_float8
+from drawloom.kernels.float8 import EAGER, Float8Kernels, lacks_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8, linears_float8, mlp_float8
 from drawloom.kernels.moe import Routes as RoutingTables
@@ -293,7 +293,7 @@ class AutoKernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
     ) -> Tensor:
-        with keep_arguments_in_8_bits(self._quantize_rows, x):
+        with keep_arguments_in_8_bits(self._row_kernels, x):
             normed: Tensor = self._functions_by_operation["rms_norm"](x, weight, eps, zero_centered, float8)
             record_recomputable_call(normed, self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)
         return normed
@@ -308,7 +308,7 @@ class AutoKernels:
         float8: bool = False,
     ) -> NormAndSum:
         add_and_norm = self._functions_by_operation["add_rms_norm"]
-        with keep_arguments_in_8_bits(self._quantize_rows, x):
+        with keep_arguments_in_8_bits(self._row_kernels, x):
             normed, summed = add_and_norm(x, residual, weight, eps, zero_centered, float8)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.
             record_recomputable_call(
@@ -316,14 +316,14 @@ class AutoKernels:
             )
         return NormAndSum(normed, summed)
 
-    def _quantize_rows(self, x: Tensor) -> Sequence[Tensor]:
-        """Round x (rows, width) to float8: elements (rows, width) and scales (rows,)."""
-        kernels = EAGER if lacks_float8(x.device) else self._functions_by_operation["linear_float8"]
-        return kernels.quantize_rows(x, False)[:2]
+    @cached_property
+    def _row_kernels(self) -> Float8Kernels:
+        """The casts of rows to float8; plain torch's on a GPU without float8."""
+        return EAGER if lacks_float8(self.device.device) else self._functions_by_operation["linear_float8"]
 
     def _call_gate(self, name: str, gate_and_up: Sequence[Tensor], *others: Any) -> Tensor:
         """Call a gate, whose result can be recomputed, and whose arguments can be kept in 8 bits."""
-        with keep_arguments_in_8_bits(self._quantize_rows, *gate_and_up):
+        with keep_arguments_in_8_bits(self._row_kernels, *gate_and_up):
             result: Tensor = call_recomputable(self._functions_by_operation[name], *gate_and_up, *others)
         return result
 
@@ -464,9 +464,9 @@ class AutoKernels:
         return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
 
     def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+        # No rounded inputs: elements recomputed from them would not fit the scales that were copied to experts' rows.
         kernels = self._get_float8_implementation("experts_float8")
-        with accept_rounded_inputs():
-            return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
+        return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
 
     def expert_rows_float8(
         self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor

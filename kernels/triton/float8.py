@@ -48,6 +48,9 @@ MIN_REST = 2**10
 REGISTERS = 2**16
 """Registers per multiprocessor."""
 
+DEQUANTIZED_ROWS, DEQUANTIZED_COLUMNS = 4, 1024
+"""Rows and columns that a program dequantizes."""
+
 TOKENS, CHANNELS = 128, 128
 """Float8Rows and columns in a program's transposed tile."""
 
@@ -58,6 +61,9 @@ class TritonFloat8:
     def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
         data, scale = _quantize_rows(x)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
+
+    def dequantize_rows(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return _dequantize(data, scale, dtype)  # type: ignore[no-any-return]
 
     def transpose(self, data: Tensor) -> Tensor:
         return _transpose(data)  # type: ignore[no-any-return]
@@ -130,6 +136,25 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     data, scale = _allocate_quantized(x)
     _quantize_rows_into(x, None, data, scale)
     return data, scale
+
+
+def _allocate_dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+@register_kernel(
+    "float8_dequantize(Tensor data, Tensor scale, ScalarType dtype) -> Tensor",
+    fake=_allocate_dequantized,
+    flops=return_zero_flops,
+    scratch=return_zero_scratch_bytes,
+)
+def _dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    result = _allocate_dequantized(data, scale, dtype)
+    count, width = data.shape
+    if data.numel():
+        grid = cdiv(count, DEQUANTIZED_ROWS), cdiv(width, DEQUANTIZED_COLUMNS)
+        _dequantize_kernel[grid](data, scale, result, count, width, ROWS=DEQUANTIZED_ROWS, COLUMNS=DEQUANTIZED_COLUMNS)
+    return result
 
 
 def _allocate_quantized_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -656,3 +681,16 @@ def _scale_and_transpose_kernel(
     at = result + column.to(tl.int64)[:, None] * result_stride + row[None, :]
     mask = (column < width)[:, None] & (row < padded_count)[None, :]
     tl.store(at, tl.trans(values.to(result.dtype.element_ty)), mask=mask)
+
+
+# fmt: off
+@cache_launches
+@triton.jit(do_not_specialize=["count"])
+def _dequantize_kernel(data, scale, result, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # fmt: on
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < count) & (column < width)
+    elements = tl.load(data + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    factors = tl.load(scale + row, mask=row < count, other=0.0)
+    tl.store(result + row * width + column, (elements * factors).to(result.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
 """
 Plans compared with runs: `make bench-plan`, and on a GPU `make bench-plan-gpu`.
 
-12 recipes train for some steps with `planning.check`, which reports planned and measured figures: the median step time
+13 recipes train for some steps with `planning.check`, which reports planned and measured figures: the median step time
 and, on a GPU, torch's peak allocated bytes. The plan uses the built-in device table or, after
 `drawloom plan --calibrate`, the machine's measured figures.
 """
@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "bfloat16": ("precision.parameter=bfloat16", "optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3"),
     "sgd": ("optimizer.use=optim.sgd", "optimizer.lr=0.1"),
     "selective": ("stages.recompute=selective",),
+    "quantized": ("stages.recompute=quantized",),
     "blocks": ("stages.recompute=blocks",),
     "every second block": ("stages.recompute=2",),
     "experts": ("moe",),

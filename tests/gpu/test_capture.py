@@ -36,7 +36,7 @@ def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, A
     ("ranks", "how"),
     [
         (1, {}),
-        (1, {"recompute": ["selective"]}),
+        (1, {"recompute": ["selective", "quantized"]}),
         (2, {}),
         (2, {"recompute": ["blocks"]}),
     ],

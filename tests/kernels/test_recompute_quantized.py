@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.recompute import Quantized
+from drawloom.kernels.recompute import Quantized, get_wrapper_of_saved_variable
 from support import pipelines
 from support.pipelines import assert_same_steps
 from support.processes import run_ranks
@@ -44,6 +44,13 @@ def gradients(function: Callable[..., Tensor], *leaves: Tensor, quantized: bool)
     else:
         y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.randn_like(y))]
+
+
+def count_rounded(y: Tensor, shape: tuple[int, ...]) -> int:
+    """Return how many rounded tensors with a shape an operation saved."""
+    node: Any = y.grad_fn
+    wrappers = filter(None, (get_wrapper_of_saved_variable(variable) for variable in node._raw_saved_tensors))
+    return sum(not wrapper.is_exact and wrapper.get_or_recompute().shape == shape for wrapper in wrappers)
 
 
 def network(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -146,6 +153,53 @@ def test_attention_and_cross_entropy_see_their_own_inputs() -> None:
         assert rounded is not None and exact is not None and torch.equal(rounded, exact)
 
 
+def test_experts_in_float8_have_scales_that_fit_their_elements() -> None:
+    """
+    Tokens' elements and scales in float8 come from one rounding. If rounding a norm's input moves a token's largest
+    number over a power of two, elements with the other scale would be off by a factor 2.
+    """
+    tokens, width, inner, experts = 64, 32, 16, 2
+    kernels = KERNELS
+    scale, gate_up, down = (
+        draw(*shape).detach().bfloat16().requires_grad_()
+        for shape in ((width,), (experts, 2 * inner, width), (experts, width, inner))
+    )
+    chosen = (torch.arange(tokens) % experts)[:, None]
+    probabilities, routes = torch.ones(tokens, 1), kernels.moe_routes(chosen, experts)
+    x = draw(tokens, width).detach().bfloat16().requires_grad_()
+
+    def function(x: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        normed = kernels.rms_norm(x, scale, EPS)
+        return kernels.experts_float8(normed, probabilities, gate_up, down, routes)
+
+    rounded = gradients(function, x, scale, gate_up, down, quantized=True)
+    exact = gradients(function, x, scale, gate_up, down, quantized=False)
+    assert torch.equal(rounded[3], exact[3]) and torch.equal(rounded[4], exact[4])
+    assert not torch.equal(rounded[1], exact[1])
+
+
+def test_networks_in_float8_are_rounded_once_more() -> None:
+    """
+    The result is exact, gate's and up's results are kept in 8 bits, and gradients differ by a few roundings: no element
+    meets the scale of another rounding.
+    """
+    shapes = (64, 32), (32,), (48, 32), (48, 32), (32, 48), (16, 32)
+    leaves = [draw(*shape).detach().bfloat16().requires_grad_() for shape in shapes]
+    counts: list[int] = []
+
+    def function(x: Tensor, scale: Tensor, gate: Tensor, up: Tensor, down: Tensor, last: Tensor) -> Tensor:
+        y = KERNELS.mlp_float8(KERNELS.rms_norm(x, scale, EPS, float8=True), gate, up, down)
+        counts.append(count_rounded(y, (64, 96)))
+        return KERNELS.linears_float8(KERNELS.rms_norm(y, scale, EPS), [last])[0]
+
+    rounded = gradients(function, *leaves, quantized=True)
+    exact = gradients(function, *leaves, quantized=False)
+    assert torch.equal(rounded[0], exact[0])
+    for one, other in zip(rounded[1:], exact[1:], strict=True):
+        assert 0 < float((one - other).norm()) < 2 * UNIT * float(other.norm())
+    assert counts == [1, 0]
+
+
 CASES: list[pipelines.Case] = [
     *((name, 4, True, False, "smoothed") for name in ("one_f_one_b", "zero_bubble_v")),
     *(("one_f_one_b", 4, False, False, family) for family in ("gpt_oss", "qwen3_5")),
@@ -165,3 +219,20 @@ def test_shards_and_pipelines_round_alike() -> None:
     ranks = run_ranks(pipelines.steps, 4, CASES[:2], {"data_shard": 2}, *common, timeout=120)
     for number in range(2):
         assert_same_steps([rank[number] for rank in ranks], rounded[number])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("sizes", "experts"), [({"tensor": 2}, 0), ({"context": 2}, 0), ({"data_shard": 2, "expert": 2}, 4)]
+)
+def test_other_meshes_round_by_their_own_scales(sizes: dict[str, int], experts: int) -> None:
+    """Losses are those without a policy, and gradients within the format's error, if ranks split rows or tokens."""
+    cases: list[pipelines.Case] = [("one_f_one_b", 4, True, False, "smoothed")]
+    [exact] = pipelines.steps(cases, layers=4, lengths=(4, 4), experts=experts)
+    common: Any = "cpu", pipelines.FLOAT64, 1, 4, (4, 4), experts, ["quantized"]
+    ranks = [steps[0] for steps in run_ranks(pipelines.steps, 2, cases, sizes, *common, timeout=120)]
+    assert sum(rank["loss"] for rank in ranks) == pytest.approx(exact["loss"], rel=1e-10)
+    grads: dict[str, Any] = pipelines.assemble(ranks, "grads")
+    names = [name for name, grad in exact["grads"].items() if grad is not None]
+    whole, rounded = (torch.cat([part[name].flatten() for name in names]) for part in (exact["grads"], grads))
+    assert 0 < float((rounded - whole).norm()) < UNIT * float(whole.norm())

@@ -32,4 +32,6 @@ with suppress(Exception):  # the test of a broken component reports it
     for operation in choosing.OPERATIONS:
         choosing.load(operation, "eager")  # as every run does on a CPU
 gc.freeze()  # no collection of a forked process walks through, and copies, what all of them share
+gc.set_threshold(10_000)  # of 700, every 25th second of a rank would pass in collections
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # a thread that wakes preempts none that holds its lock
 atexit.register(gc.unfreeze)  # or extension modules report what is left when the interpreter ends

@@ -51,7 +51,7 @@ GPU = torch.cuda.is_available()
 BUDGET = 480.0
 """Seconds after which no further line starts."""
 
-POLICIES: list[Recompute] = ["none", "selective", 4, 2, "blocks"]
+POLICIES: list[Recompute] = ["none", "selective", "quantized", 4, 2, "blocks"]
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 4096,

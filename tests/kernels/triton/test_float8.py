@@ -36,6 +36,20 @@ def test_casts_of_inputs_and_weights_equal_eager_casts(shape: tuple[int, int]) -
         assert_same_bits(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dequantized_rows_equal_eager_ones(dtype: torch.dtype) -> None:
+    """Rounded rows of every size have the same numbers, which bfloat16 holds exactly; NaN scales stay NaN."""
+    for shape in [(0, 16), *SHAPES]:
+        rows = EAGER.quantize_rows(spread(*shape), False)
+        rows.scale[-1:] = torch.nan
+        actual, expected = (kernels.dequantize_rows(*rows[:2], dtype) for kernels in (TRITON, EAGER))
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            actual.float(), rows.data.float() * rows.scale[:, None], rtol=0, atol=0, equal_nan=True
+        )
+
+
 @pytest.mark.parametrize("width", [16, 48, 1040])
 def test_casts_of_weights_equal_eager_casts(width: int) -> None:
     """Stacked weights of different heights have the bits of eager casts, by rows and transposed."""

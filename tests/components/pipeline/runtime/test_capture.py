@@ -55,7 +55,9 @@ CASES: list[pipelines.Case] = [
 ]
 
 
-@pytest.mark.parametrize("how", [{}, {"experts": 4}, {"dtypes": pipelines.MIXED, "recompute": ["selective"]}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"experts": 4}, {"dtypes": pipelines.MIXED, "recompute": ["selective", "quantized"]}], ids=str
+)
 def test_replayed_passes_have_the_bits_of_passes_that_run(recorder: Recorder, how: Any) -> None:
     """Three steps, with several microbatches in flight, split backward passes, shared weights and sums of losses."""
     for replayed, plain in zip(steps(CASES, True, **how), steps(CASES, False, **how), strict=True):
