@@ -41,7 +41,7 @@ from drawloom.kernels.batch_invariant import (
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
-from drawloom.kernels.float8 import EAGER, Float8Kernels, lacks_float8
+from drawloom.kernels.float8 import EAGER, lacks_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8, linears_float8, mlp_float8
 from drawloom.kernels.moe import Routes as RoutingTables
@@ -194,7 +194,8 @@ class AutoKernels:
         }
         # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
         return functions | {
-            "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
+            "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name),
+            "casts_of_rows": EAGER if lacks_float8(self.device.device) else functions["linear_float8"],
         }
 
     @property
@@ -293,7 +294,7 @@ class AutoKernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
     ) -> Tensor:
-        with keep_arguments_in_8_bits(self._row_kernels, x):
+        with keep_arguments_in_8_bits(self._functions_by_operation["casts_of_rows"], x):
             normed: Tensor = self._functions_by_operation["rms_norm"](x, weight, eps, zero_centered, float8)
             record_recomputable_call(normed, self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)
         return normed
@@ -308,7 +309,7 @@ class AutoKernels:
         float8: bool = False,
     ) -> NormAndSum:
         add_and_norm = self._functions_by_operation["add_rms_norm"]
-        with keep_arguments_in_8_bits(self._row_kernels, x):
+        with keep_arguments_in_8_bits(self._functions_by_operation["casts_of_rows"], x):
             normed, summed = add_and_norm(x, residual, weight, eps, zero_centered, float8)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.
             record_recomputable_call(
@@ -316,14 +317,9 @@ class AutoKernels:
             )
         return NormAndSum(normed, summed)
 
-    @cached_property
-    def _row_kernels(self) -> Float8Kernels:
-        """The casts of rows to float8; plain torch's on a GPU without float8."""
-        return EAGER if lacks_float8(self.device.device) else self._functions_by_operation["linear_float8"]
-
     def _call_gate(self, name: str, gate_and_up: Sequence[Tensor], *others: Any) -> Tensor:
         """Call a gate, whose result can be recomputed, and whose arguments can be kept in 8 bits."""
-        with keep_arguments_in_8_bits(self._row_kernels, *gate_and_up):
+        with keep_arguments_in_8_bits(self._functions_by_operation["casts_of_rows"], *gate_and_up):
             result: Tensor = call_recomputable(self._functions_by_operation[name], *gate_and_up, *others)
         return result
 
