@@ -63,6 +63,7 @@ def test_widths_that_do_not_divide_are_an_error_with_a_remedy() -> None:
 def test_gpus_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An Ampere GPU is refused with its name; Hopper, and a CPU, which uses plain torch, are not."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, is_refused in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if is_refused:
