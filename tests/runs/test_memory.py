@@ -19,14 +19,14 @@ def _run_out_of_memory(folder: Path, arguments: Any, where: str) -> Outcome:
 
     def allocate_too_much(*_parts: Any, **_words: Any) -> Any:
         steps.append(1)
-        return torch.empty(2**47) if len(steps) > 1 or where != "train" else original(*_parts, **_words)
+        return torch.empty(2**47) if len(steps) > 1 or where == "open" else original(*_parts, **_words)
 
     original = getattr(ProgramExecutor, where)
     setattr(ProgramExecutor, where, allocate_too_much)
     return command(folder, arguments, None)
 
 
-@pytest.mark.parametrize("where", ["train", "open"])
+@pytest.mark.parametrize("where", ["run_forward_and_backward", "open"])
 def test_out_of_memory_ends_a_run_in_words(where: str, tmp_path: Path) -> None:
     """A failed allocation names its size, the memory by kind and the settings, without a traceback."""
     write_corpus(tmp_path)
